@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import EngineConfig
-from .engine.build import build, build_beside
+from .engine.build import build, build_with_policy
 from .engine.checks import (
     check_int_or_none,
     check_prompt_list,
@@ -142,7 +142,7 @@ class LLM:
         self._check_open()
         other = LLM.__new__(LLM)
         given = {} if policy_options is None else policy_options
-        other._begin(build_beside(self.runner, policy, given, exact), self._family)
+        other._begin(build_with_policy(self.runner, policy, given, exact), self._family)
         return other
 
     def get_default_sampling_params(self, **fields: Any) -> SamplingParams:

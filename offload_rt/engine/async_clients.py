@@ -23,22 +23,22 @@ T = TypeVar("T")
 
 @dataclass
 class EngineLoad:
-    """Load of an engine at one moment, and totals since the engine's start. Sizes are in bytes.
+    """Current load of an engine, and totals since its start. Sizes are in bytes.
 
     Attributes:
-        waiting: Number of queued prompts.
-        running: Number of completions that are being decoded, plus one if a prompt is being prefilled.
-        pool_used_bytes: Size of the KV of running requests in host memory.
-        pool_limit_bytes: Limit on the size of KV in host memory.
-        prompt_tokens: Total prompt tokens of finished requests.
-        cached_tokens: Total prompt tokens of finished requests whose KV was cached.
-        h2d_bytes: Total KV copied from host to device for finished requests.
-        device_kv_bytes: Size of the KV on the device after the latest step.
-        kept_bytes: Size of cached KV in host memory that no request uses now.
-        host_hit_tokens: Total prompt tokens whose KV was found in host memory.
-        disk_hit_tokens: Total prompt tokens whose KV was loaded from disk.
-        lost_tokens: Total tokens of named sessions whose stored KV was missing or damaged and was computed again.
-        store_bytes: Size of the session store's files.
+        waiting: Queued prompts.
+        running: Completions being decoded, plus one if a prompt is being prefilled.
+        pool_used_bytes: KV of running requests in host memory.
+        pool_limit_bytes: Limit on KV in host memory.
+        prompt_tokens: Prompt tokens of finished requests.
+        cached_tokens: Prompt tokens of finished requests whose KV was cached.
+        h2d_bytes: KV copied from host to device for finished requests.
+        device_kv_bytes: KV on the device after the latest step.
+        kept_bytes: Cached KV in host memory that no request uses now.
+        host_hit_tokens: Prompt tokens whose KV was found in host memory.
+        disk_hit_tokens: Prompt tokens whose KV was loaded from disk.
+        lost_tokens: Tokens of named sessions whose stored KV was missing or damaged and was computed again.
+        store_bytes: Files of the session store.
     """
 
     waiting: int = 0
@@ -58,21 +58,15 @@ class EngineLoad:
     store_bytes: int = 0
 
     def add(self, request: Request, *, stored: bool) -> None:
-        """Add a finished request to the totals.
-
-        With a session store (`stored`), `host_hit_tokens` does not change, because the store counts its hits itself.
-        """
+        """Add a finished request to the totals. `stored` tells whether the request used a session store."""
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
-        self.host_hit_tokens += 0 if stored else request.cached_tokens
+        self.host_hit_tokens += 0 if stored else request.cached_tokens  # a store counts its hits itself
         ended = (completion.stats for completion in request.completions())
         self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def at_present(self, engine: Engine, arriving: int) -> EngineLoad:
-        """Return these totals with the current load of `engine`.
-
-        `arriving` prompts are not in its queue yet, and count as waiting.
-        """
+        """Return the totals with the current load of `engine`. `arriving` counts prompts that are not queued yet."""
         scheduler, pool = engine.scheduler, engine.runner.pool
         return replace(
             self,
@@ -88,7 +82,7 @@ class EngineLoad:
 async def call_in_thread(post: Callable[[Callable[[], None]], None], function: Callable[[], T]) -> T:
     """Run `function` on the engine thread. Return its result, or raise its error.
 
-    `post` passes a call to the engine thread. If the caller is cancelled, `function` runs anyway.
+    `post` queues a call for the engine thread. If the caller is cancelled, `function` still runs.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -112,9 +106,9 @@ async def call_in_thread(post: Callable[[Callable[[], None]], None], function: C
 
 
 class Mailbox:
-    """Passes outputs of a request to the event loop of its client. Only the latest output is stored.
+    """Passes outputs of a request to the event loop of its client. Only the latest output is kept.
 
-    Each output contains the text of all earlier ones, so a slow client may skip some, and no queue can grow.
+    Each output contains the text of all earlier outputs, so a slow client may skip some.
     """
 
     def __init__(self) -> None:
@@ -142,7 +136,7 @@ class Mailbox:
 
 
 class RequestTracer:
-    """Counts how often the first completion of a request selects each prompt token, for the trace of the request."""
+    """Counts how often the first completion of a request selects each prompt token."""
 
     def __init__(self, prompt_tokens: int, layers: int) -> None:
         self._selected = np.zeros(prompt_tokens, np.int64)
@@ -150,7 +144,6 @@ class RequestTracer:
         self._trace: Trace | None = None
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Count the prompt tokens among the selected `tokens` `[Hkv, n]` of a layer."""
         found = tokens.detach().cpu().numpy().ravel()
         size = len(self._selected)
         self._selected += np.bincount(found[found < size], minlength=size)
@@ -174,10 +167,8 @@ class Client:
     """A caller of `AsyncLLM` that waits for outputs of one request.
 
     Attributes:
-        session: Name of the session, or None for a request outside a session.
-        tracer: Recorder of the trace, or None if no trace was requested.
-        request: The engine's request, or None before it is queued.
-        counted: Number of generated tokens that the engine's total already includes.
+        request: The engine's request; None before it is queued.
+        counted: Number of generated tokens that are already in the totals.
     """
 
     request_id: str

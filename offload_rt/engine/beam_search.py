@@ -1,7 +1,7 @@
 """Beam search: beams are forks of one sequence and share its full blocks.
 
-`Beams` searches over token ids only. Its scores and tokens equal the results of transformers'
-`generate(num_beams=...)`. `BeamSearchRequest` forks and frees the sequences that have the KV of the beams.
+`Beams` searches over token ids and gives the scores and tokens of transformers' `generate(num_beams=...)`.
+`BeamSearchRequest` forks and frees the sequences with the KV of the beams.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
 
 
 class Beams:
-    """Beam search over token ids: the best `num_beams` running continuations, and the best finished continuations.
+    """The `num_beams` best running beams and the `num_beams` best finished beams, as token ids.
 
-    Scores are sums of log-probabilities in float32. Finished scores are divided by `length ** length_penalty`.
+    Scores are sums of log-probabilities in float32. Scores of finished beams are divided by `length ** length_penalty`.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Beams:
         self.done = False
 
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
-        """Advance the search by one token, from logits `[num_beams, V]`.
+        """Extend the running beams by one token, from logits `[num_beams, V]`.
 
         Set `done` if the finished beams cannot change.
 
         Returns:
-            The new running beams, best first, each as a pair (index of the beam it continues, token).
+            The new running beams, best first, as pairs (index of the parent beam, token).
 
         Raises:
             InputError: The constraints leave no token.
@@ -99,10 +99,9 @@ class Beams:
         return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
-        """Add complete candidates to the finished continuations, and keep the best `num_beams` of these.
+        """Merge complete candidates (`ends`) with the finished beams, and keep the best `num_beams`.
 
-        `grown` are the candidates, best first, with their `scores`. `ends` tells which are complete. Only the first
-        `num_beams` candidates can finish.
+        `grown` are the candidates, best first. Only the first `num_beams` candidates can finish.
         """
         params, width = self._params, self._params.num_beams
         ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf: forbidden
@@ -117,7 +116,6 @@ class Beams:
         self._is_finished = torch.cat((self._is_finished, ending))[best]
 
     def _could_improve(self, length: int) -> bool:
-        """Return whether the best running beam could still get a better score than the worst finished one."""
         params = self._params
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = params.max_tokens
@@ -127,7 +125,7 @@ class Beams:
 
 
 class BeamSearchRequest(Request):
-    """A request that runs beam search. If it is preempted, it starts again from its prompt, with the same result."""
+    """A request that runs beam search. After a preemption, the search starts again from the prompt."""
 
     def __init__(
         self,
@@ -157,33 +155,23 @@ class BeamSearchRequest(Request):
         return self._begin_prefill(runner, len(prompt))
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve a slot for the next token of every beam.
-
-        Raise PoolFullError, also if there are no blocks for forks.
-        """
         super().reserve(runner)
+        # Every beam may be forked in this step.
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
-        """Advance the search by one token, from logits `[S, V]`. Return no outputs until the search ends.
-
-        S is the number of running beams; 1 after the prefill.
-        """
+        # After the prefill, all beams have the same logits.
         chosen = self._beams.advance(logits.expand(self.width, -1))
         if self._beams.done:
             self.finish_reason = self._ended(self._beams.finished[0])[0] or "length"
             return self._events()
         self._continue_with(runner, [(parent % len(self.sequences), token) for parent, token in chosen])
-        return []
+        return []  # clients get outputs at the end of the search
 
     def _continue_with(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Replace the sequences of the beams by sequences for the `chosen` pairs (parent beam, token).
-
-        Sequences without a continuation are freed first. The first continuation of a beam reuses its sequence; the
-        others fork it.
-        """
+        """Replace the sequences of the beams by one sequence for each pair (parent beam, token) in `chosen`."""
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
-        for i, sequence in enumerate(before):
+        for i, sequence in enumerate(before):  # free blocks before forks need them
             if i not in parents:
                 runner.free(sequence)
                 self.sequences.remove(sequence)
@@ -202,13 +190,11 @@ class BeamSearchRequest(Request):
         return runner.retry_after_reclaim(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequences of all beams. If the search has not ended, it starts again."""
         super().drop(runner)
         if self.finish_reason is None:
-            self._beams = self._new_beams()
+            self._beams = self._new_beams()  # the search starts again with the request
 
     def completions(self) -> list[CompletionOutput]:
-        """Return the best `params.n` finished continuations, or empty ones before the search ends."""
         best = self._beams.finished[: self.params.n]
         return [self._completion(i, tokens) for i, tokens in enumerate(best)]
 
@@ -249,7 +235,7 @@ class BeamSearchRequest(Request):
         return text[: at + len(stop) * keep]
 
     def _stops(self, tokens: list[int]) -> list[tuple[int, str]]:
-        """Return (position in the text, stop string) for stop strings after the first `min_tokens` tokens."""
+        """Return pairs (position in the text, stop string). The first `min_tokens` tokens are not searched."""
         text, least = self._decode(tokens), self.params.min_tokens
         early = len(self._decode(tokens[:least])) if least else 0
         return [(at, stop) for stop in self.params.stop if (at := text.find(stop, early)) >= 0]

@@ -65,7 +65,7 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
     check_device_kv(config, device)
     with on_device(device):  # loading a model verifies and calibrates it, which launches kernels
-        _check_launches(device)
+        _check_launches(device)  # before the model is loaded, which takes long
         return _build(model, config, tokenizer)
 
 
@@ -101,7 +101,7 @@ def _load(
 
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
-    """Return a KV cache with the fraction `share` of the configured memory."""
+    # `share` is the fraction of the configured memory.
     adapter, host = loaded.adapter, config.host_memory
     geometry, dtype = adapter.geometry, adapter.dtype
     snapshots = divide_host_memory(config, geometry, dtype).snapshot_slots
@@ -115,10 +115,9 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
-    """Return a runner of the draft model, if any, and the fraction of the configured memory that its KV cache gets.
+    """Return a runner of the draft model, and the fraction of the configured memory for its KV cache.
 
-    With this fraction, the KV caches of both models store the same number of tokens. Raises ConfigError if the
-    tokenizers differ, and the errors of `load_model`.
+    With this fraction, the KV caches of both models hold the same number of tokens.
     """
     assert config.exact is not None
     if config.exact.model is None:
@@ -136,16 +135,17 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
     return Runner(small, policy, pool, build_transfer(pool, small.adapter.geometry, device), own), share
 
 
-def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
-    """Return a second runner with another policy, which shares the model and the KV cache of `runner`.
+def build_with_policy(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
+    """Return a runner with another policy that shares the model and the KV cache of `runner`.
 
-    Both share cached prefixes, because prefill is exact under every policy. If `exact` is not None, it replaces the
-    option of `runner`. Raises ConfigError for invalid options, and if `device_memory` is set.
+    `exact` replaces the option of `runner`, unless it is None. Raises ConfigError for invalid options, or if
+    `device_memory` is set.
     """
     if runner.plan is not None:
         raise ConfigError("device_memory is planned for one policy only: create another LLM instead")
     model, fingerprint = runner.model, runner.model.fingerprint
     drafts: Any = runner.config.exact if exact is None else exact
+    # Both runners share cached prefixes, because prefill is exact under every policy.
     # Copies of KV on the device belong to the first runner, which shares no streams with this one.
     config = replace(runner.config, policy=name, policy_options=options, exact=drafts, device_kv_memory=None)
     model_now, model_then = (None if one.exact is None else one.exact.model for one in (runner.config, config))
@@ -161,10 +161,7 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
 
 
 def _plan_memory(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
-    """Return the device memory plan, or None without `device_memory`, and the placement of the weights.
-
-    Only the model's dimensions are read. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
-    """
+    """Return the device memory plan (None without `device_memory`) and the placement of the weights."""
     quantised = config.quantize in ("int4", "int8") and isinstance(model, (str, os.PathLike))
     placed = config.experts_on_device is not None or config.embedding_on_host
     if config.device_memory is None and not placed and not quantised:
@@ -194,7 +191,8 @@ def build_policy(
     """Return the policy `name` for a loaded model. Raises ConfigError if the name or the options are invalid.
 
     Args:
-        artifact: Called to load the skew artifact if the policy needs it.
+        artifact: Function that loads the skew artifact, called only if the policy needs one.
+        keys_on_host: Keep scoring keys in host memory, because device memory is too small.
         idle: Context in which no engine of the process computes, for measurements of speed.
     """
     adapter = loaded.adapter
@@ -212,22 +210,20 @@ def build_policy(
 
 
 def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader:
-    """Return a function that loads the skew artifact at `config.skew`, or calibrates the model if no path is set.
-
-    Calibration shows a progress bar, because it takes long. Its result is cached, so it runs once per model.
-    """
+    """Return a function that loads the skew artifact `config.skew`, or calibrates the model if no path is set."""
 
     def load(method: SkewMethod) -> SkewArtifact:
         if config.skew is not None:
-            return load_artifact(config.skew, loaded.fingerprint, named_method(config.policy, config.policy_options))
+            return load_artifact(config.skew, loaded.fingerprint, _skew_method(config.policy, config.policy_options))
+        # Always show progress, because calibration takes long. Its result is cached.
         with Progress(enabled=True).bar(f"calibrating {loaded.name} (once)") as progress:
             return cached_artifact(loaded, method, progress=progress)
 
     return load
 
 
-def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
-    """Return the skewing method that the options or the preset specify; None for that of the loaded artifact."""
+def _skew_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
+    """Return the skewing method in the policy's options or preset. None means the method of the artifact."""
     found: SkewMethod | None = options_class(policy).with_preset(options).get("skew")
     return found
 
@@ -237,9 +233,14 @@ def build_transfer(
 ) -> Transfer:
     """Return the object that copies KV between the pool and the device.
 
-    On a CPU, unquantised KV is read in place. Otherwise, or with a `working_set` (entries per layer and KV head), KV is
-    copied to staging buffers. On a GPU, copies of blocks take up to `kv_memory` bytes of its memory. Raises ConfigError
-    or MemoryLimitError if they do not fit.
+    On a CPU without a working set, unquantised KV is read in place.
+
+    Args:
+        working_set: Number of fetched KV entries per layer and KV head that stay on the device.
+        kv_memory: Size in bytes of device memory for copies of KV blocks.
+
+    Raises:
+        ConfigError, MemoryLimitError: The copies of blocks do not fit.
     """
     if pool.file is not None:
         return DiskTransfer(pool, geometry, device)
@@ -254,7 +255,6 @@ def build_transfer(
 
 
 def _device_blocks(pool: HostPool, device: torch.device, limit: int) -> int:
-    """Return the number of blocks of which copies take at most `limit` bytes of device memory."""
     if not limit:
         return 0
     size, free = copy_bytes(pool), torch.accelerator.get_memory_info(device)[0]
@@ -271,7 +271,6 @@ def _device_blocks(pool: HostPool, device: torch.device, limit: int) -> int:
 
 
 def _reads_in_place(pool: HostPool) -> bool:
-    """Return whether kernels can read the pool's host memory directly. If not, warn that steps are slower."""
     found = not pool.pins or read_in_place()
     if not found:
         warnings.warn(
@@ -283,10 +282,7 @@ def _reads_in_place(pool: HostPool) -> bool:
 
 
 def _stream_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
-    """Create the streams that copy weights from host memory to the device, if `placement` requires any.
-
-    Return the model, whose adapter then waits for the copies, and the streams.
-    """
+    """Create the streams for weights in host memory. Return the model with an adapter that waits for the copies."""
     if not placement:
         return loaded, None
     device, adapter, stream = loaded.adapter.device, loaded.adapter, None
@@ -299,7 +295,7 @@ def _stream_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedMo
 
 
 def _check_launches(device: torch.device) -> None:
-    """Launch a small kernel on a GPU, to raise ConfigError before a model is loaded if Triton finds no C compiler."""
+    # Launch a small kernel, because Triton compiles C code for this.
     if device.type == "cpu":
         return
     one = torch.ones(1, 16, device=device)

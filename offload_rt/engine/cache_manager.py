@@ -22,12 +22,10 @@ from ..utils.units import format_size
 
 
 def salt_provenance(cache_salt: str) -> str:
-    """Return the part of a KV provenance key that separates requests by cache salt; "" without a salt.
-
-    It contains a digest, because the salt itself could look like another part of the key ("+cut-...").
-    """
+    """Return the part of a KV provenance key that contains the cache salt. Without a salt, it is ""."""
     if not cache_salt:
         return ""
+    # Use a digest, because the salt itself could look like another part of the key ("+cut-...").
     # JSON clients can send half a surrogate pair, which strict UTF-8 cannot encode.
     data = cache_salt.encode("utf-8", "surrogatepass")
     return f"+salt-{hashlib.blake2b(data, digest_size=16).hexdigest()}"
@@ -48,23 +46,20 @@ class CacheManager:
 
     @property
     def shares(self) -> bool:
-        """Whether sequences with a common prefix share its KV.
-
-        Quantised KV is not shared, because the result of a request would then depend on earlier requests. KV of hybrid
-        models is not shared if the pool keeps no snapshots of recurrent state.
-        """
+        """Whether sequences with a common prefix share its KV."""
+        # Quantised KV is not shared, because the result of a request would then depend on earlier requests.
         shared = self._config.enable_prefix_caching and self._pool.format.exact
-        return shared and self._pool.reuses_prefixes
+        return shared and self._pool.reuses_prefixes  # hybrid models need snapshots of recurrent state
 
     @property
     def evicts(self) -> bool:
-        """Whether a sequence overwrites KV of its own tokens if the pool is full (token eviction)."""
+        """Whether a sequence evicts its own tokens if the pool is full."""
         return self._config.eviction is not None
 
     def check(self, prompt: int, total: int) -> None:
-        """Raise PoolFullError if a sequence of `total` tokens does not fit even in an empty pool.
+        """Raise PoolFullError if a sequence of `total` tokens does not fit in an empty pool.
 
-        With eviction, only its `prompt` tokens and one more must fit.
+        With eviction, only the `prompt` tokens and one new token must fit.
         """
         if not self.evicts:
             self._pool.check_fits(total)
@@ -77,7 +72,10 @@ class CacheManager:
             ) from None
 
     def slots_for(self, computed: int, total: int) -> int:
-        """Return the number of slots for a sequence: `total`, or with eviction one more than `computed` tokens."""
+        """Return the number of slots to reserve for a sequence of `total` tokens.
+
+        With eviction, slots for the `computed` tokens and one new token are enough.
+        """
         return computed + 1 if self.evicts else total
 
     def slots(self) -> SlotTable:
@@ -86,10 +84,10 @@ class CacheManager:
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
     def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
-        """Return the index of the first token whose exact KV is not cached, or None if there is none.
+        """Return the index of the first token whose exact KV is not cached.
 
-        The result is also None if prefixes are not shared. `provenance` is the end of the KV provenance key
-        (`salt_provenance`).
+        None means that all tokens are cached, or that prefixes are not shared. `provenance` is the part of the KV
+        provenance key after `EXACT`.
         """
         if not self.shares or self._policy.wants_queries:
             return None
@@ -97,10 +95,9 @@ class CacheManager:
         return known if known < len(tokens) else None
 
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
-        """Return a new block table with slots for `capacity` tokens, beginning with the cached blocks of `known`.
+        """Return a block table that begins with the cached blocks of `known` and has slots for `capacity` tokens.
 
-        Sliding layers get slots for a first part of the prefill up to `stop` (`reserve_slots`). `provenance` is the end
-        of the KV provenance key (`salt_provenance`). Raises PoolFullError.
+        For `stop` and errors, see `reserve_slots`. `provenance` is the part of the KV provenance key after `EXACT`.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
@@ -110,10 +107,9 @@ class CacheManager:
         return self.reserve_slots(blocks, capacity, blocks.length, stop)
 
     def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`. On PoolFullError, release all of them.
+        """Reserve slots for `capacity` tokens in `blocks`, and return `blocks`. On PoolFullError, release `blocks`.
 
-        Sliding layers get slots for the shortest first part of a prefill of the tokens [start, stop). `begin_prefill`
-        reserves more if there is room.
+        Sliding layers get slots only for the shortest possible first part of a prefill of the tokens [start, stop).
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
@@ -123,7 +119,7 @@ class CacheManager:
 
     @contextmanager
     def released_on_error(self, blocks: BlockTable) -> Iterator[None]:
-        """Release `blocks`, which no sequence owns yet, if the body of the `with` statement raises."""
+        """Context that releases `blocks`, which no sequence owns yet, if an error is raised in it."""
         try:
             yield
         except BaseException:
@@ -133,26 +129,25 @@ class CacheManager:
     def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, before_window: int = 0) -> None:
         """Move the windows of sliding layers to the tokens [position, stop) of a sequence.
 
-        Slots are reserved for the new tokens, and blocks that have left the windows are freed. Draft tokens do not move
-        the windows, because they may be rejected. Tokens after the last full block do not move them either if a later
-        turn will continue after this block (`Sequence.keeps_decoded`). Raises PoolFullError.
+        Slots are reserved for the new tokens, and blocks outside of the windows are freed. Raises PoolFullError.
 
         Args:
             stop: End of the tokens to compute next.
-            before_window: Maximum number of new tokens before the last window that get slots too, if blocks are free.
+            before_window: Maximum number of new tokens before the last window that also get slots, if blocks are free.
         """
         # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows on the device,
         # and the first token after a prefill is sampled before another sequence gets blocks.
         blocks = sequence.blocks
+        # Draft tokens do not move the windows, because they may be rejected.
         position = sequence.position if sequence.draft_start is None else sequence.draft_start
-        if sequence.keeps_decoded:
+        if sequence.keeps_decoded:  # a later turn continues after the last full block
             position = position // BLOCK_SIZE * BLOCK_SIZE
         if before_window or self._pool.sliding.slides(blocks, position, stop, next_window=self.evicts):
             storage.settle(blocks)
             self._pool.sliding.slide(blocks, position, stop, next_window=self.evicts, before_window=before_window)
 
     def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
-        """If the pool is full, move blocks from the longest sequence of `batch` to sequences that need one.
+        """If the pool is full, move blocks from the longest sequence to sequences whose last block is full.
 
         Used only with eviction. A sequence that gets no block overwrites its own tokens.
         """
@@ -167,9 +162,8 @@ class CacheManager:
                 self._pool.reserve(sequence.blocks, sequence.position + 1)
 
     def _shrink(self, sequence: Sequence, storage: KVStorage) -> None:
-        """Evict the least important tokens of a sequence and free its last block, if possible."""
         blocks, policy = sequence.blocks, self._policy
-        moves = sequence.slots.shrink(blocks)
+        moves = sequence.slots.shrink(blocks)  # evicts the least important tokens
         if moves is None:
             return
         for layer, pairs in enumerate(moves):
@@ -187,10 +181,9 @@ MAX_LISTED = 8  # maximum number of users listed in an error message
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Host memory of one session or request that cannot be reclaimed now. Used in error messages.
+    """Host memory of one session or request that cannot be reclaimed now, for error messages.
 
-    Attributes:
-        bytes: Size in bytes. A shared block is counted for each of its users.
+    A block that several sequences share is counted for each of them.
     """
 
     name: str
@@ -206,12 +199,11 @@ class Reclaimable(Protocol):
         ...
 
     def memory_in_use(self) -> list[MemoryUse]:
-        """Return which sessions or requests use memory that cannot be freed now."""
+        """Return the sessions or requests whose memory cannot be freed now."""
         ...
 
 
 def describe_memory_use(uses: list[MemoryUse]) -> str:
-    """Return the end of an error message that lists the largest `uses`."""
     uses = sorted(uses, key=lambda own: -own.bytes)
     total = sum(one.bytes for one in uses)
     named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in uses[:MAX_LISTED])

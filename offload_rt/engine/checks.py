@@ -24,7 +24,6 @@ WIDEST_ON_GPU = 512
 
 
 def check_kernels(head_dim: int, device: torch.device, name: str) -> None:
-    """Raise ModelError if the GPU kernels do not support this head dimension."""
     if device.type == "cuda" and head_dim > WIDEST_ON_GPU:
         raise ModelError(
             f"the cached keys of {name} have {head_dim} dimensions, and the GPU kernels support at most "
@@ -41,9 +40,9 @@ def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
 
 
 def check_positions(tokens: int, model: LoadedModel) -> None:
-    """Raise ModelError if a text of this length exceeds the model's position table.
+    """Raise ModelError if the model has no position embeddings for `tokens` tokens.
 
-    Warn if it is longer than the texts of the model's training.
+    Warn if `tokens` exceeds the context length that the model was trained for.
     """
     geometry = model.adapter.geometry
     if tokens <= geometry.max_positions:
@@ -68,7 +67,6 @@ def max_length(positions: int, check: Callable[[int], None]) -> int:
 
 
 def check_drafts(policy: Policy, config: EngineConfig) -> None:
-    """Raise ConfigError if the policy cannot be combined with lossless mode."""
     assert config.exact is not None
     if config.exact.by_policy and not policy.evictable:
         raise ConfigError(
@@ -86,7 +84,7 @@ def check_evictable(policy: Policy) -> None:
 
 
 def describe_value(value: object) -> str:
-    """Return a value, cut to 80 characters, and its type, for an error message."""
+    """Return a value and its type for an error message."""
     return f"{value!r:.80} is {type(value).__name__}"
 
 
@@ -116,7 +114,7 @@ def check_salt(cache_salt: object) -> str:
 
 
 def check_sampling_params(given: object, default: SamplingParams) -> SamplingParams:
-    """Return `given`, or `default` if it is None. Raise InputError if it has another type."""
+    """Return `given`, or `default` if `given` is None. Raise InputError for other types."""
     if given is None:
         return default
     if not isinstance(given, SamplingParams):
@@ -125,7 +123,10 @@ def check_sampling_params(given: object, default: SamplingParams) -> SamplingPar
 
 
 def sampling_params_per_prompt(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
-    """Return one SamplingParams per prompt, from one for all, a list, or None for `default`. Raise InputError."""
+    """Return the sampling parameters of each of `prompts` prompts. Raise InputError.
+
+    `given` is one SamplingParams for all prompts, a list with one per prompt, or None for `default`.
+    """
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [check_sampling_params(given, default)] * prompts
     if len(given) != prompts:
@@ -134,7 +135,7 @@ def sampling_params_per_prompt(given: object, prompts: int, default: SamplingPar
 
 
 def check_folder_path(name: str, value: object) -> Path:
-    """Return a path with "~" expanded. Raise InputError for other types."""
+    """Return `value` as a path with "~" expanded. Raise InputError for other types."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
         raise InputError(f"{name}={describe_value(value)}; it must be a path")

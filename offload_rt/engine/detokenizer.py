@@ -30,7 +30,7 @@ def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, 
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """Return the text that a token, even a special one, contributes inside a longer text. None without a tokenizer."""
+    """Return the text of a token inside a longer text, also for special tokens. None without a tokenizer."""
     if tokenizer is None:
         return None
     # SentencePiece strips the leading space of the first token, so decode the token twice and use the second copy.
@@ -39,11 +39,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | N
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of `prompt` that affect the text of the next token, without special tokens.
-
-    SentencePiece strips a leading space, so these tokens must begin with a token that has text. They must also begin at
-    a character boundary, because byte fallback decodes every byte of an incomplete UTF-8 sequence to U+FFFD.
-    """
+    """Return the last tokens of `prompt` that affect the text of the next token, without special tokens."""
     if tokenizer is None:
         return []
     has_text: dict[int, bool] = {}
@@ -51,36 +47,32 @@ def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence
     for token in reversed(prompt):
         if token not in has_text:
             has_text[token] = _has_text(tokenizer, token)
-        if has_text[token]:
+        if has_text[token]:  # the first token must have text: SentencePiece strips its leading space
             found.insert(0, token)
         if len(found) == CONTEXT_TOKENS + _INCOMPLETE:
+            # Byte fallback decodes each byte of an incomplete UTF-8 sequence to U+FFFD, so begin with a character.
             return found[_first_character(tokenizer, found) :]
     return found
 
 
 def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> int:
-    """Return the index of the first token at which a whole character begins, or 0.
-
-    The last character of `tokens` may be incomplete.
-    """
-    counts = range(_INCOMPLETE + 1)
+    """Return the index of the first token that begins a whole character, or 0 if none does."""
+    counts = range(_INCOMPLETE + 1)  # the last character may be incomplete, too
     ranges = ((start, len(tokens) - missing) for missing in counts for start in counts)
     whole = (start for start, stop in ranges if not decode(tokenizer, tokens[start:stop]).startswith(_PENDING))
     return next(whole, 0)
 
 
 def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
-    """Return whether a token decodes to text in at least one context. A space may need another token before it."""
-    return decode(tokenizer, [token, token]) != ""
+    return decode(tokenizer, [token, token]) != ""  # twice: a space may have text only after another token
 
 
 def known_texts(
     tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False
 ) -> list[str]:
-    """Return the possible texts of `tokens` at the start of a longer text, for `added_text`.
+    """Return the texts that `tokens` can have at the start of a longer text, for `added_text`.
 
-    If the last character is incomplete, it depends on later tokens, so the texts without the last 1 to 3 tokens are
-    included.
+    Later tokens may change an incomplete last character. The texts without the last 1 to 3 tokens are then included.
     """
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
@@ -88,9 +80,9 @@ def known_texts(
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Return the text that later tokens add, given `known_texts` of the earlier tokens.
+    """Remove the text of the earlier tokens from `both`, the text of all tokens.
 
-    The first of `known` that is a prefix of `both`, the text of all tokens, is removed.
+    `known` is the result of `known_texts` for the earlier tokens.
     """
     rest = known[0].rstrip(_PENDING)  # fallback; not needed for valid UTF-8
     return both[len(next((text for text in known if both.startswith(text)), rest)) :]
@@ -99,9 +91,8 @@ def added_text(known: Sequence[str], both: str) -> str:
 class TextStream:
     """Converts the generated tokens of one sequence to text, in constant time per token.
 
-    `push` returns only text that can no longer change. An incomplete UTF-8 character and a possible beginning of a stop
-    string are held back until the next tokens complete them, or until `flush`. Without a tokenizer, the text is empty
-    and no stop string is found.
+    An incomplete UTF-8 character or a possible beginning of a stop string is held back until its end is known. Without
+    a tokenizer, the text is empty and no stop string is found.
 
     Args:
         keep_stop: Include the stop string in the text.
@@ -130,20 +121,20 @@ class TextStream:
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Add a token. Return the new text that can no longer change.
 
-        If `may_stop` is True and the text contains a stop string, set `stopped` and cut the text there.
+        If `may_stop` is True, cut the text at the first stop string and set `stopped`.
         """
         fresh = self._completed(token)
         return self._release(self._held_back + fresh) if may_stop else fresh
 
     def flush(self) -> str:
-        """Return the text that is still held back, after the last token."""
+        """Return the text that is still held back. Call this after the last token."""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
         held_back, self._held_back = self._held_back + tail, ""
         return held_back if self.stopped is None else ""
 
     def _completed(self, token: int) -> str:
-        """Append a token to those decoded together (the window). Return the new text that can no longer change."""
+        """Append a token to the window of tokens that are decoded together. Return the text that is now final."""
         window = self._window
         window.append(token)
         text = self._decode(window)
@@ -162,7 +153,7 @@ class TextStream:
         return fresh
 
     def _incomplete_tokens(self, text: str) -> int:
-        """Return how many tokens at the end of the window, whose text is `text`, may form an incomplete character."""
+        """Return how many of the window's last tokens may form an incomplete character. `text` is the window's text."""
         if not text.endswith(_PENDING):
             return 0
         window = self._window

@@ -35,15 +35,14 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Serves requests on one runner.
 
-    A prefill runs layer by layer between the decode steps of other requests, as many layers per step as
-    `max_num_batched_tokens` of the configuration allows. If no other request runs, all layers run in one step. An
-    exception in one request ends only this request.
+    A prefill runs layer by layer between decode steps. While other requests run, `max_num_batched_tokens` of the
+    configuration limits the number of layers per step. An exception in one request ends only this request.
 
     Args:
         max_num_seqs: Maximum number of sequences that are decoded together.
         on_prefill: Called as `on_prefill(request, layers_done)` after each layer of a prefill.
-        swap: Writes the KV cache of preempted requests to disk.
-        on_failure: Called with a failed request and its error. Without it, `step` raises the error.
+        swap: Writes the KV of preempted requests to disk. None computes it again instead.
+        on_failure: Called with a failed request and its error. If None, `step` raises the error.
         waited_for: Returns whether a client waits for the step to end. Called after each layer of a prefill.
     """
 
@@ -96,7 +95,7 @@ class Engine:
     def submit(self, request: Request, *, swaps: bool = False) -> None:
         """Queue a request that was created outside the engine, such as a turn of a session.
 
-        `swaps` is False if a session owns the KV cache, so that it must not be swapped to disk.
+        `swaps` tells whether the request's KV may be swapped to disk. It is False if a session owns the KV.
         """
         with self.runner.pool.lock:  # engines on other threads read the queue
             self.scheduler.add(request, swaps=swaps)
@@ -104,7 +103,7 @@ class Engine:
     def run_all(
         self, prompts: Seq[list[int]], params: Seq[SamplingParams], cache_salt: str, progress: Progress
     ) -> list[Request]:
-        """Run one request for each prompt until all have ended. Return them in order.
+        """Run one request per prompt until all have ended. Return the requests in order.
 
         Raises:
             InputError, ModelError, PoolFullError: A request failed. All others were cancelled.
@@ -126,28 +125,26 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests, and no errors that `step` must still report."""
+        """Whether there are no requests and no unreported errors."""
         return self.scheduler.idle and not self.scheduler.failed and not self.scheduler.ended
 
     def step(self) -> list[TokenOutput]:
         """Run one decode step for all running requests, and some layers of the prefill of at most one request.
 
-        Engines on different threads can share a pool. Each locks the pool for one step at a time. If the pool has no
-        free memory for any of the engine's requests, the call waits briefly. Requests that end are written to disk
-        before their last output is returned. The pool is not locked during writing, so a slow disk delays only this
-        engine.
+        If the pool has no memory for any of the engine's requests, the call waits briefly for other engines. Results of
+        ended requests are written to disk before their last output is returned.
 
         Returns:
             The new output tokens of all requests.
 
         Raises:
-            OffloadError: A request has failed, and there is no `on_failure`. The failed request has left the queue, and
-                the next call continues with all other requests. Unexpected exceptions are wrapped in an EngineError.
+            OffloadError: A request has failed and there is no `on_failure`. The next call continues with all other
+                requests. Unexpected exceptions are wrapped in an EngineError.
         """
         scheduler = self.scheduler
         with scheduler.stepping():
             try:
-                with self.runner.pool.lock:
+                with self.runner.pool.lock:  # engines on other threads may share the pool
                     if (broken := self.runner.order.broken) is not None:
                         scheduler.fail_all(broken)
                     scheduler.allocate()
@@ -157,10 +154,11 @@ class Engine:
                 scheduler.wait()
                 return events
             finally:
+                # Without the lock, so that a slow disk delays only this engine.
                 scheduler.failed.extend(self._persist())
 
     def _persist(self) -> list[tuple[Request, Exception]]:
-        """Write the results of ended requests to disk. Return the requests for which this failed, with their errors."""
+        """Write the results of ended requests to disk. Return the requests and errors for which this failed."""
         ended, lost = self.scheduler.ended, list[tuple[Request, Exception]]()
         while ended:
             try:
@@ -180,7 +178,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request and all its completions.
 
-        Raises StoreError or EngineError if its result cannot be written to disk.
+        Raises StoreError or EngineError if its results cannot be written to disk.
         """
         with self.runner.pool.lock:
             for sample in request.samples:
@@ -190,10 +188,6 @@ class Engine:
             raise error
 
     def _decode(self) -> list[TokenOutput]:
-        """Run one decode step for all running requests.
-
-        After a failed step, its requests are decoded one at a time (`Suspects`).
-        """
         running = [] if self.scheduler.stalled else self.scheduler.running
         return [event for group in self._suspects.groups(running) for event in self._decode_group(group)]
 
@@ -210,7 +204,6 @@ class Engine:
         return events
 
     def _end_round(self, group: list[Request]) -> None:
-        """Remove rejected draft tokens from the recurrent state of the requests that still run."""
         if self._speculative is not None:
             try:
                 self._speculative.end_round()
@@ -218,23 +211,20 @@ class Engine:
                 self._decode_failed(group, error, self._speculative.rejected)
 
     def _compute_logits(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
-        """Compute the next logits of each request; with speculative decoding, of several tokens.
-
-        The most likely tokens of all requests are copied to the host together, so that it waits for the device only
-        once.
-        """
+        """Return each request with its next logits, several with speculative decoding."""
         if self._speculative is not None:
             speculative = self._speculative
             return [(draft.request, speculative.accepted(draft)) for draft in speculative.round(group)]
         logits = self.runner.decode([sequence for request in group for sequence in request.sequences])
+        # One copy for all requests, so that the host waits for the device only once.
         best, rows = iter(best_tokens(logits)), logits.split([len(request.sequences) for request in group])
         return [(request, [(one, list(islice(best, len(one))))]) for request, one in zip(group, rows, strict=True)]
 
     def _decode_failed(self, group: list[Request], error: Exception, lost: list[Request] | None = None) -> None:
-        """Handle an exception of a decode step. A single request fails.
+        """Handle an exception in a decode step of `group`.
 
-        If there are several, any of them may be the cause. The requests `lost` (None: all), whose state is incomplete,
-        start again, and each is decoded alone until it has passed the position at which the step failed.
+        A single request fails. Of several requests, each may be the cause. The requests `lost` (None: all) have an
+        incomplete state. They start again and are decoded alone (`Suspects`).
         """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)
@@ -271,14 +261,14 @@ class Engine:
             elif prefill.done:
                 assert prefill.logits is not None
                 answer = prefill.logits, best_tokens(prefill.logits)
-                return [event for one in scheduler.prefilled() for event in self._accept_all((one, [answer]))]
+                return [event for one in scheduler.finish_prefill() for event in self._accept_all((one, [answer]))]
             spent += prefill.tokens / prefill.layers
             if self._waited_for() or (scheduler.running and spent >= self.runner.config.max_num_batched_tokens):
                 break
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
-        """Let a request sample a token from each of its logits. If one fails, return the outputs before it."""
+        """Let a request sample a token from each of its logits. Return the outputs before the first error."""
         request, each = step
         events: list[TokenOutput] = []
         try:
@@ -297,7 +287,6 @@ class Engine:
         return events
 
     def _retire(self, request: Request) -> Exception | None:
-        """Remove an ended request from the queues and free its memory. Return the error if this fails."""
         request.metrics.finished_time = time.time()
         return self.scheduler.finish(request)
 
@@ -307,26 +296,23 @@ class Engine:
 
 
 class Suspects:
-    """Requests of a failed decode step, any of which may have caused the failure.
-
-    Each is decoded alone until it has passed the position of the failure, or has failed again.
-    """
+    """Requests of a failed decode step. Each is decoded alone until it has passed the position of the failure."""
 
     def __init__(self) -> None:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Add a request. Call this before its sequences are freed, because they hold the position of the failure."""
+        """Add a request and its position. Call this before the sequences of the request are freed."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:
-        """Split `running` into groups that are decoded together: single requests if a suspect is among them."""
+        """Split `running` into groups that are decoded together. If it contains a suspect, each request is alone."""
         if any(request in self._positions for request in running):
             return [[request] for request in running]
         return [list(running)] if running else []
 
     def decoded(self, request: Request) -> None:
-        """Remove a request that has passed the position at which the step failed."""
+        """Remove a request from the suspects if it has passed the position of the failure."""
         failed_at = self._positions.get(request)
         if failed_at is not None and request.sequences and request.sequences[0].position > failed_at:
             del self._positions[request]

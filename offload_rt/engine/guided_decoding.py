@@ -63,11 +63,10 @@ class GuidedDecoder:
 
     @property
     def complete(self) -> bool:
-        """Whether the output is complete, so that only an end token may follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> torch.Tensor:
-        """Return which tokens may follow, bool `[V]`. Raise InputError if the grammar is too complex."""
+        """Return the tokens that may follow, bool `[V]`. Raise InputError if the grammar is too complex."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         _raise_error(self._matcher, "structured_outputs cannot be followed")
         found = np.zeros(self._vocab, dtype=bool)
@@ -76,7 +75,6 @@ class GuidedDecoder:
         return torch.from_numpy(found)
 
     def advance(self, token: int) -> None:
-        """Add `token`, which must be allowed, to the output."""
         self._matcher.consume_token(token)
         _raise_error(self._matcher, "structured_outputs cannot be followed")
 
@@ -102,7 +100,6 @@ def _grammar(spec: StructuredOutputs, library: Any) -> str:
 
 
 def _check_size(spec: StructuredOutputs) -> None:
-    """Raise InputError for grammars that are too large or too deep to be compiled safely."""
     given = spec.json if spec.json is not None else spec.regex or spec.grammar or list(spec.choice or ())
     size = len(json.dumps(given))
     if size > MAX_BYTES:
@@ -123,10 +120,7 @@ def _check_size(spec: StructuredOutputs) -> None:
 
 
 def _nesting(schema: Any) -> tuple[int, int]:
-    """Return the depth of a JSON schema, and an upper bound on the number of schemas that its references point to.
-
-    A reference can point to different schemas, because its target depends on the enclosing `$id`.
-    """
+    """Return the depth of a JSON schema, and an upper bound on the number of different schemas that it refers to."""
     depth, references, bases, level = 0, set[str](), 0, [schema]
     while level:
         depth += 1
@@ -136,6 +130,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
         bases += sum(isinstance(value.get(name), str) for value in mappings for name in ("$id", "id"))
         inner = [value for value in level if isinstance(value, list)] + [list(value.values()) for value in mappings]
         level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+    # The target of a reference depends on the enclosing `$id`.
     return depth, len(references) * max(1, bases)
 
 
@@ -143,7 +138,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
 def _grammar_of(
     tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
 ) -> LLMatcher:
-    """Return a compiled grammar from a cache. Callers must copy it before they advance it."""
+    """Return a cached grammar. Callers must copy the grammar before they advance it."""
     what, table = "structured_outputs are invalid", _tokenizer_table(tokenizer, vocab, ends)
     try:
         found: LLMatcher = _library().LLMatcher(table, grammar)
@@ -158,12 +153,8 @@ def _raise_error(matcher: LLMatcher, what: str) -> None:
         raise InputError(f"{what}: {matcher.get_error()}")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # building a table takes a second
 def _tokenizer_table(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...]) -> LLTokenizer:
-    """Return llguidance's table of each token's bytes, which takes a second to build.
-
-    Raise InputError for slow tokenizers.
-    """
     from llguidance.hf import from_tokenizer
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

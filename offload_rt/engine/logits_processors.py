@@ -38,16 +38,14 @@ class NewTokenPenalties(LogitsProcessor):
 
 
 class AllowedTokens(LogitsProcessor):
-    """Forbids all tokens except `tokens`.
-
-    If other constraints forbid these, no token is left, and the caller raises an error. transformers'
-    PrefixConstrainedLogitsProcessor would force the allowed tokens instead.
-    """
+    """Forbids all tokens except `tokens`."""
 
     def __init__(self, tokens: Collection[int], device: torch.device) -> None:
         self._tokens = torch.tensor(sorted(set(tokens)), device=device)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        # If other processors forbid all of these tokens, no token is left, and the caller raises an error. In this
+        # case, transformers' PrefixConstrainedLogitsProcessor would allow the tokens again.
         found = torch.full_like(scores, -torch.inf)
         found[:, self._tokens] = scores[:, self._tokens]
         return cast(torch.FloatTensor, found)
@@ -94,7 +92,7 @@ def check_logits(logits: torch.Tensor) -> None:
 def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return logits `[B, V]` after `processors`. `history` contains the earlier tokens `[B, T]`.
 
-    Raises InputError if a user's processor returns anything but logits of this shape.
+    Raises InputError if the result of a processor is not a tensor of logits `[B, V]`.
     """
     found: Any = scores
     for processor in processors:
@@ -120,7 +118,7 @@ def _describe_result(value: Any) -> str:
 
 
 def check_any_allowed(scores: torch.Tensor) -> None:
-    """Raise InputError if a row of the constrained logits `[..., V]` allows no token or contains NaN or +inf."""
+    """Raise InputError if a row of processed logits `[..., V]` allows no token, or contains NaN or +inf."""
     best = scores.amax(dim=-1)
     if best.isnan().any():
         raise InputError("a logits processor returned NaN; it must return numbers, or -inf for tokens to forbid")
@@ -137,14 +135,14 @@ def check_any_allowed(scores: torch.Tensor) -> None:
 
 
 def _bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids of each bad word, without and with a leading space."""
+    # with and without a leading space, which is a part of the token in many vocabularies
     spelled = [text for word in params.bad_words for text in (word.strip(), f" {word.strip()}")]
     found: Any = tokenizer(spelled, add_special_tokens=False)["input_ids"]
     return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
 
 
 def check_answerable(params: SamplingParams, model: LoadedModel) -> None:
-    """Raise InputError if a token id of `params` is not in the vocabulary, or a parameter needs a missing tokenizer."""
+    """Raise InputError if `params` has unknown token ids or an invalid grammar, or needs a missing tokenizer."""
     vocab = model.adapter.geometry.vocab
     named = {
         "logit_bias": params.logit_bias or (),

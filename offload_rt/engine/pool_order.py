@@ -2,7 +2,7 @@
 
 All requests of a pool are ordered by the time they were added. If an engine runs out of memory, it preempts its
 requests and waits until engines with older requests free memory. The engine with the oldest request keeps its memory.
-While this engine waits, no other engine admits requests. Therefore the oldest request always finishes.
+While this engine waits, no other engine admits requests. The oldest request therefore always finishes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sessions free memory without waking up the engine, and other engines may be aban
 
 
 class PoolOrder:
-    """Order of the requests of all engines that use one KV pool. The runners of these engines share this object."""
+    """Order of the requests of all engines with one KV pool. The runners of these engines share this object."""
 
     def __init__(self) -> None:
         self._members: WeakSet[PoolMember] = WeakSet()
@@ -50,7 +50,7 @@ class PoolOrder:
             self._members.add(member)
 
     def arrival(self) -> int:
-        """Return the arrival number of a new request, higher than all earlier ones."""
+        """Return the arrival number of a new request."""
         return next(self._arrivals)
 
     def members(self) -> list[PoolMember]:
@@ -58,7 +58,7 @@ class PoolOrder:
             return list(self._members)
 
     def freed(self, *, ended: bool) -> None:
-        """Wake up engines that wait for memory, because a request has ended or was preempted."""
+        """Wake up engines that wait for memory, after a request has ended or was preempted."""
         with self.changed:
             self.times_freed += 1
             self.requests_ended += ended
@@ -75,12 +75,12 @@ class PoolMember(ABC):
         self.order = order
         self._thread, self._last_step, self._in_step = 0, -PATIENCE, False
         self._reserved_for: int | None = None
-        self._gave_way_at: int | None = None
+        self._paused_at: int | None = None
         self._seen: int | None = None
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Count this engine as in use by the current thread, until `PATIENCE` seconds after the `with` statement."""
+        """Mark this engine as active in this thread during the `with` statement and for `PATIENCE` seconds after it."""
         self._thread, self._in_step, self._seen = threading.get_ident(), True, None
         try:
             yield
@@ -90,7 +90,7 @@ class PoolMember(ABC):
     @property
     @abstractmethod
     def uses_memory(self) -> bool:
-        """Whether a request of this engine has started and therefore uses memory of the pool."""
+        """Whether a request of this engine has started, so that it uses memory of the pool."""
 
     @property
     @abstractmethod
@@ -99,16 +99,13 @@ class PoolMember(ABC):
 
     @property
     def reserves_pool(self) -> bool:
-        """Whether the pool is reserved for this engine's oldest request.
-
-        No other engine then admits requests until it ends.
-        """
+        """Whether the pool is reserved for this engine's oldest request, so that no other engine admits requests."""
         return self._reserved_for is not None and self.oldest is not None and self.oldest <= self._reserved_for
 
     def wait_for_others(self) -> bool:
-        """Return whether another engine may free memory. If so, the next `wait` waits for it.
+        """Return whether another engine may free memory. If so, `wait` waits for it after this step.
 
-        If this engine has the oldest request, the pool is reserved for it (`reserves_pool`).
+        If no other engine has an older request, the pool is reserved for this engine (`reserves_pool`).
         """
         others = self._active_others()
         older = self._older(others)
@@ -119,24 +116,21 @@ class PoolMember(ABC):
         self._seen = self.order.times_freed
         return True
 
-    def give_way(self) -> None:
-        """Admit no requests until a request of the pool has ended, because they would be preempted again."""
-        self._gave_way_at, self._seen = self.order.requests_ended, self.order.times_freed
+    def pause_admission(self) -> None:
+        """Admit no requests until a request of the pool has ended. Admitted requests would be preempted again."""
+        self._paused_at, self._seen = self.order.requests_ended, self.order.times_freed
 
     def may_admit(self) -> bool:
-        """Return whether this engine may admit requests.
-
-        The result is False after `give_way`, and while the pool is reserved for an older request of another engine.
-        """
+        """Return whether this engine may admit requests."""
         older = self._older(self._active_others())
-        waits = older and self._gave_way_at == self.order.requests_ended
-        if waits or any(other.reserves_pool for other in older):
+        paused = older and self._paused_at == self.order.requests_ended
+        if paused or any(other.reserves_pool for other in older):
             self._seen = None if self.uses_memory else self.order.times_freed
             return False
-        self._gave_way_at = None
+        self._paused_at = None
         return True
 
-    def describe(self, error: PoolFullError) -> PoolFullError:
+    def add_hint(self, error: PoolFullError) -> PoolFullError:
         """Add a hint to the message if other engines use memory of the pool."""
         users = sum(one is not self and one.uses_memory for one in self.order.members())
         if not users:
@@ -147,7 +141,7 @@ class PoolMember(ABC):
         )
 
     def wait(self) -> None:
-        """After a step ran out of memory, wait up to `RECHECK_SECONDS` until another engine frees some.
+        """If the step ran out of memory, wait up to `RECHECK_SECONDS` until another engine frees some.
 
         Call this without the pool's lock.
         """
@@ -156,7 +150,7 @@ class PoolMember(ABC):
                 self.order.changed.wait_for(lambda: self.order.times_freed != seen, RECHECK_SECONDS)
 
     def _active_others(self) -> list[PoolMember]:
-        """Return the engines of other threads that are not abandoned (`PATIENCE`)."""
+        """Return the engines of other threads that are in a step, or ended one within the last `PATIENCE` seconds."""
         now, thread = time.monotonic(), threading.get_ident()
         return [
             one

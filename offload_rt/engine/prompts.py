@@ -27,7 +27,7 @@ WANTED = "pass a text, or token ids (a list, tensor or array of integers, or a t
 
 
 def one_prompt(prompt: object) -> str | list[int]:
-    """Return one prompt as a text or token ids. Raise InputError for other types and for several prompts."""
+    """Return one prompt as a text or token ids. Raise InputError for several prompts and other types."""
     found = each_prompt(prompt)
     if len(found) != 1:
         raise InputError(f"{len(found)} prompts instead of one: {WANTED}")
@@ -38,8 +38,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
     """Return one or several prompts as a list of texts or token ids.
 
     One prompt is a text, token ids `[T]`, or a tokenizer's output for one text. Several prompts are a list of these,
-    token ids `[B, T]`, or a tokenizer's output for several texts. Padding, which the attention mask of a tokenizer's
-    output marks, is removed.
+    token ids `[B, T]`, or a tokenizer's output for several texts. Padding in a tokenizer's output is removed.
 
     Raises:
         InputError: `prompts` has another type.
@@ -62,7 +61,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Return one prompt as token ids. Raise InputError for other types and for several prompts."""
+    """Return one prompt of token ids as a list. Raise InputError for other types."""
     found = one_prompt(ids)
     if isinstance(found, str):
         raise InputError(f"a text instead of token ids: {found!r:.80}")
@@ -70,13 +69,12 @@ def token_ids(ids: object) -> list[int]:
 
 
 def shortened(ids: Sequence[int], max_tokens: int, truncate: str | None, what: str) -> list[int]:
-    """Return token ids, cut to `max_tokens`.
+    """Return token ids, shortened to `max_tokens`.
 
-    `truncate` is the part to remove: "head", "tail" or "middle"; None removes no tokens. `what` names the text in
-    errors.
+    `truncate` is the part to remove: "head", "tail" or "middle". `what` names the text in errors.
 
     Raises:
-        InputError: The text is too long and `truncate` is None, or nothing would remain.
+        InputError: The text is too long and `truncate` is None, or `max_tokens` is below 1.
     """
     if len(ids) <= max_tokens:
         return list(ids)
@@ -91,7 +89,6 @@ def shortened(ids: Sequence[int], max_tokens: int, truncate: str | None, what: s
 
 
 def _is_encoding(prompts: Any) -> bool:
-    """Return whether `prompts` is a tokenizer's output. Raise InputError if it is a chat message."""
     if not isinstance(prompts, Mapping) and not hasattr(prompts, "input_ids"):
         return False
     if "input_ids" not in prompts:

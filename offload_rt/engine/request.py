@@ -40,17 +40,13 @@ class StartAgainError(Exception):
 class Request(ABC):
     """A prompt with its sampling parameters, from the time it is queued to its end.
 
-    Subclasses decide how tokens are chosen.
-
-    A request owns sequences from the call of `start` to the call of `drop` or `finish`. After `drop`, it can start
-    again without losing generated tokens.
+    A request owns sequences from `start` to `drop` or `finish`. After `drop`, it can start again without losing
+    generated tokens. Subclasses choose the tokens.
 
     Attributes:
-        sequences: Sequences of the request. Decode steps advance each of them by one token.
-        cached_tokens: Number of prompt tokens whose KV was cached when the request first started.
-        recomputed_tokens: Number of prompt tokens that were computed although their KV was cached (hybrid models, see
-            `Stats.recomputed_tokens`).
-        prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
+        sequences: Sequences that each decode step advances by one token.
+        cached_tokens: Number of prompt tokens whose KV was cached at the first start.
+        recomputed_tokens: See `Stats`.
     """
 
     def __init__(
@@ -75,22 +71,22 @@ class Request(ABC):
 
     @property
     def samples(self) -> list[Request]:
-        """One request per completion of the prompt, beginning with this request."""
+        """One request per completion of the prompt, beginning with this one."""
         return [self]
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Maximum number of sequences that the request has at a time."""
+        """Maximum number of sequences at the same time."""
 
     @property
     def expected_tokens(self) -> int:
-        """Maximum length of each sequence, including the prompt."""
+        """Maximum length of each sequence in tokens, including the prompt."""
         return len(self.prompt.token_ids) + self.params.max_tokens
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and generated tokens, or None if the request cannot continue from these alone, as with beam search."""
+        """Prompt and generated tokens. None if tokens are not enough to continue the request, as with beam search."""
         return None
 
     @abstractmethod
@@ -111,7 +107,7 @@ class Request(ABC):
         return runner.begin_prefill(self.sequences[0], self._stop, want_logits=True, on_logits=self._on_logits)
 
     def layers_prefilled(self, prefill: Prefill) -> int:
-        """Return how many layers of the whole prefill are complete. `prefill` is the part that runs now."""
+        """Return how many layers of the whole prefill are complete. `prefill` is the current part."""
         position = prefill.sequence.position
         done = (position - self._start) * prefill.layers + (prefill.stop - position) * prefill.finished_layers
         return done // (self._stop - self._start)
@@ -124,11 +120,11 @@ class Request(ABC):
         )
 
     def resume(self, sequence: Sequence) -> None:
-        """Continue with `sequence`, whose KV was restored from disk. Called only if `tokens` is not None."""
+        """Continue with `sequence`, whose KV was restored from disk. Not called if `tokens` is None."""
         raise NotImplementedError
 
     def take_pending(self) -> list[SampledRequest]:
-        """Return, once, the completions that must be forked from this one after its prefill."""
+        """Return the completions that must be forked from this one after its prefill. A second call returns none."""
         return []
 
     def reserve(self, runner: Runner) -> None:
@@ -138,11 +134,11 @@ class Request(ABC):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Maximum number of draft tokens of the next step of speculative decoding."""
+        """Maximum number of draft tokens in the next step."""
         return 0
 
     def draft_sampler(self) -> Sampler:
-        """Return a copy of the sampler, which chooses draft tokens."""
+        """Return a copy of the sampler, for choosing draft tokens."""
         raise NotImplementedError
 
     @abstractmethod
@@ -153,13 +149,13 @@ class Request(ABC):
         """
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequences of the request, for example after a preemption. It can start again later."""
+        """Free the sequences, for example after a preemption. The request can start again later."""
         while self.sequences:
             runner.free(self.sequences[-1])
             self.sequences.pop()
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """End the request, with `reason` unless it has a finish reason, and free its sequences."""
+        """End the request and free its sequences. An existing finish reason is kept."""
         self.finish_reason = self.finish_reason or reason
         self._final = self.stats(runner)
         self.drop(runner)
@@ -167,7 +163,7 @@ class Request(ABC):
     def persist(self) -> None:  # noqa: B027 - most requests have no results to write
         """Write results to disk before clients learn that the request has ended. Raise StoreError.
 
-        Called after `finish`, while other threads may use the KV cache. A second call has no effect.
+        Called after `finish`, without the pool's lock. A second call has no effect.
         """
 
     def stats(self, runner: Runner) -> Stats | None:
@@ -181,8 +177,10 @@ class Request(ABC):
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
     """Return the output of a request up to now.
 
-    `ids` are the token ids of the prompt, in a list that the outputs of all steps share. `text` is None if the prompt
-    was given as token ids. If `name` is None, the request id is the request's number.
+    Args:
+        ids: Token ids of the prompt. All outputs of a request share this list.
+        text: Text of the prompt. None if token ids were given.
+        name: The request id. None uses the number of the request.
     """
     finished = all(sample.finish_reason is not None for sample in request.samples)
     return RequestOutput(
@@ -201,8 +199,8 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
 class SampledRequest(Request):
     """One of the `params.n` sampled completions of a prompt.
 
-    The first completion prefills the prompt, and the others fork its sequence. Each has its own random numbers, and can
-    be preempted and started again independently.
+    The first completion prefills the prompt, and the others fork its sequence. Each completion has its own random
+    numbers, and is preempted independently.
     """
 
     def __init__(
@@ -246,26 +244,20 @@ class SampledRequest(Request):
 
     @property
     def samples(self) -> list[Request]:
-        """This completion. If it is the first one, all other completions of the prompt follow."""
         return [self, *self._others]
 
     @property
     def width(self) -> int:
-        """Maximum number of sequences: one, plus the completions that will still fork from this one."""
-        return 1 + len(self._pending)
+        return 1 + len(self._pending)  # pending completions will fork from this one
 
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt.token_ids, *self.new_tokens]
 
     def start(self, runner: Runner) -> Prefill:
-        """Create the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError.
-
-        After a preemption, generated tokens are prefilled with the prompt if this gives the same KV as decoding.
-        Otherwise they are decoded again.
-        """
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
+        # After a preemption, prefill generated tokens if this gives the KV of decoding. Otherwise, decode them again.
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
         collected = None if self.new_tokens else self._prompt_logprobs()
         self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if collected is None else 0)
@@ -307,26 +299,18 @@ class SampledRequest(Request):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Maximum number of draft tokens in the next step.
-
-        It is 0 while generated tokens are decoded again after a preemption, and with the user's own logits processors:
-        they may keep state, so they must not see draft tokens that may be rejected.
-        """
         assert self.sequence is not None
-        known = self.sequence.position + 1 < len(self.sequence.tokens)
-        return 0 if known or self.params.logits_processors else self.params.max_tokens - len(self.new_tokens) - 1
+        is_replaying = self.sequence.position + 1 < len(self.sequence.tokens)  # decodes again after a preemption
+        # A user's logits processors may keep state, so they must not see draft tokens that may be rejected.
+        return 0 if is_replaying or self.params.logits_processors else self.params.max_tokens - len(self.new_tokens) - 1
 
     def draft_sampler(self) -> Sampler:
         return self._sampler.copy()
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
-        """Sample the next token from logits `[1, V]`.
-
-        While tokens are decoded again after a preemption, nothing is sampled, and the result is empty.
-        """
         sequence, prompt = self.sequence, len(self.prompt.token_ids)
         assert sequence is not None and self.finish_reason is None
-        if sequence.position < len(sequence.tokens):
+        if sequence.position < len(sequence.tokens):  # the next token was sampled before a preemption
             return []
         token = self._sampler.pick(logits[0], sequence.tokens, prompt, shift=sequence.shift, best=best[0])
         sequence.tokens.append(token)
@@ -348,7 +332,6 @@ class SampledRequest(Request):
         return [TokenOutput(self.prompt.id, text, token, index, *ended, self._take_logprobs(logits, token))]
 
     def _take_logprobs(self, logits: torch.Tensor, token: int) -> Logprobs | None:
-        """Return the log-probabilities of the newest token, or None if not requested."""
         if self.logprobs is None or self.params.logprobs is None:
             return None
         [found] = logprobs_of(logits, [token], self.params.logprobs, self._tokenizer)

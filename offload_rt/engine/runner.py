@@ -36,7 +36,14 @@ from .thread_choice import ThreadChoice
 
 
 class Runner(SequenceManager):
-    """Runs prefill and decode steps for sequences. Owns the weights and the CUDA graphs."""
+    """Runs prefill and decode steps for sequences. Owns the weights and the CUDA graphs.
+
+    Args:
+        plan: Limits on device memory, if any.
+        weights: Weights in host memory that are streamed to the device, if any.
+        draft: Runner of the draft model, if there is one.
+        order: Order of requests, shared by all runners that use `pool`. None creates a new one.
+    """
 
     def __init__(
         self,
@@ -50,14 +57,6 @@ class Runner(SequenceManager):
         draft: Runner | None = None,
         order: PoolOrder | None = None,
     ) -> None:
-        """Create a runner.
-
-        Args:
-            plan: Limits on device memory, or None for no limits.
-            weights: Weights in host memory that are streamed to the device, or None if all weights are on the device.
-            draft: Runner of the draft model, or None without speculative decoding by a draft model.
-            order: Order of requests, shared by all runners that use `pool`. None creates a new one.
-        """
         super().__init__(model, policy, pool, transfer, config, plan)
         self.weights, self.draft = weights, draft
         self.order = order or PoolOrder()
@@ -93,22 +92,22 @@ class Runner(SequenceManager):
         on_logits: Callable[[int, torch.Tensor], None] | None = None,
         reclaim: Callable[[Callable[[], int]], int] | None = None,
     ) -> Prefill:
-        """Create a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
+        """Return a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
 
-        If memory is short, sliding-window layers get slots only for a first part of the tokens (`Prefill.stop`). The
-        caller then begins another prefill when this one is done. Raises PoolFullError.
+        If memory is short, the prefill ends before `stop` (`Prefill.stop`). The caller then begins another prefill for
+        the remaining tokens. Raises PoolFullError.
 
         Args:
-            want_logits: Compute the logits of the token before `stop`.
-            before_layer: Called with the index of a layer before the layer runs. Must return only when the layer's KV
-                of earlier tokens is in the pool.
-            after_layer: Called with the index of a layer after the layer has run.
-            on_logits: Called with the position of the first token and the logits of consecutive tokens, part by
-                part, until all tokens of the prefill are covered.
-            reclaim: Calls the function that reserves memory, and reclaims memory for it if the pool is full. None
-                means `retry_after_reclaim`.
+            want_logits: Compute the logits of the last token.
+            before_layer: Called with a layer index before the layer runs. When it returns, the layer's KV of earlier
+                tokens must be in the pool.
+            after_layer: Called with a layer index after the layer has run.
+            on_logits: Called as `on_logits(position, logits)` with the logits `[m, V]` of m consecutive tokens, until
+                all tokens are covered.
+            reclaim: Calls the given function, and reclaims memory if the pool is full. None means
+                `retry_after_reclaim`.
         """
-        end = self._slide_to_prefill(sequence, stop, reclaim or self.retry_after_reclaim)
+        end = self._reserve_window_slots(sequence, stop, reclaim or self.retry_after_reclaim)
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         with on_device(self.adapter.device), torch.inference_mode():
             if sequence.unobserved and self.cache_manager.shares and not self.cache_manager.evicts:
@@ -127,8 +126,8 @@ class Runner(SequenceManager):
                 capture=None if self.snapshots is None else self.snapshots.capture(sequence, end),
             )
 
-    def _slide_to_prefill(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], int]], int]) -> int:
-        """Reserve slots in sliding-window layers to prefill the tokens [position, stop), or a first part of them.
+    def _reserve_window_slots(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], int]], int]) -> int:
+        """Reserve slots in sliding-window layers for the tokens [position, stop), or for fewer if memory is short.
 
         Return the end of the tokens that have slots. Raises PoolFullError if not even the shortest part fits.
         """
@@ -153,9 +152,9 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
-        """Run the next layer.
+        """Run the next layer of a prefill.
 
-        After the last one, mark the tokens as computed, and add full blocks to the prefix tree.
+        After the last layer, commit the tokens and add full blocks to the prefix tree.
         """
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):
@@ -198,9 +197,7 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Compute token `tokens[position]` of each sequence, and advance its position.
-
-        Return float32 logits `[B, V]`.
+        """Compute token `tokens[position]` of each sequence and advance the positions. Return logits `[B, V]`, float32.
         """
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)
@@ -227,13 +224,12 @@ class Runner(SequenceManager):
         return logits
 
     def check_state_known(self, sequence: Sequence) -> None:
-        """Raise EngineError if an interrupted step left the recurrent state of a sequence incomplete."""
         if self.states is not None and sequence.interrupted:
             raise EngineError("an interrupted step left recurrent state incomplete: send the request again")
 
     @property
     def weight_use(self) -> WeightUse:
-        """Counters of the weights that were copied from host memory to the device."""
+        """Counters of weights copied from host memory to the device."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:

@@ -35,10 +35,7 @@ Answer = tuple[torch.Tensor, list[int]]
 
 
 def best_tokens(logits: torch.Tensor) -> list[int]:
-    """Return the most likely token of each row of logits `[B, V]`, with one wait for the device.
-
-    The token is `INVALID` for rows that `check_logits` would reject.
-    """
+    """Return the most likely token of each row of logits `[B, V]`, or `INVALID` for rows that are not finite."""
     highest = logits.max(dim=-1)
     # One copy for both: float32 represents all token ids below 2^24.
     values, ids = torch.stack((highest.values, highest.indices.to(logits.dtype))).tolist()
@@ -48,10 +45,9 @@ def best_tokens(logits: torch.Tensor) -> list[int]:
 class Sampler:
     """Chooses the next tokens of one sequence.
 
-    The random numbers for a token depend only on the seed and on the absolute position of the token. A seed therefore
-    gives the same text on every device and in every batch. The text is also the same after a preemption, or if another
-    request continues it. `seed=None` uses a random seed. Completion 0 uses `seed`; further completions use seeds that
-    are derived from it.
+    The random numbers of a token depend only on the seed and on the token's position in the text. A seed therefore
+    gives the same text on every device, in every batch and after a preemption. `seed=None` uses a random seed.
+    Completion 0 uses `seed`, and further completions use derived seeds.
 
     Args:
         tokenizer: Tokenizer of the model. Only needed for parameters given as text, such as `bad_words`.
@@ -74,7 +70,6 @@ class Sampler:
         self._warpers = LogitsProcessorList() if self._greedy else _warpers(params)
 
     def copy(self) -> Sampler:
-        """Return a copy that chooses the same tokens from equal logits."""
         twin = copy.copy(self)
         twin._guided = None if self._guided is None else self._guided.copy()
         return twin
@@ -93,9 +88,8 @@ class Sampler:
         Args:
             tokens: Tokens of the prompt and all generated tokens.
             prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
-            shift: Number of tokens that were truncated from the start of the text. The position of the next token is
-                `shift + len(tokens)`.
-            best: Most likely token, if the caller has called `best_tokens` for a whole batch, else None.
+            shift: Number of tokens that were truncated from the start of the text.
+            best: Most likely token, if `best_tokens` was called for the whole batch, else None.
 
         Raises:
             InputError: The constraints allow no token.
@@ -116,7 +110,7 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """Whether there is a structured output, and it is complete."""
+        """Whether a structured output is complete."""
         return self._guided is not None and self._guided.complete
 
     def _draw(self, scores: torch.Tensor, position: int) -> int:
@@ -132,7 +126,6 @@ class Sampler:
             ) from error
 
     def _constrained(self, scores: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
-        """Return the logits `[1, V]` after the request's logits processors. `prompt` is the number of prompt tokens."""
         if self._processors is None:
             self._begin(scores, prompt)
         assert self._processors is not None
@@ -153,11 +146,7 @@ class Sampler:
 
 
 def _seed_at(seed: int, position: int) -> int:
-    """Return the seed of the token at `position`.
-
-    torch's CPU generator uses only the lower 32 bits of a seed. Mixing makes them differ for neighbouring seeds and
-    positions.
-    """
+    # torch's CPU generator uses only the lower 32 bits of a seed. Mix, so that they differ for neighbouring seeds.
     return _splitmix64(_splitmix64(seed) + position)
 
 
@@ -172,7 +161,7 @@ _NO_HISTORY = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))  # w
 
 
 def _warpers(params: SamplingParams) -> LogitsProcessorList:
-    """Return the processors for temperature and sampling filters, in transformers' order."""
+    # in transformers' order
     found = LogitsProcessorList()
     if params.temperature != 1.0:
         found.append(TemperatureLogitsWarper(params.temperature))
@@ -188,9 +177,9 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Logprobs]:
-    """Return the log-probabilities at n positions, from logits `[n, V]`. `tokens` `[n]` are the chosen tokens.
+    """Return the log-probabilities at n positions, from logits `[n, V]`.
 
-    Each result contains the log-probability of the chosen token and the `count` largest log-probabilities (-1: all).
+    Each result contains the chosen token (`tokens` `[n]`) and the `count` most likely tokens; -1 means all.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = torch.tensor(tokens, device=logprobs.device)[:, None]
@@ -224,7 +213,7 @@ class PromptLogprobs:
         self.logprobs: list[Logprobs | None] = [None]
 
     def add(self, first: int, logits: torch.Tensor) -> None:
-        """Add the logits `[n, V]` of positions [first, first + n), in the order of the positions."""
+        """Add the logits `[n, V]` of positions [first, first + n). Calls must be in the order of positions."""
         assert first == len(self.logprobs) - 1
         check_logits(logits)
         following = self._tokens[first + 1 : first + 1 + len(logits)]

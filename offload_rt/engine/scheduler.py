@@ -1,4 +1,4 @@
-"""Queues of requests that wait, prefill or decode, and the decisions which of them run or are preempted."""
+"""Queues of requests, and decisions about which requests prefill, decode, wait or are preempted."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ logger = logging.getLogger(__name__)
 class Scheduler(PoolMember):
     """Decides which requests prefill, decode, wait or are preempted. Requests are served first come, first served.
 
-    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. After that,
-    its KV grows block by block. If the pool runs out of memory, the youngest request is preempted: it keeps its tokens,
-    loses its KV and goes back to the head of the queue. When enough memory is free again, its KV cache is read from
-    disk if it was swapped out (`swap`), and is computed again otherwise. The oldest request is never preempted for a
-    younger one, so every request ends. A request that does not fit in an empty pool fails immediately. `PoolOrder`
-    orders the requests of engines on other threads that use the same pool.
+    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. A request
+    that does not fit in an empty pool fails immediately. If the pool runs out of memory, the youngest request is
+    preempted: it loses its KV, keeps its tokens and goes back to the head of the queue. Later, its KV is read from disk
+    (`swap`) or computed again. The oldest request is never preempted for a younger one, so every request ends.
 
-    An exception in one request fails only this request. A failed request and its error are in `failed` until the engine
-    reports them. If the memory of a failed request cannot be freed, all engines of the pool stop.
+    An exception in one request fails only this request. If its memory cannot be freed, all engines of the pool stop.
 
-    A request is in at most one of the queues `waiting`, `prefilling` and `running`. `running` is in the order of
-    admission.
+    Attributes:
+        waiting, prefilling, running: A request is in at most one of these. `running` is in the order of admission.
+        failed: Failed requests and their errors, until the engine reports them.
+        ended: Ended requests whose results are not on disk yet.
     """
 
     def __init__(self, runner: Runner, max_num_seqs: int, swap: Swap | None = None) -> None:
@@ -68,9 +67,9 @@ class Scheduler(PoolMember):
         return not (self.waiting or self.uses_memory)
 
     def add(self, request: Request, *, swaps: bool = True) -> None:
-        """Queue a request. Raises EngineError if an earlier failure left the pool inconsistent.
+        """Queue a request. For `swaps`, see `Engine.submit`.
 
-        `swaps` is False if a session owns the KV cache, so that it must not be swapped to disk.
+        Raises EngineError if an earlier failure left the pool inconsistent.
         """
         if (broken := self.order.broken) is not None:
             raise broken
@@ -110,7 +109,7 @@ class Scheduler(PoolMember):
             self.prefilling = request, prefill
 
     def _handle_start_error(self, request: Request, error: Exception) -> None:
-        """Let the request wait if other requests will free memory of the full pool. Otherwise it fails."""
+        """Let a request wait if other requests may free memory. Otherwise, it fails."""
         try:
             request.drop(self._runner)
         except Exception as other:
@@ -120,12 +119,12 @@ class Scheduler(PoolMember):
         elif self.running:
             self._full = True  # until a request leaves the pool; trying again in every step would be slow
         elif not self.wait_for_others():
-            self.fail(request, self.describe(error))
+            self.fail(request, self.add_hint(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
-        """Restore the KV cache of a preempted request. Return False if it is not on disk or the file is damaged.
+        """Restore the KV of a preempted request. Return False if it must be computed again.
 
-        The pool must keep a free block for each of `width` running sequences. Raise PoolFullError if it cannot.
+        Raises PoolFullError if less than one free block per running sequence (`width`) would remain.
         """
         tokens = request.tokens
         if self._swap is None or tokens is None or request not in self._swapped_out:
@@ -142,8 +141,8 @@ class Scheduler(PoolMember):
         if self._swap is not None and (swapped := self._swapped_out.pop(request, None)) is not None:
             self._swap.discard(swapped)
 
-    def prefilled(self) -> list[Request]:
-        """Move the request whose prefill is complete, and the completions that fork from it, to `running`.
+    def finish_prefill(self) -> list[Request]:
+        """Move the request whose prefill is complete to `running`, with the completions that fork from it.
 
         A completion goes to `waiting` if there is no memory for its fork. Return all requests that begin to run.
         """
@@ -180,22 +179,21 @@ class Scheduler(PoolMember):
                     self.fail(request, error)
 
     def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
-        """Let the only request that has started wait until other engines free memory, or fail with `error` if none can.
+        """Let the only started request wait until other engines free memory. If none can, fail with `error`.
 
-        If `keep` is True and the request is the oldest of the pool, it keeps its memory while it waits. Otherwise it is
-        preempted.
+        The request keeps its memory if `keep` is True and the pool is reserved for it. Otherwise, it is preempted.
         """
         if not self.wait_for_others():
-            self.fail(request, self.describe(error))
+            self.fail(request, self.add_hint(error))
         elif keep and self.reserves_pool:
             self.stalled = self._full = True
         else:
             self.preempt(request)
             if not self.reserves_pool:
-                self.give_way()
+                self.pause_admission()
 
     def retry_later(self, request: Request, error: PoolFullError) -> None:
-        """Preempt a request that ran out of memory in the middle of a step."""
+        """Preempt a request that ran out of memory during a step."""
         if self.running in ([], [request]):
             self.stall(request, error, keep=False)
         else:
@@ -210,10 +208,7 @@ class Scheduler(PoolMember):
             self.fail(request, error)
 
     def finish(self, request: Request) -> Exception | None:
-        """Remove a request from its queue and free its memory. Return the error if this fails.
-
-        The request stays in `ended` until its results are on disk.
-        """
+        """Remove a request from its queue and free its memory. Return the error if this fails."""
         failed = None
         try:
             self.remove(request)
@@ -221,16 +216,13 @@ class Scheduler(PoolMember):
         except Exception as error:
             failed = error
             self._free_again(request)
-        self.ended.append(request)
+        self.ended.append(request)  # until its results are on disk
         self.order.freed(ended=True)
         return failed
 
     def _free_again(self, request: Request) -> None:
-        """Free the memory of a request, after a first attempt has failed.
-
-        If this fails too, the block counts of the pool may be wrong, so all engines of the pool stop.
-        """
         request.finish_reason = request.finish_reason or "abort"
+        # If this fails again, the block counts of the pool may be wrong.
         try:
             request.drop(self._runner)
         except Exception as error:
@@ -242,10 +234,7 @@ class Scheduler(PoolMember):
             broken.__cause__ = error
 
     def preempt(self, request: Request, *, swap: bool = True) -> None:
-        """Free the memory of a request and put it at the head of the queue.
-
-        With `swap`, its KV may be written to disk.
-        """
+        """Free the memory of a request and put it at the head of the queue. `swap` allows writing its KV to disk."""
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
             if self._swap is not None and swapped is not None:
@@ -258,7 +247,6 @@ class Scheduler(PoolMember):
         self.order.freed(ended=False)
 
     def _swap_out(self, request: Request) -> SwappedSequence | None:
-        """Write the KV cache of a running request to disk. Return None if computing it again is cheaper."""
         if self._swap is None or request in self._unswappable or request not in self.running or request.tokens is None:
             return None
         [sequence] = request.sequences
@@ -269,7 +257,7 @@ class Scheduler(PoolMember):
             return None
 
     def restart(self, request: Request) -> bool:
-        """Put a request at the head of the queue. Return False if it failed, because its memory could not be freed."""
+        """Put a request at the head of the queue, without its KV. Return False if its memory could not be freed."""
         try:
             self.remove(request)
             request.drop(self._runner)
@@ -300,10 +288,7 @@ class Scheduler(PoolMember):
 
 
 def failure(request: Request, error: Exception) -> OffloadError:
-    """Return the error to report for a request: an OffloadError, or an EngineError caused by it.
-
-    The traceback of an unexpected error is logged here.
-    """
+    """Return the error to report for a request. Unexpected errors are logged and wrapped in an EngineError."""
     if isinstance(error, OffloadError):
         return error
     logger.error("request %s failed", request.prompt.id, exc_info=error)

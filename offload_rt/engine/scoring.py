@@ -1,7 +1,4 @@
-"""Teacher-forced log-probabilities of continuations.
-
-The scored tokens are predicted by decode steps, not by a prefill, so that the policy affects the scores.
-"""
+"""Teacher-forced log-probabilities of continuations. Decode steps compute them, so that the policy affects them."""
 
 from __future__ import annotations
 
@@ -73,12 +70,12 @@ def score(
     Equal prompts are prefilled once and forked.
 
     Args:
-        decode_from: Maximum number of prompt tokens to prefill with exact attention; later prompt tokens are decoded.
+        decode_from: Maximum number of prompt tokens to prefill with exact attention. Later prompt tokens are decoded.
             None prefills all prompt tokens except the last one.
-        batch: Maximum number of sequences that are decoded together. If the pool is full, fewer are.
-        on_done: Called after each continuation has been scored.
-        on_logprobs: Called for each scored token, in order, with the index of the continuation and the
-            log-probabilities `[V]` of the whole vocabulary on the model's device.
+        batch: Maximum number of sequences that are decoded together.
+        on_done: Called after each continuation.
+        on_logprobs: Called for each scored token with the index of the continuation and the log-probabilities `[V]` of
+            the vocabulary, on the model's device.
         recorder: Receives the tokens that each layer selects in decode steps. Allowed only for a single continuation.
 
     Returns:
@@ -116,7 +113,7 @@ class _Batches:
         self._origin: tuple[Sequence, _Task] | None = None
 
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
-        """Prefill `prefix` once, and fork the sequence for each task except the last, which uses it."""
+        """Prefill `prefix` once, and fork its sequence for each task. The last task uses the sequence itself."""
         groups, last = self._groups, members[-1]
         origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.blocks(last.computed))
         self._origin = origin, last
@@ -130,7 +127,10 @@ class _Batches:
         self._origin = None
 
     def _retry_after_decoding(self, make: Callable[[], Sequence], blocks: int) -> Sequence:
-        """Call `make`, which needs up to `blocks` blocks. If the pool is full, decode the pending sequences first."""
+        """Call `make`. If the pool is full, decode the pending sequences first.
+
+        `blocks` is the maximum number of blocks that `make` needs.
+        """
         pool = self._runner.pool
         available = pool.free_blocks + pool.idle_blocks
         crowded = self._groups.sliding > 0 and self._window_blocks_needed + blocks > available
@@ -146,7 +146,7 @@ class _Batches:
 
     @property
     def _window_blocks_needed(self) -> int:
-        """Number of blocks, not reserved, that sliding windows of pending sequences may still need."""
+        """Number of blocks that sliding windows of pending sequences may still need."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         windows = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
         most = sum(
@@ -177,7 +177,6 @@ class _Batches:
         return fork
 
     def decode(self) -> None:
-        """Decode all pending sequences to their end, and free them."""
         if self._runner.config.exact is not None:
             for sequence, task in self._pending:
                 self._verify(sequence, task)
@@ -200,7 +199,6 @@ class _Batches:
                 self._advance(sequence, task, row)
 
     def _advance(self, sequence: Sequence, task: _Task, logprobs: torch.Tensor) -> None:
-        """Score the next token with log-probabilities `[V]`. Free the sequence after its last token."""
         target = sequence.position
         if target >= task.scored_from:
             value = logprobs[task.tokens[target]]

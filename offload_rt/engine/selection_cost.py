@@ -1,9 +1,8 @@
 """Measure up to which context length full attention is as fast as token selection on this processor.
 
-Two lengths of synthetic KV are decoded by the engine's own code, with full attention and with selection. The difference
-of the times is linear in the length: selection has a higher fixed cost, and full attention reads more bytes per token.
-The result is stored in the user's cache. Later processes use the stored value, so that the text of a prompt does not
-depend on the load of the machine.
+The engine decodes synthetic KV of two lengths, with full attention and with selection. The difference of the times is
+linear in the length: selection has a higher fixed cost, and full attention reads more bytes per token. The result is
+stored in the user's cache, so that the text of a prompt does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def measured_dense_until(
 ) -> int | None:
     """Return the longest context, in tokens, for which full attention is as fast as selection with `options`.
 
-    The value is read from the user's cache, or measured and stored. The result is None if it cannot be stored, because
-    a value that changes from process to process would change the text. `idle` is a context in which no engine of the
-    process computes.
+    The value is read from the user's cache, or measured and stored. The result is None if it cannot be stored. In the
+    context `idle`, no engine of the process computes.
     """
     entry = cache_folder() / "selection" / _key(options, geometry, dtype)
     if (stored := _read(entry)) is not None:
@@ -84,6 +82,7 @@ def measured_dense_until(
         make_private_folder(entry.parent)
         write_atomic(entry, json.dumps({"dense_until": measured}).encode(), keep=True)
     except OSError as error:
+        # A value that changes from process to process would change the text.
         _log.warning("the speed of selection could not be stored, so `auto` uses a fixed length: %s", error)
         return None
     return _read(entry)  # Of several processes that measure at once, all use the first value.
@@ -142,7 +141,7 @@ def layer_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of one layer with full attention, and with selection, in a context of `length` tokens.
 
-    Each is the median over the layers of the fastest repeat, so that other processes have little influence.
+    Each is the median over layers of the fastest repeat, because other processes can slow down a step.
     """
     steps = 2 * REPEATS
     adapter = _TimedAdapter(geometry, dtype, length, clock)
@@ -173,12 +172,12 @@ def layer_seconds(
 
 
 def _median_over_layers(steps: Sequence[Sequence[float]]) -> float:
-    """Return the median over the layers of each layer's fastest time. `steps` has one time per layer and step."""
+    # `steps` has one time per layer and step. Use the fastest step of each layer.
     return float(median(map(min, zip(*steps, strict=True))))
 
 
 class _TimedAdapter(ModelAdapter):
-    """A model of attention layers without weights, with random KV. It records the time of each layer in `steps`."""
+    """A model of attention layers without weights, with random KV. Records the time of each layer in `steps`."""
 
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, length: int, clock: Callable[[], float]) -> None:
         super().__init__(geometry, dtype, torch.device("cpu"))

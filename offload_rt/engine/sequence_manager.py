@@ -35,10 +35,9 @@ MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if
 
 
 class SequenceManager:
-    """Creates, forks and frees the sequences of one model and policy, with their KV cache and recurrent state.
+    """Creates, forks and frees the sequences of one model and policy. The caller must free every sequence.
 
-    The caller must call `free` for every sequence. Between calls, the block table, the resident KV and the policy state
-    of a sequence describe the same tokens.
+    Between calls, the block table, the resident KV and the policy state of a sequence describe the same tokens.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class SequenceManager:
         config: EngineConfig,
         plan: DevicePlan | None = None,
     ) -> None:
-        """Create a manager without sequences. `plan` contains limits on device memory."""
         self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
         self.plan, self.adapter = plan, model.adapter
         self.reclaimables: list[Reclaimable] = []
@@ -72,26 +70,24 @@ class SequenceManager:
 
     @property
     def approximates(self) -> bool:
-        """Whether a decoded token gets other KV than the same token in a prefill.
-
-        This is so with a policy that does not attend to all tokens, and with a quantised KV cache.
-        """
+        """Whether decoding gives different KV than prefilling, because of sparse attention or a quantised KV cache."""
         return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance key of decoded tokens: `EXACT` if full attention verifies them, else the policy's key."""
+        """KV provenance key of decoded tokens: `EXACT` in lossless mode, else the policy's key."""
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
         """Return a sequence of `tokens`, with KV slots for `capacity` tokens.
 
-        The first `reuse` tokens, except the last of them, use cached exact KV with the same `provenance`
-        (`salt_provenance`).
+        Args:
+            reuse: Number of leading tokens to look up in the prefix cache. The last of them is never reused.
+            provenance: Part of the KV provenance key that contains the cache salt (`salt_provenance`).
 
         Raises:
             InputError: A token id is not in the vocabulary.
-            PoolFullError: There are too few free blocks. (`check_fits` tells whether a sequence can ever fit.)
+            PoolFullError: There are too few free blocks.
         """
         check_token_ids(tokens, self.model)
         provenance = self.model.weights_provenance() + provenance
@@ -105,7 +101,7 @@ class SequenceManager:
         return sequence
 
     def check_fits(self, tokens: int) -> None:
-        """Raise ModelError or PoolFullError if the model or an empty pool cannot take `tokens` tokens."""
+        """Raise ModelError or PoolFullError if a sequence of `tokens` tokens can never fit."""
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
@@ -113,10 +109,9 @@ class SequenceManager:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`. While it raises PoolFullError, reclaim memory (for example of idle sessions) and try again.
+        """Call `action`. After a PoolFullError, reclaim memory (for example of idle sessions) and call it again.
 
-        `action` must not change any state if it raises. If no more memory can be reclaimed, the message of the error
-        lists the memory in use.
+        If `action` raises, it must not have changed any state.
         """
         while True:
             try:
@@ -132,24 +127,24 @@ class SequenceManager:
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, a sequence overwrites its earlier tokens if the pool is full. PoolFullError then means that the
-        device is full, or that a fork still uses blocks that have left a sliding window.
+        With eviction, only sliding-window layers get slots, because `SlotTable.begin_step` chooses the slots of other
+        layers.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
+        # With eviction, this raises PoolFullError if a fork still uses blocks that have left a sliding window.
         self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + tokens)
         self._check_device()
 
     def _check_device(self) -> None:
-        """Raise DeviceFullError if the open sequences could exceed the limit on device memory."""
         if self.plan is not None:
             self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
 
     @device_guard
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
-        """Announce that `sequence`, and `forks` future forks of it, may grow to `tokens` tokens.
+        """Announce that `sequence` and `forks` future forks of it may grow to `tokens` tokens each.
 
-        Host memory for them is allocated and pinned now, so that no decode step waits for it. No blocks are reserved.
+        Host memory is allocated and pinned now, so that no decode step waits for it.
         """
         sequence.expected, sequence.forks = tokens, forks
         self._prepare()
@@ -162,8 +157,9 @@ class SequenceManager:
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """Return a sequence that shares the computed tokens of `sequence`, with KV slots for `capacity` tokens.
 
-        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the statistics continue those
-        of `sequence`; otherwise they start at zero and count the shared tokens as reused. Raises PoolFullError.
+        Full blocks are shared, and a partly filled last block is copied. With `same_trace`, the fork continues the
+        statistics of `sequence`. Otherwise, they start at zero, and shared tokens count as reused. Raises
+        PoolFullError.
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
@@ -182,12 +178,12 @@ class SequenceManager:
         return fork
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
-        """Return cached blocks of a session's tokens. At least one token is left to compute.
+        """Return a block table with cached KV of a session's tokens, except the last token.
 
         Args:
             provenance: Part of the KV provenance key that describes the cache salt and truncations.
             floor: Index of the first token that sliding layers can see.
-            exact_only: Return only blocks that were computed exactly, not those of this policy.
+            exact_only: Return only blocks with exact KV.
         """
         if not self.cache_manager.shares:
             return BlockTable(floor=floor)
@@ -208,18 +204,17 @@ class SequenceManager:
     ) -> Sequence:
         """Return a sequence that owns `blocks`, for example blocks of a stored session.
 
-        `blocks` contains the KV of the first `blocks.length` tokens. The KV of all tokens up to `known` was computed
-        before; the caller loads the missing part before the next prefill reaches the layer it belongs to. If
-        PoolFullError is raised, all blocks of the table are released.
+        `blocks` contains the KV of its first `length` tokens. Before the next prefill runs a layer, the caller must
+        load the layer's KV of all other tokens up to `known`. If PoolFullError is raised, `blocks` is released.
 
         Args:
             capacity: Number of tokens to reserve slots for.
-            known: Number of tokens whose KV was computed before.
-            exact: Number of tokens at the start whose KV an exact prefill computed.
+            known: Number of leading tokens whose KV was computed before.
+            exact: Number of leading tokens whose KV comes from exact prefill.
             shift: Number of earlier tokens that were truncated from the start of the text.
             provenance: Part of the KV provenance key that describes the cache salt and truncations.
-            snapshot: Slot of a snapshot of the recurrent state after the known tokens. The state is copied from it.
-                None if a snapshot is cached with the blocks, or if the model has no recurrent state.
+            snapshot: Slot with the recurrent state after the known tokens. None if a snapshot is cached with the
+                blocks, or if the model has no recurrent state.
         """
         self.cache_manager.reserve_slots(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
@@ -229,14 +224,13 @@ class SequenceManager:
         )
 
     def continues(self, sequence: Sequence) -> bool:
-        """Return whether an idle sequence can continue, with readable KV and its recurrent state on the device."""
+        """Return whether an idle sequence can continue: KV is readable, and recurrent state is on the device."""
         return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
 
     def suspend(self, sequence: Sequence) -> None:
         """Free the recurrent state of a sequence on the device at the end of a turn.
 
-        Full blocks and their snapshots stay cached. The KV of tokens after the last full block is discarded, because
-        there is no snapshot after these tokens.
+        KV after the last full block is discarded, because it has no snapshot.
         """
         assert self.states is not None
         self.transfer.storage.settle(sequence.blocks)
@@ -252,7 +246,7 @@ class SequenceManager:
         self.transfer.storage.reload(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def reset_policy_state(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again, and reset the policy state, which the next prefill rebuilds."""
+        """Copy resident KV to the device again, and reset the policy state. The next prefill rebuilds the state."""
         self.reload(sequence)
         sequence.state, sequence.observed = self.policy.new_state(sequence.keys), 0
         sequence.unobserved = sequence.position
@@ -271,7 +265,6 @@ class SequenceManager:
         provenance: str,
         snapshot: int | None = None,
     ) -> Sequence:
-        """Return a sequence that owns `blocks`, with `known` computed tokens. Release the blocks on an error."""
         with self.cache_manager.released_on_error(blocks):
             keys = key_reader(self.pool, self.transfer.storage, blocks)
             used = None if self.pool.file is None else self.pool.file.use.since(DiskUse())
@@ -285,15 +278,11 @@ class SequenceManager:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None, snapshot: int | None = None) -> None:
-        """Open the device storage of a new sequence, as a copy if it is a fork of `origin`.
-
-        On an error, close it again.
-        """
         self._open[sequence.id] = sequence
         try:
             self._check_device()
             self._prepare()
-            blocks = None if origin is None else origin.blocks
+            blocks = None if origin is None else origin.blocks  # a fork copies the storage of its origin
             self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, blocks)
             if self.states is not None:
                 sequence.state_slot = self.states.allocate(None if origin is None else origin.state_slot)
@@ -323,10 +312,7 @@ class SequenceManager:
         del self._open[sequence.id]
 
     def _release_state(self, sequence: Sequence) -> None:
-        """Free the recurrent state on the device, and snapshots that are not in the prefix tree.
-
-        Can be called again.
-        """
+        """Free the recurrent state and the unpublished snapshots of a sequence. A second call has no effect."""
         if self.snapshots is not None:
             self.snapshots.release(sequence)
         if self.rollbacks is not None:
@@ -336,11 +322,9 @@ class SequenceManager:
             sequence.state_slot = -1
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks to the prefix tree. All KV of the sequence must already be in the pool.
-
-        If the KV of the whole sequence is exact, the blocks get the exact provenance key, else the policy's key.
-        """
+        """Add full blocks to the prefix tree. All KV of the sequence must already be in the pool."""
         if self.cache_manager.shares:
+            # Blocks are exact only if the KV of the whole sequence is exact.
             provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
             self.pool.publish(sequence.blocks, sequence.tokens, provenance_key + sequence.provenance)
             if self.snapshots is not None:
@@ -348,7 +332,7 @@ class SequenceManager:
 
     @property
     def scoring_bytes(self) -> int:
-        """Size in bytes of scoring keys and approximate KV of all sequences on the device."""
+        """Size in bytes of all scoring keys and approximate KV on the device."""
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:

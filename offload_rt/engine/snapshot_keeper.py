@@ -1,4 +1,4 @@
-"""Snapshots of the recurrent state of hybrid models, which are cached with blocks and restored."""
+"""Snapshots of recurrent state, with which hybrid models reuse cached prefixes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from ..models.recurrent import StateSlots
 
 
 class SnapshotKeeper:
-    """Takes snapshots of the recurrent state of sequences, so that hybrid models can reuse cached prefixes.
+    """Takes and restores snapshots of the recurrent state of sequences.
 
-    A sequence takes snapshots at its `needed_positions` (numbers of tokens), and where its text begins to differ from
-    an earlier text, because further texts may differ there too. When its blocks are added to the prefix tree, their
-    snapshots are kept. All runners of the pool share the snapshots.
-
-    Args:
-        pool: KV pool with the prefix cache and the memory for snapshots.
+    A sequence takes snapshots at `needed_positions`, and at the token where its text begins to differ from cached
+    texts. Snapshots are cached with the blocks in the prefix tree. All runners of the pool share them.
     """
 
     def __init__(self, slots: StateSlots, pool: HostPool) -> None:
@@ -27,15 +23,11 @@ class SnapshotKeeper:
         self._slots, self._states, self._table, self._cached = slots, pool.states, pool.cached.snapshots, pool.cached
 
     def note_shared_tokens(self, sequence: Sequence, cached: int) -> None:
-        """Record that the KV of the first `cached` tokens was cached when the sequence began."""
         sequence.shared_tokens = min(cached, len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
         sequence.trace.recomputed_tokens = max(0, sequence.shared_tokens - sequence.position)
 
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
-        """Copy a snapshot to the recurrent state of a new sequence.
-
-        None means the snapshot at the end of its cached blocks.
-        """
+        """Copy a snapshot to the recurrent state of a new sequence. None means the snapshot after its cached blocks."""
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)
         assert snapshot is not None
@@ -44,20 +36,17 @@ class SnapshotKeeper:
             seen[sequence.state_slot] = sequence.position
 
     def find(self, sequence: Sequence | None, position: int) -> int | None:
-        """Return the slot of the snapshot at `position` (a multiple of 64), or None."""
+        """Return the slot of the snapshot after `position` tokens (a multiple of 64), or None."""
         if sequence is None or not 0 < position <= sequence.blocks.length:
             return None
         assert position % BLOCK_SIZE == 0
         return sequence.snapshots.get(position, self._table.slot_of(sequence.blocks.ids[position // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Reserve and page-lock a slot. Return None if that is not possible.
-
-        The slot is locked now, because an error in the first `save` would be too late: a slot that was never written
-        could be published, and the requests of the step would fail although a snapshot is optional.
-        """
+        """Reserve and page-lock a slot. Return None if no slot can be used."""
         if (slot := self._table.take()) is None:
             return None
+        # Lock now: in the first `save`, an error would fail the step, or a slot without data could be published.
         try:
             self._states.lock(slot)
         except BaseException as error:
@@ -68,7 +57,7 @@ class SnapshotKeeper:
         return slot
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Copy the current state of a sequence to a slot. Return the slot, or None if no slot can be used."""
+        """Copy the current state of a sequence to a new slot. Return the slot, or None if no slot can be used."""
         if (slot := self.take()) is not None:
             try:
                 self._save(sequence, slot)
@@ -78,13 +67,12 @@ class SnapshotKeeper:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Free a slot that `take` or `copy` returned."""
         self._table.release(slot)
 
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
-        """Return an object that takes snapshots during a prefill of tokens [position, stop), or None if it takes none.
+        """Return an object that takes snapshots during a prefill of the tokens [position, stop).
 
-        If there are few free slots, the snapshot at the end of the text is reserved first.
+        Return None if no snapshot is needed, or if no slot can be used.
         """
         start, path = sequence.position, self._path(sequence)
         # left by a cancelled prefill
@@ -94,15 +82,15 @@ class SnapshotKeeper:
         needed = needed_positions(stop, [*self._table.positions(path), *ahead])
         wanted = [position for position in needed if position > start]
         if start < sequence.shared_tokens < stop and sequence.shared_tokens not in wanted:
-            wanted.insert(1, sequence.shared_tokens)
+            wanted.insert(1, sequence.shared_tokens)  # further texts may differ at this token, too
         self._touch(path, stop)  # before other snapshots are evicted
-        for position in wanted:
+        for position in wanted:  # the end of the text first, because there may be few free slots
             self._reserve_at(sequence, position)
         targets = {position: slot for position, slot in sequence.snapshots.items() if start < position <= stop}
         return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
 
     def after_step(self, sequence: Sequence) -> None:
-        """If the last decode step has filled a block, take a snapshot, and free those that are no longer needed."""
+        """If a decode step has filled a block, take a snapshot and free snapshots that are no longer needed."""
         position = sequence.position
         if position % BLOCK_SIZE or position != sequence.blocks.length:
             return
@@ -114,7 +102,7 @@ class SnapshotKeeper:
             self._save(sequence, sequence.snapshots[position])
 
     def publish(self, sequence: Sequence) -> None:
-        """Keep the snapshots of a sequence together with its blocks in the prefix tree."""
+        """Keep the snapshots of a sequence with its blocks in the prefix tree."""
         path = self._path(sequence)
         for position in [position for position in sequence.snapshots if position <= sequence.blocks.length]:
             slot, block = sequence.snapshots.pop(position), path[position // BLOCK_SIZE - 1]
@@ -125,7 +113,7 @@ class SnapshotKeeper:
         self._touch(path, sequence.blocks.length)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the snapshots of a sequence that `publish` did not keep."""
+        """Free the unpublished snapshots of a sequence."""
         while sequence.snapshots:
             self._table.release(sequence.snapshots.popitem()[1])
 
@@ -133,8 +121,8 @@ class SnapshotKeeper:
         return sequence.blocks.ids[: sequence.blocks.length // BLOCK_SIZE]
 
     def _touch(self, path: list[int], tokens: int) -> None:
-        """Mark the snapshots that a text of `tokens` tokens needs as used, the last one as the most recent."""
         needed = needed_positions(tokens, self._table.positions(path))
+        # the last one as the most recent
         self._table.touch(path[position // BLOCK_SIZE - 1] for position in reversed(needed))
 
     def _save(self, sequence: Sequence, slot: int) -> None:
@@ -142,7 +130,6 @@ class SnapshotKeeper:
             self._states.save(slot, layer, *self._slots.layer_state(layer, sequence.state_slot))
 
     def _reserve_at(self, sequence: Sequence, position: int) -> bool:
-        """Reserve a slot for a snapshot at `position`. Return False if no slot can be used."""
         if position not in sequence.snapshots and (slot := self.take()) is not None:
             sequence.snapshots[position] = slot
         return position in sequence.snapshots

@@ -16,15 +16,12 @@ from .runner import Runner
 
 
 def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
-    """Return the mean over `layers` and `tokens` tokens.
-
-    `rows` `[steps][layers]` are sums over the tokens of a step.
-    """
+    # `rows` `[steps][layers]` has one value per step. A step may give several tokens or, for drafts, none.
     return sum(sum(row[i] for i in layers) for row in rows) / (len(layers) * tokens) if layers and tokens else 0.0
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the mean and the largest missed attention mass of the sparse layers, or None if it was not measured."""
+    """Return the mean and the maximum missed attention mass of sparse layers. None if it was not measured."""
     selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
     if not trace.missed or not selecting:
         return None, None
@@ -34,12 +31,11 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of the context, as means over layers and tokens.
+    """Fractions of the context, as means over layers and tokens, and over sparse layers only (`sparse_...`).
 
     Attributes:
-        fetched: Fraction of the context whose KV was copied to the device.
-        attended: Fraction of the context that was attended to with full-precision KV.
-        sparse_fetched, sparse_attended: The same fractions as means over the sparse layers only.
+        fetched: Tokens whose KV was copied to the device.
+        attended: Tokens that were attended to exactly.
     """
 
     fetched: float
@@ -62,7 +58,6 @@ class Fractions:
 
 
 def _weight_and_peak_bytes(runner: Runner) -> tuple[int, int, int]:
-    """Return the size in bytes of all weights, of the weights on the device, and of the peak use of device memory."""
     draft, weights, device = runner.draft, runner.weights, runner.adapter.device
     total = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
     on_device = total if weights is None else total - weights.host_bytes + weights.device_bytes
@@ -72,20 +67,18 @@ def _weight_and_peak_bytes(runner: Runner) -> tuple[int, int, int]:
 
 
 def _kv_bytes(runner: Runner, sequence: Sequence) -> int:
-    """Return the size in bytes of a sequence's KV in the pool, including the KV of the draft model."""
     kv_bytes = runner.pool.bytes_of(sequence.blocks)
     if runner.draft is not None and sequence.drafter is not None:
         kv_bytes += runner.draft.pool.bytes_of(sequence.drafter.blocks)
     return kv_bytes
 
 
-def _estimates(runner: Runner, sequence: Sequence) -> bool:
-    """Return whether decode steps of a sequence have attended to approximate KV."""
+def _used_approximate_kv(runner: Runner, sequence: Sequence) -> bool:
     return bool(sequence.state.approximate_bytes and sequence.trace.attended) and runner.config.exact is None
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
-    """Return the statistics of a sequence up to now, before it is freed."""
+    """Return the statistics of a sequence up to now. The sequence must not be freed yet."""
     trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
     trace.flush_pending()
     shares, (missed, worst) = Fractions.of(trace, dense), layer_means(trace, dense)
@@ -124,7 +117,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         exact_fraction=shares.attended,
         sparse_fetched_fraction=shares.sparse_fetched,
         sparse_exact_fraction=shares.sparse_attended,
-        approximate_fraction=1 - shares.sparse_attended if _estimates(runner, sequence) else 0.0,
+        approximate_fraction=1 - shares.sparse_attended if _used_approximate_kv(runner, sequence) else 0.0,
         dense_layers=tuple(sorted(dense)),
         layers=adapter.geometry.layers,
         missed_mass=missed,

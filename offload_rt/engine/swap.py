@@ -32,14 +32,13 @@ FOLDER = "preempted"  # subfolder of the user's folder, so that no other files o
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """Everything that is needed to restore a sequence whose KV is on disk, except its tokens.
+    """Data for restoring a sequence whose KV is on disk, except its tokens.
+
+    Most attributes are those of `Sequence`.
 
     Attributes:
-        exact: Number of tokens at the start whose KV an exact prefill computed.
-        shift: Number of tokens that were truncated from the start of the text.
-        provenance: Part of the KV provenance key that describes the cache salt and truncations.
         floor: Index of the first token that sliding layers can see.
-        snapshot: Slot of a snapshot in host memory with the recurrent state, or None if the model has none.
+        snapshot: Slot of a snapshot of the recurrent state in host memory. None if the model has no recurrent state.
     """
 
     names: Seq[NamedBlock]
@@ -56,12 +55,11 @@ class SwappedSequence:
 
 
 class Swap:
-    """Write the KV of preempted sequences to an unnamed file, and restore it bit for bit.
+    """Writes the KV of preempted sequences to an unnamed file, and restores it bit for bit.
 
-    If writing or reading fails (no space, a damaged file), the sequence is computed again. A sequence is swapped only
-    if its KV and policy state can be restored exactly: the KV is not quantised, and the policy state depends on the
-    keys alone. Blocks of an exact prefill are identified by their tokens, so the KV of a common prompt is stored once.
-    The file has no name and is deleted when the process ends, because KV reveals users' text.
+    If writing or reading fails (no space, a damaged file), the sequence is computed again. Blocks of an exact prefill
+    are identified by their tokens, so the KV of a common prompt is stored once. KV reveals users' text, so the file has
+    no name and is deleted when the process ends.
 
     Raises:
         StoreError: The folder cannot be used.
@@ -83,13 +81,13 @@ class Swap:
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all swapped blocks on disk."""
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
-        """Write the KV of a sequence to disk. Return None if computing it again is estimated to be faster.
+        """Write the KV of a sequence to disk. Return None if the sequence must be computed again.
 
-        `batch` is the number of sequences that decode together, including this one.
+        This is the case if computing is estimated to be faster, if writing fails, or if the sequence cannot be restored
+        exactly. `batch` is the number of sequences that decode together.
         """
         if not self._restorable(sequence):
             return None
@@ -124,10 +122,10 @@ class Swap:
         return swapped
 
     def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
-        """Read a sequence's KV from disk. Return the sequence, with a KV slot for one more token.
+        """Read a sequence's KV from disk, except cached blocks. Return None if the file is damaged.
 
-        Blocks in the prefix cache are not read. Return None if the file is damaged. Raise PoolFullError before reading
-        if fewer than `spare` blocks would remain free.
+        The sequence has a slot for one more token. Raises PoolFullError before reading if fewer than `spare` blocks
+        would remain free.
         """
         runner, pool = self._runner, self._runner.pool
         blocks = self._cached_exact_blocks(swapped, tokens)
@@ -155,7 +153,7 @@ class Swap:
         return sequence if restored else None
 
     def discard(self, swapped: SwappedSequence) -> None:
-        """Remove a sequence's blocks from disk, except those that other swapped sequences use."""
+        """Remove a sequence's blocks from disk, except blocks that other swapped sequences use."""
         if swapped.snapshot is not None:
             assert self._runner.snapshots is not None
             self._runner.snapshots.give_back(swapped.snapshot)
@@ -165,7 +163,7 @@ class Swap:
         self._disk.remove(key for key in keys if key not in self._users)
 
     def _restorable(self, sequence: Sequence) -> bool:
-        """Return whether the KV and the policy state of a sequence can be restored exactly."""
+        # KV and policy state can be restored exactly: KV is not quantised, and the state depends on keys alone.
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
         complete = sequence.position and not sequence.unobserved and sequence.blocks.length == sequence.position
@@ -173,7 +171,7 @@ class Swap:
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
-        """Return the estimated seconds for computing a sequence again if none of its blocks is cached."""
+        # if none of the blocks is cached
         trace, decoded = sequence.trace, sequence.position - sequence.exact
         computed = trace.prompt_tokens - trace.reused_tokens
         if computed > 0:
@@ -184,12 +182,8 @@ class Swap:
         return sequence.exact * (self._prefill_seconds_per_token or step) + decoded * step / batch
 
     def _describe(self, sequence: Sequence) -> SwappedSequence:
-        """Return what is needed to restore a sequence, before it is written to disk.
-
-        It names the blocks of full-attention layers, and the blocks of sliding layers that the next token attends to.
-        Blocks with exact KV are named by their tokens; other names are unique to this sequence.
-        """
         groups, position = self._runner.pool.groups, sequence.position
+        # Blocks with exact KV are named by their tokens. Other names are unique to this sequence.
         provenance_key = SessionProvenance(self._disk.root, f"{FOLDER}-{next(self._ids)}", sequence.provenance)
         names = name_blocks(provenance_key, sequence.tokens, position, [(sequence.exact, position)])
         # The block table may still contain a block that has just left the window. A restored table has no slots for
@@ -201,7 +195,6 @@ class Swap:
         )  # fmt: skip
 
     def _cached_exact_blocks(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
-        """Return the cached blocks of the tokens that an exact prefill computed."""
         if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
         provenance_key = EXACT + swapped.provenance

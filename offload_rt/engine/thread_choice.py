@@ -1,4 +1,4 @@
-"""Choice of the number of threads for decode steps on a CPU, by measuring."""
+"""Choose the number of threads for decode steps on a CPU by measuring."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ CHANGED = 1.3  # if step times change by this factor, the machine's load has cha
 
 
 class ThreadChoice:
-    """Runs decode steps with all threads or with one, depending on which has been faster recently.
+    """Runs decode steps with all threads or with one, whichever has been faster recently.
 
-    If another process is busy, several threads can make a step slower: with more threads than processors, the main
-    thread loses its processor at times. Only the time of a whole step shows this, so the choice is made per step and
-    not per kernel. The slower mode is tried again from time to time. The longer it stays slower, the less often it is
-    tried.
+    If other processes are busy, several threads can make a step slower. Only the time of a whole step shows this, so
+    the choice is made per step. The slower mode is tried again from time to time, and less often the longer it stays
+    slower.
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
@@ -51,10 +50,10 @@ class ThreadChoice:
         with team.torch_on_one_thread(helpers=several):
             yield
         if team.threads() > 1 and not self._fixed:
-            self.took(several, time.perf_counter() - began)
+            self.record(several, time.perf_counter() - began)
 
-    def took(self, several: bool, seconds: float) -> None:
-        """Record the duration of a step with one or `several` threads, and choose the mode of the next step."""
+    def record(self, several: bool, seconds: float) -> None:
+        """Record the seconds of a step with one or `several` threads, and choose the mode of the next step."""
         if self._cold:
             self._cold = False
             return

@@ -1,8 +1,8 @@
 """Speculative decoding: draft tokens cheaply, and verify them with one pass of full attention.
 
-A draft token is accepted if the request samples the same token from the verified logits. Random numbers depend only on
-the position, so similar distributions usually give equal tokens, and no resampling is needed. The text therefore equals
-the text of full attention at any temperature, except for rounding: matrix products with several rows round differently.
+A draft token is accepted if the request samples the same token from the logits of the verification pass. Random numbers
+depend only on the position, so no resampling is needed. At any temperature, the text equals the text of full attention
+except for rounding: matrix products with several rows round differently.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ class _RequestHistory:
     """Draft statistics of a request, kept between rounds.
 
     Attributes:
-        lookup: Prompt lookup over the tokens of the request.
         found: Acceptance rate of draft tokens from prompt lookup.
         decoded: Acceptance rate of draft tokens that the policy or the draft model decoded.
-        plain_seconds: Seconds of the fastest pass without draft tokens, divided by its number of sequences. Infinite if
-            there was none.
+        plain_seconds: Seconds per sequence of the fastest pass without draft tokens. Infinite if there was none.
     """
 
     lookup: Lookup
@@ -53,11 +51,11 @@ class Draft:
 
     Attributes:
         start: Position of the newest token of the sequence.
-        tokens: Draft tokens after it.
-        decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.
+        tokens: Draft tokens after the newest token.
+        decoded: Number of tokens to decode with the policy or draft model; 0 if draft tokens were looked up.
         logits: Logits of the verification pass: `[n + 1, V]` after the newest token and after each of n draft tokens.
             Without draft tokens `[S, V]`, one row per sequence of the request.
-        best: Most likely token of each row of `logits` (see `best_tokens`).
+        best: Most likely token of each row of `logits` (`best_tokens`).
         plain_seconds: Estimated seconds per token without draft tokens. Infinite if unknown.
     """
 
@@ -85,8 +83,7 @@ class _Pass:
 class SpeculativeDecoder:
     """Drafts and verifies tokens for the requests of an engine, in rounds. A round replaces a decode step.
 
-    Between rounds, a sequence is in the same state as without speculation: the KV of all tokens except the newest one
-    is computed and verified.
+    Between rounds, the KV of all tokens except the newest is computed and verified, as without speculation.
     """
 
     def __init__(self, runner: Runner, options: DraftOptions) -> None:
@@ -103,7 +100,7 @@ class SpeculativeDecoder:
     def round(self, running: Seq[Request]) -> list[Draft]:
         """Draft tokens for all requests and verify them in one pass. Return the drafts with their logits.
 
-        No draft token is accepted yet: call `accepted` for each draft, and then `end_round`.
+        Then call `accepted` for each draft, and `end_round`.
         """
         drafts = [self._begin(request) for request in running]
         self._rejected.clear()
@@ -116,10 +113,10 @@ class SpeculativeDecoder:
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[Answer]:
-        """Mark tokens of a draft as computed one by one, and yield the logits `[1, V]` after each.
+        """Commit the newest token and accepted draft tokens one by one, and yield the logits `[1, V]` after each.
 
-        Without draft tokens, the only yield is `[S, V]` for S sequences. After each yield, the request must sample a
-        token before the iteration continues. It ends at the first sampled token that differs from its draft token.
+        After each yield, the request must sample a token. The iteration ends if this token differs from the draft
+        token. Without draft tokens, the logits `[S, V]` of all S sequences of the request are yielded once.
         """
         request, runner, matched = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
@@ -161,10 +158,7 @@ class SpeculativeDecoder:
         self._passed = None
 
     def _begin(self, request: Request) -> Draft:
-        """Start a draft: look up its tokens, or choose how many to decode, and reserve slots for them.
-
-        If the pool is full, the request gets no draft tokens in this round.
-        """
+        """Start a draft: look up tokens or choose how many to decode, and reserve slots for them."""
         start = request.sequences[0].position
         most = min(self._most, request.max_draft_tokens)
         if self._runner.snapshots is not None:
@@ -175,16 +169,15 @@ class SpeculativeDecoder:
         draft = Draft(request, start)
         self._choose(draft, self._histories.setdefault(request, _RequestHistory(Lookup(self._options.ngram))), most)
         if not self._reserve(draft.sequence, 1 + (draft.decoded or len(draft.tokens))):
-            draft.tokens, draft.decoded = [], 0
+            draft.tokens, draft.decoded = [], 0  # the pool is full
         if draft.decoded and self._model is not None and not self._model.prepare(draft.sequence, draft.decoded):
             draft.decoded = 0
         return draft
 
     def _choose(self, draft: Draft, history: _RequestHistory, most: int) -> None:
-        """Set the looked-up tokens, or the number of tokens to decode, at most `most`.
+        """Set the looked-up tokens of a draft, or the number of tokens to decode, at most `most`.
 
-        With the option `adaptive`, source and number are those with the most expected tokens per second, from the
-        acceptance rates in `history`.
+        With `adaptive`, choose the source and the number that give the most expected tokens per second.
         """
         options = self._options
         tokens = history.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
@@ -204,10 +197,6 @@ class SpeculativeDecoder:
         return True
 
     def _decode(self, drafts: Seq[Draft]) -> None:
-        """Decode draft tokens of all requests together, then discard their KV.
-
-        After an exception, the tokens are discarded too, so that no draft token can become output.
-        """
         if not drafts:
             return
         for draft in drafts:
@@ -216,7 +205,7 @@ class SpeculativeDecoder:
         try:
             self._decode_steps(drafts)
             self._costs.observe_drafts(sum(draft.decoded for draft in drafts), time.perf_counter() - began)
-        finally:
+        finally:  # also after an exception, so that no draft token becomes output
             for draft in drafts:
                 sequence = draft.sequence
                 sequence.draft_start = None
@@ -248,7 +237,6 @@ class SpeculativeDecoder:
         return logits
 
     def _verify(self, drafts: Seq[Draft]) -> None:
-        """Compute the logits after the newest token and after all draft tokens, of all sequences in one pass."""
         batch = [(sequence, draft) for draft in drafts for sequence in draft.request.sequences]
         began = time.perf_counter()
         for sequence, draft in batch:
@@ -271,10 +259,7 @@ class SpeculativeDecoder:
             draft.logits, draft.best, start = logits[start:stop], best[start:stop], stop
 
     def _plain_seconds(self, draft: Draft, seconds: float) -> float:
-        """Return the shortest duration, per sequence, of a pass without draft tokens, or infinity.
-
-        `seconds` is the duration of the pass that has just run with `draft`.
-        """
+        """Return the seconds of the fastest pass without draft tokens, or infinity. `seconds` is the newest pass."""
         if (history := self._histories.get(draft.request)) is None:
             return math.inf
         if not draft.tokens:

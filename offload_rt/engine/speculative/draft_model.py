@@ -1,4 +1,4 @@
-"""Propose draft tokens with a small model (the draft model) that has its own KV cache."""
+"""Propose draft tokens with a small model that has its own KV cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CATCH_UP = 64  # maximum number of missing tokens that one draft step computes; 
 def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
     """Raise ConfigError if the vocabularies of two models differ, except in added tokens.
 
-    If one model has no tokenizer, only the vocabulary sizes are compared.
+    If one model has no tokenizer, only vocabulary sizes are compared.
     """
     mine, theirs = model.tokenizer, draft.tokenizer
     sizes = model.adapter.geometry.vocab, draft.adapter.geometry.vocab
@@ -36,22 +36,22 @@ def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
 class DraftModel:
     """Proposes draft tokens for the sequences of the target model's runner.
 
-    Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), and both are freed together. The KV of
-    the draft sequence is kept between drafts, except the KV of rejected tokens. If a hybrid draft model drafts a token
-    that is rejected, the accepted tokens of this round are computed again in the next round.
+    Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), which is freed with it. KV of accepted
+    tokens is kept between rounds. After a rejected token, a hybrid draft model computes the accepted tokens of the
+    round again.
+
+    Args:
+        runner: Runner of the draft model, with policy "full".
+        vocab: Vocabulary size of the target model.
     """
 
     def __init__(self, runner: Runner, vocab: int) -> None:
-        """Use `runner`, which runs the draft model with policy "full".
-
-        `vocab` is the vocabulary size of the target model.
-        """
         self._runner, self._vocab = runner, vocab
 
     def prepare(self, sequence: Sequence, drafts: int) -> bool:
         """Prefill the tokens that the draft sequence lacks, and reserve slots for `drafts` tokens.
 
-        Return False if the draft model's pool is full, or if a token is not in its vocabulary.
+        Return False if the draft model's pool is full, or if the draft model does not know a token.
         """
         began = time.perf_counter()
         try:
@@ -68,10 +68,7 @@ class DraftModel:
         return True
 
     def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:
-        """Run one decode step of the draft sequences.
-
-        Return float32 logits `[V]` of each sequence, where V is the vocabulary size of the target model.
-        """
+        """Run a decode step of the draft sequences. Return float32 logits `[V]` of each, in the target's vocabulary."""
         began, runner = time.perf_counter(), self._runner
         batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._same_tokens, sequences)]
         logits = [self._fit_to_target_vocab(rows[-1]) for rows in verify(runner, batch)]
@@ -85,7 +82,7 @@ class DraftModel:
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence, after a prefill if it lacks more than `CATCH_UP` tokens."""
+        """Return the draft sequence. If it lacks more than `CATCH_UP` tokens, prefill them first."""
         if sequence.drafter is None:
             tokens, provenance = sequence.tokens, sequence.provenance
             sequence.drafter = self._runner.retry_after_reclaim(
@@ -100,9 +97,9 @@ class DraftModel:
         return drafter
 
     def _same_tokens(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence with the same tokens as `sequence`.
+        """Return the draft sequence after setting its tokens to those of `sequence`.
 
-        KV after the first token that differs is discarded. The KV of the newest token is always computed again.
+        KV is discarded from the first different token on. The KV of the newest token is always discarded.
         """
         drafter = sequence.drafter
         assert drafter is not None

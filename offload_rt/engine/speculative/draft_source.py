@@ -6,23 +6,26 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 MIN_NGRAM = 2  # a single token predicts too little
-MEMORY = 0.9  # weight of earlier observations decreases by this factor per observation
-HOPE = 0.6  # assumed acceptance rate before any observation
+DECAY = 0.9  # weight of earlier observations decreases by this factor per observation
+INITIAL_RATE = 0.6  # assumed acceptance rate before any observation
 
 
 class Lookup:
-    """Prompt lookup: proposes the tokens that followed the last n-gram of a text at its latest earlier occurrence."""
+    """Prompt lookup: proposes the tokens that followed the last n-gram of a text at its latest earlier occurrence.
+
+    Args:
+        longest: Maximum length n of the n-gram in tokens.
+    """
 
     def __init__(self, longest: int) -> None:
-        """Create an empty index. `longest` is the length in tokens of its longest n-grams."""
         self._lengths = range(longest, MIN_NGRAM - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0
 
     def propose(self, tokens: Seq[int], most: int) -> list[int]:
-        """Return up to `most` tokens that followed the longest n-gram at the end of `tokens` when it last occurred.
+        """Return up to `most` tokens that followed the last n-gram of `tokens`, for the largest n with a match.
 
-        Each call must pass the tokens of the last call with new tokens appended.
+        Each call must pass the tokens of the previous call with new tokens appended.
         """
         end = len(tokens)
         for stop in range(self._known, end):
@@ -39,7 +42,7 @@ class Lookup:
 
 @dataclass
 class _Cost:
-    """Estimate of the seconds of a pass over m tokens: `a + b * m`, fitted by least squares with decaying weights."""
+    """Estimated seconds of a pass over m tokens: `a + b * m`, fitted by least squares with decaying weights."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -51,7 +54,7 @@ class _Cost:
         observed = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
         before = (self.weight, self.tokens, self.seconds, self.squares, self.products)
         self.weight, self.tokens, self.seconds, self.squares, self.products = (
-            MEMORY * old + new for old, new in zip(before, observed, strict=True)
+            DECAY * old + new for old, new in zip(before, observed, strict=True)
         )
 
     def seconds_of(self, tokens: int) -> float:
@@ -72,15 +75,14 @@ class Costs:
         self._step = _Cost()
 
     def observe_verification(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Record a verification pass. Each sequence counts with an equal share of tokens and seconds."""
+        """Record the tokens and seconds per sequence of a verification pass."""
         self._verification.observe(tokens / sequences, seconds / sequences)
 
     def observe_drafts(self, tokens: int, seconds: float) -> None:
-        """Record decode steps that produced `tokens` draft tokens in total."""
         self._step.observe(1, seconds / tokens)
 
     def round_seconds(self, drafts: int, *, decoded: bool) -> float:
-        """Return the expected seconds of a round. Draft tokens are `decoded`, or looked up, which takes no time."""
+        """Return the expected seconds of a round. Only draft tokens that are `decoded`, not looked up, take time."""
         return self._verification.seconds_of(drafts + 1) + (drafts * self._step.seconds_of(1) if decoded else 0.0)
 
 
@@ -93,32 +95,24 @@ class Round:
 
 
 class Acceptance:
-    """Acceptance rate of a request's draft tokens from one source, as a decaying average."""
+    """Acceptance rate of a request's draft tokens, as a decaying average."""
 
     def __init__(self) -> None:
-        self._rate = HOPE
+        self._rate = INITIAL_RATE
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Record that the first `accepted` of `drafted` draft tokens were accepted.
-
-        Tokens after the first rejected one do not count, because they were not compared.
-        """
+        # Draft tokens after the first rejected one were not compared.
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self._rate = MEMORY * self._rate + (1 - MEMORY) * right
+            self._rate = DECAY * self._rate + (1 - DECAY) * right
 
     def record_unused(self) -> None:
-        """After a round without drafts, move the acceptance rate towards `HOPE`.
-
-        The source is thus tried again later.
-        """
-        self._rate += (1 - MEMORY) / 10 * (HOPE - self._rate)
+        """Move the acceptance rate of an unused source towards the initial rate, so that the source is tried again."""
+        self._rate += (1 - DECAY) / 10 * (INITIAL_RATE - self._rate)
 
     def best_round(self, most: int, costs: Costs, *, decoded: bool) -> Round:
-        """Return the number of draft tokens, at most `most`, that gives the most expected tokens per second.
+        """Return the number of draft tokens, at most `most`, with the most expected output tokens per second.
 
-        n draft tokens give 1 + r + ... + r^n tokens, where r is the probability that a draft token is accepted if all
-        before it were accepted. `costs` gives the expected time, which depends on whether the draft tokens are
-        `decoded` or looked up.
+        With acceptance rate r, n draft tokens give 1 + r + ... + r^n expected output tokens.
         """
         best, tokens, chance = Round(0, 0.0), 0.0, 1.0
         for drafts in range(most + 1):

@@ -16,9 +16,9 @@ from ..runner import Runner
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
     """Compute the next tokens of sequences with full attention in one pass. Return float32 logits `[tokens, V]`.
 
-    `batch` has pairs of a sequence and the number of its tokens to compute. Their slots must be reserved; KV of draft
-    tokens in them is overwritten. Afterwards, the caller commits the tokens one by one with `accept`. The recurrent
-    state of a hybrid model includes all computed tokens until `replay` removes the rejected ones.
+    `batch` has pairs (sequence, number of tokens to compute). Slots must be reserved, and may contain KV of draft
+    tokens. Afterwards, the caller commits tokens one by one with `accept`. The recurrent state of a hybrid model
+    includes all computed tokens until `replay` removes rejected ones.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device
@@ -42,7 +42,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
 
 
 def accept(runner: Runner, sequence: Sequence) -> None:
-    """Mark the next token as computed, after `verify` has computed its KV."""
+    """Commit the next token, after `verify` has computed its KV."""
     sequence.position += 1
     sequence.exact = sequence.position if sequence.exact == sequence.position - 1 else sequence.exact
     runner.pool.commit(sequence.blocks, sequence.position)
@@ -51,7 +51,7 @@ def accept(runner: Runner, sequence: Sequence) -> None:
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
     """Discard the decoded tokens of `sequence` from `position` on. Their slots stay reserved.
 
-    The recurrent state of a hybrid model returns to the copy that `RollbackStates.set` has made at `position`.
+    The recurrent state of a hybrid model returns to the copy that `RollbackStates.set` made at `position`.
     """
     runner.transfer.storage.settle(sequence.blocks)
     if runner.rollbacks is not None:
@@ -62,7 +62,7 @@ def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
 
 
 def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
-    """Remove rejected tokens of a verification pass, from `position` on, from the recurrent states."""
+    """Remove tokens from `position` on, which a verification pass has computed, from the recurrent states."""
     assert runner.rollbacks is not None
     used, device = runner.weight_use, runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():

@@ -16,7 +16,7 @@ def run(choice: ThreadChoice, steps: int, several: float, one: float, noise: flo
     for _ in range(steps):
         mode = choice._several ^ (choice._trying > 0)
         modes.append(mode)
-        choice.took(mode, (several if mode else one) * (1 + noise * rng.random()))
+        choice.record(mode, (several if mode else one) * (1 + noise * rng.random()))
     return modes
 
 
@@ -39,13 +39,13 @@ def test_a_mode_with_slow_steps_now_and_then_is_not_kept() -> None:
     for step in range(1000):
         mode = choice._several ^ (choice._trying > 0)
         used += mode
-        choice.took(mode, (0.09 if step % 3 == 0 else 0.04) if mode else 0.05)
+        choice.record(mode, (0.09 if step % 3 == 0 else 0.04) if mode else 0.05)
     assert used < 80
 
 
 def test_the_first_step_of_a_batch_size_does_not_count() -> None:
     choice = ThreadChoice()
-    choice.took(True, 1.0)
+    choice.record(True, 1.0)
     assert sum(run(choice, 100, several=0.04, one=0.05)) > 80
 
 
