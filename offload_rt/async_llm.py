@@ -40,12 +40,11 @@ class AsyncLLM:
     it.
 
     Args:
-        llm: The runtime. `close` closes it as well.
+        llm: The model to serve. `close` also closes it.
         max_waiting: Maximum number of queued requests. If the queue is full, `generate` raises QueueFullError. None
             means no limit.
-        store: Folder in which the KV of all prompts and the sessions (`generate(session=...)`) are stored. Later
-            prompts with the same beginning reuse stored KV, even after a restart. None stores no KV and allows no
-            sessions.
+        store: Folder for sessions and for the KV of all prompts. Later prompts with the same beginning reuse stored KV,
+            even after a restart. None stores no KV and allows no sessions.
         store_options: Options of the store.
         read_only: Reuse stored KV, but store no KV and refuse sessions. Another process may write to the store at the
             same time.
@@ -90,7 +89,7 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """The runtime, for its tokenizer, name, geometry and configuration."""
+        """The `LLM` that is served, for example for its tokenizer and configuration."""
         return self._llm
 
     # --------------------------------------------------------------------------------------------------------- clients
@@ -107,15 +106,15 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the output of one prompt as it grows. The last item has `finished` set.
 
-        Each item contains all text so far. If the iterator is left early (break, a cancelled task, `aclose`), the
-        request is aborted. A beam search yields its final item only.
+        Each item contains all text so far. If the iterator is closed early, the request is aborted. A beam search
+        yields only its final item.
 
         Args:
             prompt: Text or token ids.
             sampling_params: None uses the model's defaults.
             request_id: Name for `abort`; None generates one.
             session: Name of a session in the store. Pass the whole conversation as `prompt` each time. The KV of
-                earlier turns is restored from host memory or disk, even after a restart.
+                earlier turns is restored, even after a restart.
             trace: Add a `RequestTrace` to each item. Also yield an item after each layer of the prefill.
             cache_salt: See `LLM.generate`. A session keeps the salt of its first turn.
 
@@ -129,7 +128,7 @@ class AsyncLLM:
             raise InputError(
                 f"session={describe_value(session)} needs a writable store: create AsyncLLM(llm, store=folder)"
             )
-        client = await self._arrive(prompt, params, request_id, session, trace, check_salt(cache_salt))
+        client = await self._submit(prompt, params, request_id, session, trace, check_salt(cache_salt))
         finished = False
         try:
             while not finished:
@@ -138,7 +137,7 @@ class AsyncLLM:
                 yield output
         finally:
             if not finished:
-                self._calls.put(lambda: self._leave(client))
+                self._calls.put(lambda: self._remove(client))
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its iterator ends with finish reason "abort". No-op if there is no such request."""
@@ -183,7 +182,7 @@ class AsyncLLM:
             self._calls.put(self._abort_all)
         self._thread.join()
 
-    async def _arrive(
+    async def _submit(
         self,
         prompt: PromptLike,
         params: SamplingParams,
@@ -192,7 +191,6 @@ class AsyncLLM:
         trace: bool,
         cache_salt: str,
     ) -> Client:
-        """Tokenize a prompt in a worker thread, and queue it for the engine thread."""
         if request_id is not None and not isinstance(request_id, str):
             raise InputError(f"request_id={describe_value(request_id)} must be a string")
         with self._lock:
@@ -226,7 +224,7 @@ class AsyncLLM:
             self._arriving -= 1
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Queue a call for the engine thread. Raise InputError after `close`, because the call would be ignored."""
+        """Queue a call for the engine thread. Raise InputError after `close`."""
         with self._lock:
             self._check_open()
             self._calls.put(call)
@@ -238,7 +236,7 @@ class AsyncLLM:
     # -------------------------------------------------------------------------------------------------- engine's thread
 
     def _run(self) -> None:
-        """Run the engine thread: execute queued calls and engine steps until `close`. Wait while there are none."""
+        """Engine thread: execute queued calls and engine steps until `close`."""
         while not (self._closed and self._engine.idle and self._calls.empty()):
             try:
                 call = self._calls.get(block=self._engine.idle)
@@ -268,15 +266,15 @@ class AsyncLLM:
         client = self._by_number.get(request.prompt.id)
         if client is not None and client.tracer is not None:
             client.tracer.layers_prefilled = layers
-            self._tell(client, self._output(client))
+            self._send(client, self._output(client))
 
     def _join(self, client: Client) -> None:
         if client.request_id in self._clients:
-            self._tell(
+            self._send(
                 client, InputError(f"request {client.request_id!r} is already running: choose another request_id")
             )
         elif self._closed:
-            self._tell(client, InputError(f"the engine of {self._llm!r} is closed: create another one"))
+            self._send(client, InputError(f"the engine of {self._llm!r} is closed: create another one"))
         else:
             self._add(client)
         self._arrived()
@@ -285,7 +283,7 @@ class AsyncLLM:
         try:
             client.request = self._request(client)
         except Exception as error:
-            self._tell(client, error)
+            self._send(client, error)
         else:
             self._clients[client.request_id] = self._by_number[client.request.prompt.id] = client
 
@@ -311,25 +309,25 @@ class AsyncLLM:
         return output if client.tracer is None else replace(output, trace=client.tracer.trace(client.request))
 
     def _report(self, client: Client) -> None:
-        """Send the output so far to the client. Remove the request if it has finished."""
+        """Send the output so far to the client. Remove a finished request."""
         output = self._output(client)
         written = sum(len(completion.token_ids) for completion in output.outputs)
         self._totals.generated_tokens += written - client.counted
         client.counted = written
         try:
             if output.finished:
-                self._leave(client)
+                self._remove(client)
         finally:
-            self._tell(client, output)
+            self._send(client, output)
 
-    def _tell(self, client: Client, output: RequestOutput | Exception) -> None:
+    def _send(self, client: Client, output: RequestOutput | Exception) -> None:
         try:
             client.mailbox.post(output)
         except RuntimeError:  # The client's event loop is closed, so remove the client after the current step.
-            self._calls.put(lambda: self._leave(client))
+            self._calls.put(lambda: self._remove(client))
 
-    def _leave(self, client: Client) -> None:
-        """Remove a client. If its request is still running, cancel it. A second call has no effect."""
+    def _remove(self, client: Client) -> None:
+        """Remove a client and cancel its request. A second call has no effect."""
         request = client.request
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
@@ -344,23 +342,18 @@ class AsyncLLM:
         self._totals.add(request, stored=isinstance(request, StoredRequest))
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Send an error to the client of a request and end all its completions.
-
-        If the client already has the whole response, the error is only logged. It means that the history of the turn
-        could not be written.
-        """
+        """Send an error to the client of a request, and end all completions of the request."""
         if (client := self._by_number.get(request.prompt.id)) is not None:
-            self._leave(client)
-            self._tell(client, error)
-        elif isinstance(error, StoreError):
+            self._remove(client)
+            self._send(client, error)
+        elif isinstance(error, StoreError):  # the client already has the whole response
             logger.warning("a session could not be saved: %s", error)
 
     def _fail_all(self, error: Exception) -> None:
-        """Fail all pending requests with `error`. Errors of single clients are logged, so that the loop continues."""
         for client in list(self._clients.values()):
-            self._tell(client, error)
-            with suppress(Exception):
-                self._leave(client)
+            self._send(client, error)
+            with suppress(Exception):  # the loop must continue
+                self._remove(client)
 
     def _abort(self, request_id: str) -> None:
         if (client := self._clients.get(request_id)) is not None and client.request is not None:
@@ -378,7 +371,7 @@ class AsyncLLM:
 
 @contextmanager
 def _log_errors() -> Iterator[None]:
-    """Context that logs errors instead of raising them, so that they do not end other requests."""
+    # Log errors instead of raising them, so that other requests can continue.
     try:
         yield
     except StoreError as error:

@@ -54,12 +54,12 @@ class DraftOptions:
     Attributes:
         method: Source of the drafts. "sparse": decode with the policy. "lookup": find the last n-gram earlier in the
             text and copy its continuation (prompt lookup). "model": decode with a draft model. "both": "lookup" or
-            "sparse", and "lookup+model": "lookup" or "model", whichever is expected to give more tokens per second.
-            With `adaptive=False`, these two methods use a lookup whenever there is a match.
+            "sparse". "lookup+model": "lookup" or "model". The last two choose the source that is expected to give more
+            tokens per second, or with `adaptive=False` lookup whenever there is a match.
         tokens: Maximum number of draft tokens.
-        adaptive: Choose the number of draft tokens by the acceptance rate and the measured times. If False, `tokens`
-            tokens are always drafted.
-        ngram: Maximum length in tokens of the n-gram that is looked up. At least two of its tokens must match.
+        adaptive: Choose the number of draft tokens by the acceptance rate and the measured times. If False, always
+            draft `tokens` tokens.
+        ngram: Maximum length in tokens of the n-gram that is looked up. At least two tokens must match.
         model: The draft model, as accepted by `LLM`. It must use the same tokenizer. It runs on the same device, in the
             same dtype and with full attention, and its KV cache counts towards `host_memory`. Setting it changes the
             default method to "model".
@@ -105,7 +105,8 @@ class EngineConfig:
     """Options of the engine: `LLM(model, config)`, or the fields as keywords: `LLM(model, host_memory="64GiB")`.
 
     Sizes may be strings such as "200GiB". `eviction` may be a policy name or a mapping of `EvictionOptions`. `dtype`
-    and `device` may be torch objects. Paths may begin with "~".
+    and `device` may be torch objects. Paths may begin with "~". The generated tokens do not depend on `device_memory`,
+    `disk`, `working_set` and `device_kv_memory`.
 
     Attributes:
         policy: Selection policy: "infinigen", "auto", "full", "quest", "h2o", "streaming", "oracle" or the name of a
@@ -119,22 +120,21 @@ class EngineConfig:
             a 16-bit checkpoint when it is loaded.
         device_memory: Hard limit in bytes on device memory for weights, approximate KV, resident and fetched KV
             entries, and activations. Decoder layers that do not fit stay in host memory and are copied to the device in
-            every step. If approximate KV still does not fit, scoring runs on the host. The generated tokens do not
-            depend on the limit. None uses all device memory and keeps all weights and approximate KV on the device.
-        experts_on_device: Number of experts of each mixture-of-experts layer that stay on the device, the most recently
-            used ones. All experts are in host memory, and other experts are copied when they are chosen. None keeps all
-            experts on the device, or with `device_memory` as many as fit.
+            every step. If approximate KV still does not fit, scoring runs on the host. None uses all device memory and
+            keeps all weights and approximate KV on the device.
+        experts_on_device: Number of most recently used experts that stay on the device, per mixture-of-experts layer.
+            Other experts are copied from host memory when the router chooses them. None keeps all experts on the
+            device, or as many as fit in `device_memory`.
         embedding_on_host: Keep the embedding in host memory and copy only the rows of the tokens. Not available if the
             output head shares the embedding's weights.
         max_model_len: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
             RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the KV cache.
         host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
-        snapshot_memory: Limit in bytes on snapshots of recurrent state in host memory (hybrid models). It is a part of
-            `host_memory`. None uses an eighth of `host_memory`. If the limit is too small for one snapshot, prefixes
-            are not shared.
+        snapshot_memory: Part of `host_memory`, in bytes, for snapshots of recurrent state (hybrid models). None uses an
+            eighth of `host_memory`. If not even one snapshot fits, prefixes are not shared.
         disk: Folder on a local disk for contexts larger than host memory. KV of running requests is stored in an
             unnamed file there, which is deleted when the process ends. `host_memory` then limits the memory that caches
-            this KV. The generated tokens do not depend on this option.
+            this KV.
         disk_limit: Hard limit on the file in `disk` in bytes. None uses 16 times `host_memory`, at most half of the
             free space.
         eviction: Token eviction for sequences that outgrow the KV cache. None raises an error instead.
@@ -145,17 +145,15 @@ class EngineConfig:
             which reduces memory and transfers. Prefill uses unquantised KV. Prefixes with quantised KV are not shared.
         enable_prefix_caching: Compute and store a common prefix of prompts once, even for prompts in different calls.
             Only KV of exact attention is shared, so results do not depend on earlier requests.
-        swap: Folder on a fast disk for the KV of preempted requests. It is used if reading is estimated to be faster
-            than recomputation. The files are deleted when the process ends.
-        missed_mass_every: Number of decode steps between measurements of the missed attention mass; 0 disables
-            measurements. None means 16 on a CPU, and 0 on a GPU or with `disk`. A measurement reads all keys in host
-            memory.
-        working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device, by frequency
-            and recency of use. Only other entries are transferred. 0 disables it. The generated tokens do not depend on
-            this option. On a CPU, it makes decoding slower and is useful only to measure the bytes that it would save.
-        device_kv_memory: Size in bytes of device memory for copies of KV blocks. The first blocks of running requests
-            that fit have copies, and their KV is not transferred. None transfers all KV that is not resident. The
-            generated tokens do not depend on this option.
+        swap: Folder on a fast disk for the KV of preempted requests, used if reading is estimated to be faster than
+            recomputation. The files are deleted when the process ends.
+        missed_mass_every: Number of decode steps between measurements of the missed attention mass, which read all keys
+            in host memory. 0 disables measurements. None means 16 on a CPU, and 0 on a GPU or with `disk`.
+        working_set: Number of fetched KV entries that stay on the device, per layer, KV head and sequence. Entries that
+            are used often and recently are kept, and need no further transfer. 0 disables it. On a CPU, it makes
+            decoding slower and is useful only to measure the saved bytes.
+        device_kv_memory: Size in bytes of device memory for copies of KV blocks, beginning with the first blocks of
+            running requests. KV with a copy is not transferred. None makes no copies.
         exact: Lossless mode: the text equals the text of full attention, but fewer steps read all KV. Draft tokens are
             proposed, one pass of full attention verifies several of them, and rejected tokens are discarded. True
             chooses the method ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions`
@@ -332,7 +330,7 @@ class EngineConfig:
         )
 
     def replays(self, device: str) -> bool:
-        """Return whether decode steps on a device of this type are captured as CUDA graphs and replayed."""
+        """Return whether decode steps on a `device` ("cpu", "cuda") are replayed as CUDA graphs."""
         return device == "cuda" and (self.device_memory is None if self.cuda_graphs is None else self.cuda_graphs)
 
 

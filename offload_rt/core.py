@@ -35,12 +35,12 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class StateShape:
-    """Shape of the recurrent state that one decoder layer has for each sequence.
+    """Shape of the recurrent state of one decoder layer, per sequence.
 
     Attributes:
         layer: Index of the decoder layer.
         after: Index of the nearest attention layer at or before the decoder layer, or -1 if there is none.
-        conv: Shape (channels, kernel size) of the state of the convolution: its last inputs, in the model's dtype.
+        conv: Shape (channels, kernel size) of the last inputs of the convolution, in the model's dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
 
@@ -50,7 +50,7 @@ class StateShape:
     recurrent: tuple[int, ...]
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the size in bytes of a sequence's float32 state and convolution state."""
+        """Return the size in bytes of the float32 state and of the convolution state."""
         recurrent = math.prod(self.recurrent) * FLOAT32_BYTES if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
@@ -60,12 +60,12 @@ class StateShape:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Number and width of the K vectors, and of the V vectors, that one layer stores for each token.
+    """Shape of the K and V vectors that one layer stores for each token.
 
     Attributes:
         kv_heads: Hkv.
         head_dim: d.
-        planes: 2 if K and V are stored, or 1 if the keys contain the values (`ModelGeometry.value_dim`).
+        planes: Vectors per KV head: 2 (K and V), or 1 if the keys contain the values (`ModelGeometry.value_dim`).
     """
 
     kv_heads: int
@@ -101,13 +101,12 @@ class ModelGeometry:
         attention_at: Index of each attention layer among the decoder layers. Empty if all decoder layers have
             attention.
         depth: Number of decoder layers. 0 if all decoder layers have attention.
-        window_rows: Hkv and d of sliding-window layers. None if they equal those of full-attention layers. `head_dim`
-            is a multiple of d.
-        value_dim: If the values of tokens are the first `value_dim` elements of their keys (latent attention), this
-            number. V is then K, and only K is stored. Attention outputs have d elements, of which the model reads the
-            first `value_dim`. None for all other models.
+        window_rows: Shape of KV in sliding-window layers. None if it equals the shape in full-attention layers.
+            `head_dim` is a multiple of its head dimension.
+        value_dim: With latent attention, the first `value_dim` elements of a key are the value. Only keys are stored,
+            and the model reads the first `value_dim` elements of attention outputs. None for other models.
         kv_from: For each layer, the layer whose K and V it attends to: itself, or an earlier layer with the same window
-            and scale (Gemma 4 E2B). Empty if every layer has K and V of its own.
+            and scale (Gemma 4 E2B). Empty if every layer stores K and V.
     """
 
     layers: int
@@ -146,7 +145,7 @@ class ModelGeometry:
 
     @property
     def group(self) -> int:
-        """G, query heads per KV head, of full-attention layers."""
+        """Number of query heads per KV head in full-attention layers (G)."""
         return self.heads // self.kv_heads
 
     @property
@@ -156,12 +155,12 @@ class ModelGeometry:
 
     @property
     def full_rows(self) -> RowShape:
-        """Hkv and d of full-attention layers."""
+        """Shape of KV in full-attention layers."""
         return RowShape(self.kv_heads, self.head_dim, self.planes)
 
     @property
     def window_ratio(self) -> int:
-        """Ratio of the head dimensions of full-attention and sliding-window layers."""
+        """Head dimension of full-attention layers divided by that of sliding-window layers."""
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def rows(self, layer: int) -> RowShape:
@@ -172,12 +171,12 @@ class ModelGeometry:
         return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
 
     def kv_layer(self, layer: int) -> int:
-        """Return the layer that stores the K and V which `layer` attends to. Its policy state is used, too."""
+        """Return the layer whose K, V and policy state `layer` uses."""
         return self.kv_from[layer] if self.kv_from else layer
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that store K and V. All other layers use the K and V of one of them."""
+        """Layers that store K and V."""
         return tuple(layer for layer in range(self.layers) if self.kv_layer(layer) == layer)
 
     @cached_property
@@ -187,7 +186,7 @@ class ModelGeometry:
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """Index of one layer for each window length."""
+        """An example layer for each window length, because visible tokens depend only on the window."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
@@ -200,11 +199,11 @@ class ModelGeometry:
 
     @cached_property
     def most_between(self) -> int:
-        """Largest number of decoder layers between two consecutive attention layers."""
+        """Largest value of `between`."""
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether `layer`, or a decoder layer between it and the next attention layer, has recurrent state."""
+        """Return whether `layer`, or a decoder layer before the next attention layer, has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -212,7 +211,7 @@ class ModelGeometry:
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """Return how many of the first and of the last tokens are resident in `layer`."""
+        """Return the number of first tokens and the number of last tokens that are resident in `layer`."""
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
 
@@ -222,13 +221,13 @@ class ModelGeometry:
         return position % window + 1 if self.chunked and window is not None else window
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the size in bytes of K and V of `tokens` tokens in all layers that store them."""
+        """Return the size in bytes of K and V of `tokens` tokens in all layers."""
         return tokens * sum(self.rows(layer).bytes(dtype) for layer in self.kv_layers)
 
 
 @dataclass(frozen=True)
 class VisibleTokens:
-    """Tokens that the newest token of a sequence can attend to in one layer, as three adjacent ranges of token indices.
+    """Token indices that the newest token of a sequence can attend to in one layer, as three adjacent ranges.
 
     The tokens in `sinks` and `recent` are resident on the device and always attended to. A policy selects from the
     `candidates` between them. The newest token is the last one of `recent`.
@@ -242,7 +241,7 @@ class VisibleTokens:
     def of(cls, length: int, *, sinks: int, recent: int, window: int | None, floor: int = 0) -> VisibleTokens:
         """Return the ranges for a context of `length` tokens, including the newest.
 
-        In a layer with a sliding window (`window` tokens), only tokens in the window and from `floor` on are visible.
+        In a layer with a sliding `window`, tokens outside of the window or before `floor` are not visible.
         """
         assert length >= 1 and sinks >= 0 and recent >= 1
         first = 0 if window is None else max(floor, length - window)
@@ -265,8 +264,8 @@ class Selection:
 
     Attributes:
         tokens: int64 `[Hkv, n]`, distinct token indices within `VisibleTokens.candidates`, in any order.
-        counts: Number of valid entries of each head at the start of `tokens[h]`, the same for every head. int32 `[Hkv]`
-            on the device, so that the host does not wait. None means that all entries are valid.
+        counts: int32 `[Hkv]` on the device: only the first `counts[h]` entries of `tokens[h]` are valid. All heads have
+            the same count. None means that all entries are valid.
     """
 
     tokens: torch.Tensor
@@ -278,7 +277,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return the valid tokens, without `counts`. This may wait for the device."""
+        """Return the selection without padding. This may wait for the device."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
@@ -296,12 +295,15 @@ class KVPart:
 
     @classmethod
     def of(cls, planes: torch.Tensor, dim: int = 0, counts: torch.Tensor | None = None) -> KVPart:
-        """Return views of K and V, which are adjacent in dimension `dim` of `planes`. With one plane, v is k."""
+        """Return K and V as views of `planes`, where dimension `dim` has K at index 0 and V at index 1.
+
+        If dimension `dim` has only one element, v is k.
+        """
         k = planes.select(dim, 0)
         return cls(k, k if planes.shape[dim] == 1 else planes.select(dim, 1), counts)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> KVPart:
-        """Return `function` of k and of v. If v is k, `function` is called once."""
+        """Apply `function` to k and v. If v is k, `function` is called once."""
         k = function(self.k)
         return KVPart(k, k if self.v is self.k else function(self.v), self.counts)
 
@@ -312,13 +314,13 @@ class KVPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of KV heads, and of entries per KV head."""
+        """Number of KV heads, and number of entries per KV head."""
         kv_heads, n, _ = self.k.shape
         return kv_heads, n
 
     @property
     def runs(self) -> list[KVPart]:
-        """The entries in order, as parts that are contiguous in memory."""
+        """The entries as parts that are contiguous in memory, in order."""
         return [self]
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
@@ -336,7 +338,7 @@ class BlockTable:
         windows: Blocks of sliding-window layers. `windows[i]` has the block ids for tokens [64 i, 64 (i + 1)), one per
             group of sliding-window layers (`layer_groups`). Blocks outside of all windows are removed.
         floor: First token that sliding-window layers attend to. In a truncated conversation, it is the first token
-            after the removed ones.
+            after the truncated part.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -363,7 +365,7 @@ class Prompt:
 
 
 def ranges_of(numbers: Iterable[int]) -> list[range]:
-    """Convert ascending numbers to ranges, as few as possible."""
+    """Convert ascending numbers to the fewest possible ranges."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:
@@ -374,14 +376,14 @@ def ranges_of(numbers: Iterable[int]) -> list[range]:
 
 
 def padded_batch(sequences: int) -> int:
-    """Round a batch size up to a power of two (up to 8) or to a multiple of 8, so that few CUDA graphs are captured."""
+    """Round a batch size up to a power of two or a multiple of 8, so that few CUDA graphs are captured."""
     return -(-sequences // 8) * 8 if sequences > 8 else 1 << (sequences - 1).bit_length()
 
 
 def bucket(context: int) -> int:
     """Round a context length up, so that few CUDA graphs are captured.
 
-    There are eight equally spaced results between two powers of two, all multiples of `BLOCK_SIZE`.
+    Between two powers of two, there are eight equally spaced results. All are multiples of `BLOCK_SIZE`.
     """
     step = max(BLOCK_SIZE, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // step) * step

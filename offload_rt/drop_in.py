@@ -1,9 +1,9 @@
 """Run transformers' `generate` with the KV cache in host memory: `with offload(model, host_memory="64GiB"):`.
 
-Inside the block, this package computes all calls of the model's forward that have a cache: prompts with full attention,
-and each following token as a decode step with the policy. Generation modes, logits processors, stopping criteria,
-streamers and pipelines still come from transformers. Greedy tokens equal those of `LLM`, and with policy "full" also
-those of transformers. Calls without a cache run the model's own forward.
+In this context, forward calls with a cache are computed by this package: prompts with full attention, and each
+following token as a decode step with the policy. Other calls run the model's original forward. Generation modes, logits
+processors, stopping criteria, streamers and pipelines come from transformers. Greedy tokens equal those of `LLM`, and
+with policy "full" also those of transformers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def offload(
         raise InputError("the model is offloaded already: leave the other `with offload(model)` block first")
     llm = LLM(model, config, tokenizer=tokenizer, **fields)
     caches: weakref.WeakSet[OffloadedCache] = weakref.WeakSet()
-    model.forward = _replaced(model.forward, llm, caches)
+    model.forward = _offloaded_forward(model.forward, llm, caches)
     try:
         with computed_in_c(model):
             yield llm
@@ -79,14 +79,14 @@ def offload(
         llm.close()
 
 
-def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
-    """Return a `forward` that computes calls with an `OffloadedCache` or the empty cache that `generate` creates.
+def _offloaded_forward(original: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
+    """Return a `forward` for calls with an `OffloadedCache`, or with the empty cache that `generate` creates.
 
-    Calls with another cache run `own`, the model's original forward. The caches are added to `caches`.
+    Other calls run the `original` forward of the model. Used caches are added to `caches`.
     """
-    signature = inspect.signature(own)
+    signature = inspect.signature(original)
 
-    @wraps(own)
+    @wraps(original)
     def forward(*args: Any, **named: Any) -> Any:
         given = signature.bind_partial(*args, **named).arguments
         given |= given.pop("kwargs", {})
@@ -98,7 +98,7 @@ def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> An
                 )
             cache = OffloadedCache(llm)
         if not isinstance(cache, OffloadedCache):
-            return own(*args, **named)
+            return original(*args, **named)
         caches.add(cache)
         logits = cache.compute(_checked(given), given.get("attention_mask"), int(given.get("logits_to_keep") or 0))
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
@@ -119,8 +119,7 @@ def _checked(given: dict[str, Any]) -> torch.Tensor:
 class OffloadedCache(Cache):
     """A transformers cache that stores each row of a batch as a sequence in the KV cache of an `LLM`.
 
-    If a row is left-padded, its sequence has fewer tokens than the cache has columns. Memory is freed by `free`, or
-    when the object is deleted.
+    Left padding is not stored. Memory is freed by `free`, or when the object is deleted.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -128,7 +127,7 @@ class OffloadedCache(Cache):
         self._runner = llm.runner
         self._rows: list[Sequence] = []
         self._columns = 0
-        self._takes_back = 0
+        self._croppable_tokens = 0
         weakref.finalize(self, _free, self._runner, self._rows)
 
     def __repr__(self) -> str:
@@ -137,7 +136,7 @@ class OffloadedCache(Cache):
     def free(self) -> None:
         """Free all sequences. The cache is empty afterwards."""
         _free(self._runner, self._rows)
-        self._columns = self._takes_back = 0
+        self._columns = self._croppable_tokens = 0
 
     # --------------------------------------------------------------------------------- transformers' cache protocol
 
@@ -149,14 +148,11 @@ class OffloadedCache(Cache):
         return self._columns
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
-        """Return -1, because the length is not limited."""
+        """Return -1: the length is not limited."""
         return -1
 
     def activate_past_recording(self) -> None:
-        """No-op, because `crop` truncates KV directly and needs no recorded states.
-
-        transformers calls this method before assisted decoding.
-        """
+        """Do nothing. transformers calls this method before assisted decoding, but `crop` needs no recorded states."""
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Raise InputError. Attention layers of an offloaded model never call this method."""
@@ -166,7 +162,7 @@ class OffloadedCache(Cache):
         self.free()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace row i by row `beam_idx[i]`. Rows that are used several times are forked."""
+        """Replace row i by row `beam_idx[i]`."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -179,7 +175,7 @@ class OffloadedCache(Cache):
         """Remove the last `abs(tokens_to_remove)` tokens.
 
         Raises:
-            InputError: The model has recurrent layers, or the last call of the model computed fewer tokens than that.
+            InputError: The model has recurrent layers, or the last call of the model computed fewer tokens.
         """
         count = abs(int(tokens_to_remove))
         if count and self._runner.states is not None:
@@ -187,8 +183,10 @@ class OffloadedCache(Cache):
                 "tokens cannot be removed from a model with recurrent layers, which keep only the state after the last "
                 "token: leave out assistant_model and prompt_lookup_num_tokens"
             )
-        if count > self._takes_back:
-            raise InputError(f"{count} tokens cannot be removed: only the {self._takes_back} of the last call can")
+        if count > self._croppable_tokens:
+            raise InputError(
+                f"{count} tokens cannot be removed: at most the {self._croppable_tokens} tokens of the last call can be"
+            )
         if not count:
             return
         with self._runner.pool.lock:
@@ -198,7 +196,7 @@ class OffloadedCache(Cache):
                 row.exact = min(row.exact, row.position)
                 self._runner.reload(row)  # The resident KV on the device still contains the removed tokens.
         self._columns -= count
-        self._takes_back -= count
+        self._croppable_tokens -= count
 
     def _select(self, wanted: Seq[int]) -> None:
         runner, old, kept = self._runner, list(self._rows), set()
@@ -230,7 +228,7 @@ class OffloadedCache(Cache):
             float32 logits `[B, keep, V]`.
 
         Raises:
-            InputError: `ids` or `mask` do not continue this cache. The cache is unchanged.
+            InputError: `ids` or `mask` do not fit to this cache. The cache is unchanged.
             ModelError, PoolFullError: The sequence does not fit. The cache is empty afterwards.
         """
         keep = keep or ids.shape[1]
@@ -254,29 +252,27 @@ class OffloadedCache(Cache):
             begin = partial(runner.new_sequence, prompt, len(prompt) + 1, reuse=max(1, len(prompt) - keep + 1))
             self._rows.append(runner.retry_after_reclaim(begin))
         self._columns = 0
-        return self._exactly(ids.shape[1], keep)
+        return self._prefill_rows(ids.shape[1], keep)
 
     def _extend(self, ids: torch.Tensor, keep: int) -> torch.Tensor:
         for row, tokens in zip(self._rows, ids.tolist(), strict=True):
             row.tokens += tokens
             self._runner.check_fits(len(row.tokens))
-        return self._exactly(ids.shape[1], keep)
+        return self._prefill_rows(ids.shape[1], keep)
 
-    def _exactly(self, columns: int, keep: int) -> torch.Tensor:
-        """Compute the tokens of all rows whose KV is missing, with full attention.
+    def _prefill_rows(self, columns: int, keep: int) -> torch.Tensor:
+        """Compute all tokens without KV with full attention. Return float32 logits `[B, keep, V]`.
 
-        Return float32 logits `[B, keep, V]`.
-
-        The cache gets `columns` new columns. `crop` can then remove up to `keep` tokens (fewer if a row is shorter).
-        Earlier tokens may be shared with other sequences.
+        `columns` is the number of new columns. Afterwards, `crop` can remove up to `keep` tokens.
         """
+        # Earlier tokens may be shared with other sequences, so they cannot be cropped.
         kept = [min(keep, len(row.tokens)) for row in self._rows]
-        logits = [self._row_exactly(row, count) for row, count in zip(self._rows, kept, strict=True)]
+        logits = [self._prefill_row(row, count) for row, count in zip(self._rows, kept, strict=True)]
         self._columns += columns
-        self._takes_back = min(kept) if self._runner.policy.evictable else 0
+        self._croppable_tokens = min(kept) if self._runner.policy.evictable else 0
         return _stacked(logits, keep)
 
-    def _row_exactly(self, row: Sequence, keep: int) -> torch.Tensor:
+    def _prefill_row(self, row: Sequence, keep: int) -> torch.Tensor:
         """Compute the tokens of one row whose KV is missing, with full attention. Return float32 logits `[keep, V]`."""
         runner, stop = self._runner, len(row.tokens) - keep
         runner.expect(row, len(row.tokens) + _AHEAD)
@@ -295,7 +291,7 @@ class OffloadedCache(Cache):
         return logits
 
     def _all_logits(self, row: Sequence) -> torch.Tensor:
-        """Prefill the n tokens of a row whose KV is missing. Return their float32 logits `[n, V]`."""
+        # float32 logits `[n, V]` of the n tokens whose KV is missing
         found: list[torch.Tensor] = []
         self._runner.prefill(row, len(row.tokens), on_logits=lambda _, logits: found.append(logits))
         return torch.cat(found)
@@ -310,12 +306,11 @@ class OffloadedCache(Cache):
             runner.retry_after_reclaim(partial(runner.reserve, row))
         logits = runner.decode(self._rows)
         self._columns += 1
-        self._takes_back = 0
+        self._croppable_tokens = 0
         # Clone, because generation may write to the logits, and inference tensors do not allow this.
         return logits[:, None].clone()
 
     def _check(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Raise InputError if the batch size has changed, or if a row has padding after its prompt."""
         if len(ids) != len(self._rows):
             raise InputError(f"the cache has {len(self._rows)} rows and the batch has {len(ids)}: they must be equal")
         if mask is not None and mask.ndim == 2 and not bool(mask[:, -ids.shape[1] :].all()):
@@ -331,7 +326,7 @@ def _padding(mask: Seq[int]) -> int:
 
 
 def _stacked(logits: Seq[torch.Tensor], keep: int) -> torch.Tensor:
-    """Stack the logits `[n, V]` of all rows to `[B, keep, V]`. Rows with n < `keep` get zeros in front."""
+    """Stack the logits `[n, V]` of all rows to `[B, keep, V]`, with zeros in front of shorter rows."""
     return torch.stack([torch.nn.functional.pad(row, (0, 0, keep - len(row), 0)) for row in logits])
 
 

@@ -1,27 +1,27 @@
 """The exceptions of offload_rt. Every message states the problem, the expected value and the remedy.
 
     OffloadError
-    ├── ConfigError          (ValueError)   an option has an invalid value, or is unknown
-    ├── InputError           (ValueError)   a prompt, file or request is invalid
-    │   └── SessionBusyError                the session is running another request
-    ├── ModelError           (ValueError)   the model is unsupported, incomplete or damaged
-    │   └── LogitsError                     the model's logits are not finite
-    ├── ArtifactError        (ValueError)   a skew artifact is damaged or belongs to another model
-    ├── MemoryLimitError     (MemoryError)  more memory is needed than the machine has or a limit allows
-    │   └── PoolFullError                   the KV cache has no free block
-    │       └── DeviceFullError             `device_memory` leaves no room for a sequence
-    ├── QueueFullError                      the request queue is full
-    ├── StoreError           (OSError)      the session store cannot be read, written or locked
-    │   └── StoreInUseError                 another process writes to the store
-    ├── DiskError            (OSError)      the disk that holds a running context cannot be read or written
-    └── EngineError                         an unexpected exception ended a request; it is the `__cause__`
+    ├── ConfigError          (ValueError)
+    ├── InputError           (ValueError)
+    │   └── SessionBusyError
+    ├── ModelError           (ValueError)
+    │   └── LogitsError
+    ├── ArtifactError        (ValueError)
+    ├── MemoryLimitError     (MemoryError)
+    │   └── PoolFullError
+    │       └── DeviceFullError
+    ├── QueueFullError
+    ├── StoreError           (OSError)
+    │   └── StoreInUseError
+    ├── DiskError            (OSError)
+    └── EngineError
 
 `assert` is for internal invariants only. No user input may cause an AssertionError.
 """
 
 
 class OffloadError(Exception):
-    """Base class of all errors that a user can cause and fix."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(OffloadError, ValueError):
@@ -85,7 +85,4 @@ class DiskError(OffloadError, OSError):
 
 
 class EngineError(OffloadError):
-    """An unexpected exception ended a request, or all requests if the engine could not recover.
-
-    The exception is the `__cause__`.
-    """
+    """An unexpected exception (`__cause__`) ended a request, or all requests if the engine could not recover."""

@@ -109,8 +109,8 @@ class LLM:
     def close(self) -> None:
         """Cancel running requests. Then save and close all sessions, so that another process can open them.
 
-        Later calls of other methods raise InputError. A second `close` has no effect. Memory is freed when no reference
-        to this object is left.
+        Later calls of other methods raise InputError. A second `close` has no effect. Memory is freed with the last
+        reference to this object.
 
         Raises:
             StoreError: A session could not be saved. All other sessions were saved.
@@ -128,7 +128,7 @@ class LLM:
     def under(self, policy: str, policy_options: Mapping[str, Any] | None = None, *, exact: object = None) -> LLM:
         """Return an `LLM` with another policy that shares the weights and the KV cache of this one.
 
-        Prompts that were prefilled with one policy are not prefilled again with the other. All other options are equal.
+        Prompts that were prefilled with one policy are not prefilled again with the other. Other options stay the same.
 
         Args:
             policy: Name of the policy.
@@ -162,7 +162,7 @@ class LLM:
     def last_stats(self) -> Stats | None:
         """Statistics of the latest `stream`, even while it runs or after it was interrupted.
 
-        None before the first `stream` and after `generate` or `score`, which return statistics with their results.
+        None before the first `stream`, and after `generate` or `score`, which return statistics with their results.
         """
         return self._last.stats(self.runner) if self._last is not None else None
 
@@ -351,9 +351,8 @@ class LLM:
     ) -> TurnQueue:
         """Return a queue for turns of many sessions in one folder.
 
-        The KV of a session with a queued turn is loaded from disk in advance and is not evicted until the turn starts.
-        At most `max_num_seqs` turns are decoded together. None uses the configured value. For other arguments and
-        errors, see `session`.
+        The KV of a session with a queued turn is loaded from disk in advance. At most `max_num_seqs` turns are decoded
+        together; None uses the configured value. For other arguments and errors, see `session`.
         """
         with self.runner.pool.lock:
             most = check_int_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
@@ -364,7 +363,8 @@ class LLM:
     ) -> SessionStore:
         """Return the session store of a folder, for programs that manage sessions themselves.
 
-        The store is closed with its last session. For the arguments, see `session` and `SessionStore.on_disk`.
+        The store is closed when its last session is closed. For the arguments, see `session` and
+        `SessionStore.on_disk`.
         """
         self._check_open()
         return self._stores.open(store, options, fields, read_only=read_only)

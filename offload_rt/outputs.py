@@ -96,7 +96,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of one prompt with all its completions, as returned by `time.time()`.
+    """Times of one prompt with all its completions, in seconds since the epoch.
 
     A time is None if the event has not happened.
     """
@@ -108,7 +108,6 @@ class RequestMetrics:
     finished_time: float | None = None
 
     def record_token(self) -> None:
-        """Record the current time as the time of the newest token."""
         self.last_token_time = time.time()
         self.first_token_time = self.first_token_time or self.last_token_time
 
@@ -150,8 +149,7 @@ class RequestOutput:
         outputs: The `n` completions.
         finished: Whether all completions have ended.
         num_cached_tokens: Number of prompt tokens whose KV was reused instead of computed.
-        num_recomputed_tokens: Number of prompt tokens that were computed although their KV was cached, because the
-            nearest snapshot of the recurrent state was before them (hybrid models).
+        num_recomputed_tokens: See `Stats.recomputed_tokens`.
         metrics: Times of the request.
         trace: Progress and attention, if requested with `AsyncLLM.generate(trace=True)`.
     """
@@ -179,54 +177,51 @@ class Stats:
 
     KV and weights that several sequences of a batch share are transferred once per step and counted for the first one,
     so the sum over a batch equals the transferred bytes. On a CPU, transfers are counted as if there were a device.
+    Fractions are means over layers and new tokens.
 
     Attributes:
         reused_tokens: Number of prompt tokens whose KV was reused from another sequence or from a session store, in
             whole blocks of 64 tokens.
-        recomputed_tokens: Number of prompt tokens whose KV was cached but that were computed again, because the nearest
-            snapshot of the recurrent state was before them (hybrid models).
+        recomputed_tokens: Number of prompt tokens whose KV was cached but computed again, because the nearest snapshot
+            of the recurrent state was before them (hybrid models).
         diverged_at: Index of the first prompt token that differs from all cached prefixes. It may be larger than
             `reused_tokens`, which counts whole blocks. None if the whole prompt was cached, or no prefix was looked up.
         h2d_bytes: KV copied from host memory to the device.
         d2h_bytes: KV copied from the device to host memory.
-        h2d_bytes_steps: Part of `h2d_bytes` that was copied for decode steps.
+        h2d_bytes_steps: Part of `h2d_bytes` for decode steps.
         h2d_weight_bytes: Weights copied to the device, not included in `h2d_bytes`.
-        h2d_weight_bytes_steps: Part of `h2d_weight_bytes` that was copied for decode steps.
+        h2d_weight_bytes_steps: Part of `h2d_weight_bytes` for decode steps.
         kv_bytes_host: KV of this sequence in host memory. With `disk`, KV of all sequences in host memory.
         kv_bytes_device: Resident KV entries and staging buffers on the device.
         kv_bytes_disk: KV of this sequence on disk.
         scoring_bytes_device: Scoring keys and approximate KV on the device.
         scoring_bytes_host: Scoring keys and approximate KV in host memory.
         approximate_bytes_device: Approximate KV on the device, included in `scoring_bytes_device`.
-        weight_bytes: All weights.
         weight_bytes_device: Weights on the device, including buffers for streamed weights.
         peak_device_bytes: Peak memory of torch's allocator on CUDA. On a CPU, the sum of weights, KV and scoring keys.
-        fetched_fraction: Transferred fraction of the visible KV, mean over layers and new tokens. With `exact`, all
-            passes for a token are counted.
-        exact_fraction: Fraction of the visible tokens that were attended to exactly, mean over layers and new tokens.
+        fetched_fraction: Fraction of the visible KV that was transferred. With `exact`, all passes for a token are
+            added up.
+        exact_fraction: Fraction of the visible tokens that were attended to exactly.
         sparse_fetched_fraction: `fetched_fraction` over the layers that select tokens.
         sparse_exact_fraction: `exact_fraction` over the layers that select tokens.
-        approximate_fraction: Fraction of the visible tokens that were attended to with approximate KV, mean over layers
+        approximate_fraction: Fraction of the visible tokens that were attended to with approximate KV, over the layers
             that select tokens.
-        missed_mass: Attention mass outside of the exactly attended tokens, mean over sampled steps and layers that
-            select tokens. With approximate KV, attention to the other tokens is estimated, not lost. None if it was not
-            measured.
+        missed_mass: Missed attention mass, mean over sampled steps and layers that select tokens. With approximate KV,
+            this attention is estimated, not lost. None if it was not measured.
         missed_mass_worst_layer: Missed attention mass of the layer with the largest value, mean over sampled steps.
         working_set_rows: Capacity of the working set in KV entries per layer and KV head.
         working_set_bytes: Size of the working set, included in `kv_bytes_device`.
         working_set_hit_rate: Fraction of selected KV entries found in the working set.
-        device_kv_hit_rate: Fraction of the KV entries read by decode steps, without resident ones, that were in copies
-            of KV blocks on the device (`device_kv_memory`).
+        device_kv_hit_rate: Fraction of the non-resident KV entries read by decode steps that had copies on the device
+            (`device_kv_memory`).
         drafted_tokens: Number of draft tokens in lossless mode (`exact`).
         accepted_tokens: Number of draft tokens that full attention accepted.
-        verifications: Number of verification passes. Each pass produces one token in addition to the accepted draft
-            tokens.
+        verifications: Number of verification passes. Each produces one token in addition to the accepted draft tokens.
         draft_speedup: Estimated time of decoding without drafts, divided by the measured time. None if no pass without
             drafts was measured.
         attended_by_step: Fraction of visible tokens that each step attended to exactly, `[steps][layers]`.
         missed_by_step: (step, missed attention mass of each layer) for each sampled step.
-        disk_bytes_read: Bytes read from the disk since the sequence began, for all sequences.
-        disk_bytes_written: Bytes written to the disk since the sequence began, for all sequences.
+        disk_bytes_read, disk_bytes_written: Disk use of all sequences since this sequence began.
         disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.
         expert_hit_rate: Fraction of chosen experts that were on the device.
         native_code: Processor level of the C code and its origin: prebuilt, compiled or missing.
@@ -300,7 +295,7 @@ class Stats:
 
     @property
     def h2d_bytes_per_token(self) -> float:
-        """KV in bytes that was copied to the device per decoded token."""
+        """Bytes of KV copied to the device per decoded token."""
         return self.h2d_bytes_steps / self.decoded_tokens if self.decoded_tokens else 0.0
 
     @property

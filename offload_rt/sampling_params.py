@@ -59,7 +59,8 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Maximum number of new tokens.
-        min_tokens: Minimum number of new tokens. Until then, end-of-text tokens and stop strings do not end the output.
+        min_tokens: Minimum number of new tokens, before which end-of-text tokens and stop strings do not end the
+            output.
         temperature: 0 is greedy decoding.
         top_k: Sample from the `top_k` most probable tokens; -1 or 0 disables it.
         top_p: Sample from the smallest set of tokens with this total probability; 1 disables it.
@@ -68,9 +69,9 @@ class SamplingParams:
         frequency_penalty: Subtracted from the logit of a token once for each occurrence of the token in the output.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and output.
         seed: Seed of the random numbers; None chooses a random seed. The random number of a token depends on the seed
-            and on the token's position in the text. The first of n completions uses `seed`, and the others use seeds
-            derived from it.
-        stop: String or strings that end the output. The stop string is not part of the output.
+            and on the token's position in the text. The first of n completions uses `seed`, and the others use derived
+            seeds.
+        stop: String or strings that end the output and are not part of it.
         stop_token_ids: Tokens that end the output.
         include_stop_str_in_output: Keep the stop string in the output.
         skip_special_tokens: Leave special tokens out of the text.
@@ -86,8 +87,8 @@ class SamplingParams:
         logits_processors: transformers' `LogitsProcessor` objects. They are called with token ids `[1, T]` and logits
             `[1, V]` of one completion at a time.
         structured_outputs: Format that the output must follow.
-        num_beams: Above 1, beam search as in transformers' `generate`; needs `temperature=0`. The best `n` beams are
-            returned.
+        num_beams: Number of beams. Values above 1 select beam search as in transformers' `generate`, which needs
+            `temperature=0`. The best `n` beams are returned.
         length_penalty: Beam scores are divided by (length of the output) ** `length_penalty`. Values above 0 prefer
             long outputs.
         early_stopping: Beam search ends when `num_beams` beams have finished (True), when better beams are unlikely

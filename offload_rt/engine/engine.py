@@ -65,7 +65,7 @@ class Engine:
         self._suspects = Suspects()
 
     def next_id(self) -> int:
-        """Return a new request id, for a request that is created outside the engine."""
+        """Return the id of a request that is created outside the engine."""
         return next(self._ids)
 
     def add(

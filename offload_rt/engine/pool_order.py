@@ -95,7 +95,7 @@ class PoolMember(ABC):
     @property
     @abstractmethod
     def oldest(self) -> int | None:
-        """Lowest arrival number of this engine's requests, or None."""
+        """Lowest arrival number of this engine's requests."""
 
     @property
     def reserves_pool(self) -> bool:
@@ -121,7 +121,6 @@ class PoolMember(ABC):
         self._paused_at, self._seen = self.order.requests_ended, self.order.times_freed
 
     def may_admit(self) -> bool:
-        """Return whether this engine may admit requests."""
         older = self._older(self._active_others())
         paused = older and self._paused_at == self.order.requests_ended
         if paused or any(other.reserves_pool for other in older):

@@ -294,7 +294,7 @@ class SampledRequest(Request):
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
-        """Start with a fork of the first completion's prefilled sequence. Raise PoolFullError."""
+        """Start with a fork of the first completion's sequence. Raise PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     @property

@@ -197,8 +197,7 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Compute token `tokens[position]` of each sequence and advance the positions. Return logits `[B, V]`, float32.
-        """
+        """Compute token `tokens[position]` of each sequence, and advance positions. Return float32 logits `[B, V]`."""
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)
         for sequence in batch:

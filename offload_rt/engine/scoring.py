@@ -67,19 +67,13 @@ def score(
 ) -> list[Score]:
     """Score `continuations[i]` after `prompts[i]`, each of at least one token.
 
-    Equal prompts are prefilled once and forked.
+    Equal prompts are prefilled once and forked. For other arguments, see `LLM.score`.
 
     Args:
-        decode_from: Maximum number of prompt tokens to prefill with exact attention. Later prompt tokens are decoded.
-            None prefills all prompt tokens except the last one.
-        batch: Maximum number of sequences that are decoded together.
         on_done: Called after each continuation.
         on_logprobs: Called for each scored token with the index of the continuation and the log-probabilities `[V]` of
             the vocabulary, on the model's device.
         recorder: Receives the tokens that each layer selects in decode steps. Allowed only for a single continuation.
-
-    Returns:
-        One score per continuation, in order.
 
     Raises:
         PoolFullError: A single sequence does not fit in the pool.

@@ -210,9 +210,7 @@ class SequenceManager:
         Args:
             capacity: Number of tokens to reserve slots for.
             known: Number of leading tokens whose KV was computed before.
-            exact: Number of leading tokens whose KV comes from exact prefill.
-            shift: Number of earlier tokens that were truncated from the start of the text.
-            provenance: Part of the KV provenance key that describes the cache salt and truncations.
+            exact, shift, provenance: See `Sequence`.
             snapshot: Slot with the recurrent state after the known tokens. None if a snapshot is cached with the
                 blocks, or if the model has no recurrent state.
         """
@@ -242,7 +240,7 @@ class SequenceManager:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy the resident KV to the device again, after the KV in the pool has changed."""
+        """Copy resident KV to the device again, after the KV in the pool has changed."""
         self.transfer.storage.reload(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def reset_policy_state(self, sequence: Sequence) -> None:

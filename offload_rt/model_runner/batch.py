@@ -32,11 +32,9 @@ class DecodeBatch:
     """The sequences of one decode step, with the model adapter, policy and transfers that they use.
 
     Attributes:
-        sharing: Prefixes that the sequences share. `sequences` are in its tree order: sequences with a common prefix
-            are adjacent.
+        sharing: Shared prefixes. `sequences` are in its tree order.
         dense: For each sequence, whether it is so short that every layer attends to all of its tokens.
-        policy_layers: Layers that store KV and in which the policy selects tokens, now or in a later step. Their new KV
-            is passed to it.
+        policy_layers: Layers whose new KV is passed to the policy: they store KV and may select tokens.
         selecting: Layers that select tokens in this step for at least one sequence.
         visible: Tokens that the newest token of each sequence can attend to, `[layers][B]`.
         slots: Slot of each sequence's newest token, `[layers][B]`. In sliding-window layers, token t is in slot t.
@@ -73,13 +71,12 @@ class DecodeBatch:
         return [s.position + s.shift for s in self.sequences]
 
     def query_source(self, layer: int) -> QuerySource | None:
-        """Return which query `layer` uses to select tokens, or None if it selects none in this step."""
+        """Return the source of the query that selects tokens in `layer`. None if `layer` selects none in this step."""
         if layer not in self.selecting:
             return None
         return source_between(self.policy.query_source, self.geometry.between(layer))
 
     def state(self) -> RecurrentState | None:
-        """Return the recurrent state of the sequences, or None if the model has none."""
         slots = self.sequences[0].state_slots
         return None if slots is None else slots.view([s.state_slot for s in self.sequences])
 
@@ -99,7 +96,7 @@ class DecodeBatch:
 
 
 MIN_SAVED_BYTES = 2 << 20
-"""Number of bytes that a shared run must save to be computed separately from the rest of its sequences.
+"""Number of bytes that a shared run must save to be computed separately.
 
 A shared run costs an additional matrix product and a merge (measured on one CPU thread).
 """
@@ -112,7 +109,7 @@ NEVER_SHARE = 1 << 62
 class SharedRun:
     """Token slots, in whole blocks, that the sequences [first, stop) of the batch share.
 
-    Their KV is fetched through the block table of sequence `first`.
+    KV is fetched through the block table of sequence `first`.
     """
 
     first: int
@@ -126,8 +123,8 @@ class Sharing:
 
     Attributes:
         order: *Tree order*: a permutation of the batch in which sequences with a common block are adjacent.
-        runs: Shared runs that are large enough for a separate product. A run precedes the runs that continue it. The
-            runs of a sequence are contiguous and begin at slot 0.
+        runs: Shared runs that are large enough for a separate matrix product. The runs of a sequence are in order,
+            without gaps, and begin at slot 0.
         private: First slot after the runs of each sequence, in tree order.
         overlapping: Whether any two sequences share a block, even if no shared run is large enough.
     """
@@ -138,7 +135,7 @@ class Sharing:
     overlapping: bool
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
-        """Reorder `rows` `[B, ...]` from tree order to the order of the batch."""
+        """Reorder `rows` `[B, ...]` from tree order to batch order."""
         if all(i == index for index, i in enumerate(self.order)):
             return rows
         inverse = torch.tensor(sorted(range(len(self.order)), key=self.order.__getitem__))
@@ -149,7 +146,7 @@ class Sharing:
         """Compute the shared prefixes from block ids.
 
         `token_bytes` is the size of K and V of one token in one layer. Runs that save less than `min_saved` bytes are
-        not computed separately.
+        left out.
         """
         order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].ids)
         tables = [block_tables[i].ids for i in order]
@@ -163,7 +160,7 @@ class Sharing:
         return cls(tuple(order), tuple(runs), tuple(private), bool(groups))
 
     def private_part(self, b: int, visible: VisibleTokens) -> VisibleTokens:
-        """Return the tokens of `visible`, which begins at slot 0, that are in no shared run.
+        """Return the part of `visible` that is in no shared run. `visible` must begin at slot 0.
 
         `b` is the index of the sequence in tree order.
         """
@@ -173,7 +170,7 @@ class Sharing:
 
 
 def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:
-    """Return the ranges of at least two sequences, within [first, stop), with the same block at index `depth`."""
+    """Return the groups [a, b) of at least two sequences in [first, stop) with the same block at index `depth`."""
     groups = groupby(range(first, stop), key=lambda i: blocks[i][depth] if depth < len(blocks[i]) else ~i)
     slices = [(members[0], members[-1] + 1) for members in (list(group) for _, group in groups)]
     return [(a, b) for a, b in slices if b - a > 1]
@@ -184,8 +181,8 @@ def _collect_runs(
 ) -> None:
     """Append the shared runs of the sequences [first, stop), which share the block at index `depth`.
 
-    Blocks before index `start` are already in runs. If a run would save fewer than `min_saved` token reads, its blocks
-    become part of runs of fewer sequences, or stay private.
+    Blocks before index `start` belong to earlier runs. If a run saves fewer than `min_saved` token reads, fewer
+    sequences share its blocks in other runs, or the blocks stay private.
     """
     low, high = blocks[first], blocks[stop - 1]
     # Sequences are in lexicographic order. A prefix that the first and the last share is therefore shared by all.
@@ -200,15 +197,12 @@ def _collect_runs(
 
 
 def _saved_reads(sequences: int, tokens: int) -> int:
-    """Return how many reads of a token's KV a shared run saves.
-
-    For two or three sequences, only a quarter counts, because the joint product is less efficient.
-    """
+    # With two or three sequences, the joint product is less efficient, so only a quarter of the reads counts.
     return (sequences - 1) * tokens // (1 if sequences > 3 else 4)
 
 
 class SharedPrefixes:
-    """Cache of the `Sharing` of the latest batch, valid until the batch or its blocks change (ChunkAttention §3.3)."""
+    """Caches the `Sharing` of the latest batch until the batch or its blocks change (ChunkAttention §3.3)."""
 
     def __init__(self, token_bytes: int, min_saved: int = MIN_SAVED_BYTES) -> None:
         self._token_bytes, self._min_saved = token_bytes, min_saved

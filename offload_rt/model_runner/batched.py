@@ -1,12 +1,11 @@
-"""Batched selection: one chain of kernel launches per layer serves all sequences, and the host never waits.
+"""Batched selection: each kernel serves all sequences, and the host never waits for the device.
 
-    append     newest KV -> resident KV, newest KV -> pool, newest keys -> scoring keys (KV -> approximate KV)
-    fetch      scores of all sequences -> tokens and counts -> KV (prefetch stream)
-    attend     resident and fetched KV -> out; approximate KV of tokens that were not selected -> out
+    append     store the newest KV on the device, in the pool, in scoring keys and in approximate KV
+    fetch      score all tokens, select tokens, and gather their KV (on the prefetch stream)
+    attend     attend to resident and fetched KV, and merge approximate KV of all other tokens
 
-Lengths, slots and address tables of a step are in `StepInputs`: tensors at fixed addresses, written before the step.
-Shapes depend on the number of sequences B and the bucket of the longest context. There are P = B * Hkv lists, one per
-sequence and KV head.
+Inputs of a step are tensors at fixed addresses (`StepInputs`). Shapes depend on the number of sequences B and the
+bucket of the longest context. There are P = B * Hkv lists, one per sequence and KV head.
 """
 
 from __future__ import annotations
@@ -29,17 +28,15 @@ from .trace import TransferUse
 
 
 def supports_batched_selection(batch: DecodeBatch) -> bool:
-    """Return whether tokens can be selected for the whole batch at once.
-
-    This needs a policy with a `rule`, and sequences that are all long enough to select tokens. Models with soft-capped
-    scores are not supported, nor sequences whose resident KV is not contiguous in a sliding-window layer.
-    """
+    """Return whether tokens can be selected for the whole batch at once."""
+    # Soft-capped scores are not supported. All sequences must be long enough to select tokens.
     geometry, policy = batch.geometry, batch.policy
     if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):
         return False
     if not all(s.position > 0 and s.state.scoring_keys for s in batch.sequences):
         return False
     sliding = [layer for window, layer in geometry.layer_of_window.items() if window is not None]
+    # Resident KV must be contiguous in sliding-window layers.
     sizes = {layer: geometry.resident(layer, policy.sinks, policy.recent) for layer in sliding}
     return all(
         resident_range(visible, *sizes[layer]) is not None for layer in sliding for visible in batch.visible[layer]
@@ -47,13 +44,12 @@ def supports_batched_selection(batch: DecodeBatch) -> bool:
 
 
 class BatchedMode(PerSequenceMode):
-    """Selects tokens for the whole batch at once. The launches of a step depend only on its inputs and the model."""
+    """Selects tokens for the whole batch at once. Kernel launches depend only on `inputs` and the model.
+
+    If `dense` is True, layers that attend to all tokens also fetch KV for the whole batch at once.
+    """
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
-        """Create the mode for one step.
-
-        If `dense`, layers that attend to all tokens fetch KV for the whole batch at once.
-        """
         super().__init__(batch)
         self._inputs, self._dense = inputs, dense
         self.selections: list[LayerSelection] = []
@@ -63,10 +59,6 @@ class BatchedMode(PerSequenceMode):
         return self._inputs.tokens, self._inputs.positions
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the newest k and v `[Hkv, B, d]` on the device, in the pool and in the scoring keys.
-
-        This takes two launches for KV and one for scoring keys.
-        """
         inputs, window = self._inputs, self._batch.geometry.windows[layer]
         newest = KVPart(k, v).map(lambda rows: rows.transpose(0, 1).reshape(-1, rows.shape[2]))
         group = inputs.rows.group(layer)
@@ -78,7 +70,6 @@ class BatchedMode(PerSequenceMode):
             inputs.keys.append(layer, newest.k, newest.v, inputs.slots_by_head)
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
-        """Select tokens with q `[H, B, d]`, and start one gather of their KV. The counts stay on the device."""
         inputs = self._inputs
         kv_layer = self._batch.geometry.kv_layer(layer)
         tokens, counts = inputs.keys.select(kv_layer, q, inputs.candidates)
@@ -87,18 +78,13 @@ class BatchedMode(PerSequenceMode):
         return partial(self._attend_batch, layer, counts, fetch, tokens)
 
     def fetch_all(self, layer: int) -> Attend:
-        """Start one gather of all candidates of a layer, padded to the capacity.
-
-        If `dense` is False, fetch the tokens of each sequence separately. In sliding-window layers, all visible KV is
-        resident.
-        """
         inputs = self._inputs
-        if self._batch.geometry.windows[layer] is not None:
+        if self._batch.geometry.windows[layer] is not None:  # all visible KV is resident
             zero_counts = inputs.resident[self._batch.geometry.windows[layer]].zero_counts
             return partial(self._attend_batch, layer, zero_counts, None, None)
         if not self._dense:
             return super().fetch_all(layer)
-        candidates = inputs.candidates
+        candidates = inputs.candidates  # padded to the capacity, because the host does not know the counts
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
@@ -109,7 +95,6 @@ class BatchedMode(PerSequenceMode):
         return partial(self._attend_batch, layer, counts, fetch, None)
 
     def finish(self) -> None:
-        """Record the step in the traces. Wait for the device if eviction or a recorder needs the selected tokens."""
         batch, rows = self._batch, self._inputs.rows
         for sequence in batch.sequences:
             sequence.trace.bytes_to_host += sum(rows.token_bytes(layer) for layer in batch.geometry.kv_layers)
@@ -122,7 +107,6 @@ class BatchedMode(PerSequenceMode):
                 sequence.trace.record_fetch(layer, visible, len(visible.candidates))
 
     def _record_selection(self, selection: LayerSelection) -> None:
-        """Record a layer's selection in the traces, slot tables and recorders of the sequences."""
         batch, layer, rows = self._batch, selection.layer, self._inputs.rows
         tallies = None if selection.tally is None else selection.tally.unbind()
         counts = selection.counts[: len(batch.sequences)].unbind()
@@ -131,7 +115,7 @@ class BatchedMode(PerSequenceMode):
             use = TransferUse(rows.heads, rows.entry_bytes, None if tallies is None else tallies[b])
             sequence.trace.record_fetch(layer, visible, count, use)
             recorder = sequence.trace.recorder
-            if sequence.slots.records_selected or recorder is not None:
+            if sequence.slots.records_selected or recorder is not None:  # waits for the device
                 slots = selection.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
                 kv_layer = batch.geometry.kv_layer(layer)
                 sequence.slots.record_selected(kv_layer, slots)
@@ -149,11 +133,10 @@ class BatchedMode(PerSequenceMode):
         """Return the attention output `[B, H * d]` of q `[H, B, d]` over resident, fetched and approximate KV.
 
         Args:
-            layer: The layer index.
-            counts: Number of valid fetched entries of each list, `[P]`. P = B * Hkv.
-            fetch: The fetched entries, padded. None if all visible KV is resident.
-            selected: Token indices of the fetched entries `[P, n]` if the layer selected them.
-            q: The true queries.
+            counts: Number of valid fetched entries of each list, `[P]`.
+            fetch: Fetched entries, padded. None if all visible KV is resident.
+            selected: Token indices `[P, n]` of the fetched entries. None if the layer attends to all tokens.
+            q: Queries of this layer, not predicted ones.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
         kv_layer = geometry.kv_layer(layer)
@@ -176,7 +159,7 @@ class BatchedMode(PerSequenceMode):
         return out.view(inputs.size, -1).to(q.dtype)
 
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-        """Record the missed attention mass of sequences that measure it. lse `[P, G]` covers the attended tokens."""
+        """Record the missed attention mass of sequences that measure it. `lse` `[P, G]` covers the attended tokens."""
         batch, scale = self._batch, self._batch.geometry.scales[layer]
         for b, sequence in enumerate(batch.sequences):
             if sequence.trace.measures_missed:
@@ -187,14 +170,12 @@ class BatchedMode(PerSequenceMode):
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """The tokens that a layer fetched in a step, in P = B * Hkv lists.
-
-    They are the selected tokens, or all candidates if a layer that attends to all tokens fetches shared tokens once.
+    """Tokens that a layer fetched in a step: selected tokens, or all candidates of a layer without selection.
 
     Attributes:
         tokens: Token indices int64 `[P, n]`, padded.
         counts: Number of valid indices per sequence, `[B]`.
-        tally: Numbers of transferred entries and of working-set hits (`PendingBatchFetch.tally`).
+        tally: See `PendingBatchFetch.tally`.
     """
 
     layer: int
@@ -207,7 +188,7 @@ MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose 
 
 
 class EagerSteps:
-    """Runs decode steps eagerly: the host launches every kernel. Inputs of recent batch sizes are cached."""
+    """Runs decode steps without CUDA graphs. Inputs of recent batch sizes are cached."""
 
     def __init__(self) -> None:
         self.inputs: dict[StepShape, StepInputs] = {}
@@ -217,12 +198,11 @@ class EagerSteps:
         return DecodeStep(batch, self.mode(batch)).run()
 
     def mode(self, batch: DecodeBatch) -> PerSequenceMode:
-        """Return a `BatchedMode` if policy and transfer support it, else a `PerSequenceMode`."""
         inputs = self.load(batch)
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Return `StepInputs` with the values of the batch, or None if each sequence must select separately.
+        """Return `StepInputs` with the values of the batch. None means that each sequence must select separately.
 
         `size` is the number of sequences including padding; None means no padding.
         """
@@ -242,6 +222,6 @@ class EagerSteps:
         return self.inputs[shape]
 
     def release(self) -> None:
-        """Drop all references to sequences, which may have ended."""
+        """Drop references to sequences, which may have ended."""
         for inputs in self.inputs.values():
             inputs.release()

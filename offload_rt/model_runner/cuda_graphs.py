@@ -1,14 +1,16 @@
 """Capture decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replay them.
 
-Sequences, lengths and tokens are data in `batched.StepInputs`, so that one graph serves all batches of its size. Batch
-sizes are rounded up, and the additional rows are padding. A launch takes the host 5 to 25 µs, and a step of an 8B model
-has 1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
+Sequences, lengths and tokens are values in `StepInputs`, so that one graph serves all batches of its size. Batch sizes
+are rounded up with padding. A step of an 8B model has 1,500 launches of 5 to 25 µs each. On an H100, a replayed step
+takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
-A step runs eagerly if a launch depends on more than the inputs: policies without a `rule`, columns chosen from the
-prompt, recurrent state, eviction, and streamed weights. It also runs eagerly if the host must read values during the
-step: recorders, and the measurement of missed attention mass. The first step of each batch size is eager too, because
-it compiles kernels. If a capture fails, all later steps are eager, and one warning is logged. If it fails because
-memory runs out, the other graphs are dropped first.
+A step runs eagerly, which means without a graph, in these cases:
+
+* A launch depends on more than the inputs: policies without a `rule`, columns chosen from the prompt, recurrent state,
+  eviction, and streamed weights.
+* The host must read values during the step: recorders, and the measurement of missed attention mass.
+* The first step of each batch size, because it compiles kernels.
+* All steps after a failed capture. If memory runs out, other graphs are dropped first.
 """
 
 from __future__ import annotations
@@ -46,14 +48,16 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A `Graph` on CUDA. It also captures streams that the body forks from the compute stream and joins again."""
+    """A `Graph` on CUDA. It includes work on streams that the body forks from the compute stream and joins again.
+
+    `pool` is the memory pool for allocations during capture.
+    """
 
     def __init__(self, pool: Any) -> None:
-        """Create an empty graph. `pool` is the memory pool for allocations during capture."""
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Capture `body`, without launches of other threads. The saver thread may wait for write-backs in this time."""
+        # Launches of other threads are not captured. The saver thread may wait for write-backs during the capture.
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()
 
@@ -62,10 +66,7 @@ class CudaGraph:
 
 
 class _Captured:
-    """A captured step.
-
-    Its results are the logits `[B, V]` and, for each selecting layer, the number of selected tokens per sequence `[B]`.
-    """
+    """A captured step. The results are the logits `[B, V]` and the numbers of selected tokens."""
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
@@ -74,10 +75,9 @@ class _Captured:
             self._logits, self._selected_counts, *self._tallies = graph.capture(lambda: self._launch(batch, inputs))
 
     def _launch(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
-        """Launch a step, and join all streams at its end."""
         mode = BatchedMode(batch, inputs, dense=True)
         logits = DecodeStep(batch, mode).compute()
-        inputs.rows.join()
+        inputs.rows.join()  # join all streams
         self._layers = [selection.layer for selection in mode.selections]
         tallies = [selection.tally for selection in mode.selections if selection.tally is not None]
         counts = torch.stack([selection.counts for selection in mode.selections])
@@ -97,7 +97,7 @@ class _Captured:
 
 
 class GraphSteps:
-    """Runs decode steps by replaying CUDA graphs if possible. At most `max_graphs` graphs are kept, to limit memory."""
+    """Runs decode steps by replaying CUDA graphs if possible. Keeps at most `max_graphs` graphs, to limit memory."""
 
     def __init__(self, eager: EagerSteps, new_graph: Callable[[], Graph], max_graphs: int = MAX_CACHED) -> None:
         self._eager, self._new_graph, self._max_graphs, self._disabled = eager, new_graph, max_graphs, False
@@ -108,17 +108,14 @@ class GraphSteps:
         self._ran_eagerly: weakref.WeakSet[StepInputs] = weakref.WeakSet()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run a decode step. Return float32 logits `[B, V]`.
-
-        The first step of each `StepShape` is eager. Shapes that differ only in capacity count as one.
-        """
+        """Run a decode step. Return float32 logits `[B, V]`."""
         sequences = len(batch.sequences)
         capturable = not self._disabled and _capturable(batch)
         inputs = self._eager.load(batch, padded_batch(sequences)) if capturable else None
-        if inputs is None or not inputs.static:
+        if inputs is None or not inputs.capturable:
             return self._eager.run(batch)
         mode = BatchedMode(batch, inputs, dense=True)
-        shape = inputs.shape._replace(capacity=0)
+        shape = inputs.shape._replace(capacity=0)  # shapes that differ only in capacity count as one
         if shape not in self._compiled or inputs in self._too_large:
             self._compiled.add(shape)
             self._ran_eagerly.add(inputs)
@@ -131,11 +128,10 @@ class GraphSteps:
         return logits[:sequences]
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
-        """Capture a step. Return None if that fails.
+        """Capture a step. Return None after an error, so that the step runs eagerly.
 
-        If memory is exhausted, the other graphs are dropped, so that the next step can capture this one. If there are
-        no other graphs, steps of this shape stay eager. Any other error disables captures if these inputs have run
-        eagerly before.
+        If memory is exhausted, see `_free_memory`. Any other error disables captures, if these inputs have run eagerly
+        before.
         """
         try:
             return self._capture(batch, inputs)
@@ -155,7 +151,6 @@ class GraphSteps:
             return None
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
-        """Capture a step, and drop the oldest graph if there are too many."""
         for oldest in list(self._captured)[: max(0, len(self._captured) + 1 - self._max_graphs)]:
             del self._captured[oldest]
         self._captured[inputs] = captured = _Captured(self._new_graph(), batch, inputs)
@@ -176,7 +171,6 @@ class GraphSteps:
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error was raised because device memory is exhausted, or while handling such an error."""
     # Ending an interrupted capture may raise a second error, whose context is the first one.
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
@@ -184,7 +178,7 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 
 def _capturable(batch: DecodeBatch) -> bool:
-    """Return whether the launches of a step depend only on its inputs, and the host reads no values during the step."""
+    # Launches must depend only on the inputs, and the host must read no values during the step.
     per_sequence_bases = batch.policy.rule is not None and batch.policy.rule.per_sequence_bases
     read_by_host = any(
         s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences
@@ -198,7 +192,7 @@ def steps_for(
 ) -> EagerSteps | GraphSteps:
     """Return the object that runs decode steps. Raises ConfigError if graphs are requested but not supported.
 
-    `streams` is True if the host copies weights to the device in every step, which graphs cannot do.
+    `streams` tells whether weights are copied to the device in every step, which graphs cannot do.
     """
     limit = max_graphs(config, device, streams=streams)
     if not limit:
@@ -209,10 +203,7 @@ def steps_for(
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
-    """Return the maximum number of CUDA graphs; 0 if all steps are eager. For arguments and errors, see `steps_for`.
-
-    With `device_memory`, one graph is kept, and its memory is part of the memory plan (`DeviceCosts.graphs`).
-    """
+    """Return the maximum number of CUDA graphs; 0 if all steps are eager. For arguments and errors, see `steps_for`."""
     if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: remove the option")
     if streams or not config.replays(device.type):

@@ -1,9 +1,9 @@
 """One decode step of a batch: the layer loop, top to bottom.
 
-While layer l computes, the KV of layer l + 1 is being fetched. The tokens to fetch are selected with a query predicted
-from layer l's attention input, or from the residual after its attention (InfiniGen §4.3). In hybrid models, it may be
-predicted later, between the decoder layers before layer l + 1. If layer l + 1 is dense, it attends to all tokens, so
-its fetch starts first and needs no prediction. `per_sequence.py` and `batched.py` implement the selection.
+While layer l computes, the KV of layer l + 1 is being fetched. The tokens to fetch are selected with a predicted query,
+from layer l's attention input or from the residual after its attention (InfiniGen §4.3). In hybrid models, the
+prediction may come later, between the decoder layers before layer l + 1. A dense layer l + 1 attends to all tokens, so
+its fetch needs no prediction. `per_sequence.py` and `batched.py` implement the selection.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ class DecodeStep:
     """Computes token `tokens[position]` of each sequence of a batch and returns the logits for the next token.
 
     Before the step, `slots.begin_step` must have reserved a slot for the token. After the step, the caller commits the
-    token. The result of a sequence does not depend on the other sequences. Shared KV is fetched once. In layers that
-    attend to all tokens, it is also read only once.
+    token. The result of a sequence does not depend on other sequences.
     """
 
     def __init__(self, batch: DecodeBatch, mode: PerSequenceMode) -> None:
@@ -34,13 +33,11 @@ class DecodeStep:
         return logits
 
     def begin(self) -> None:
-        """Record the start of the step in the traces, and make room for the newest token if the pool is full.
-
-        The KV in the slot of the newest token moves to the slot of the evicted token, before the first layer selects.
-        """
+        """Record the start of the step in the traces. With eviction, make room for the newest tokens."""
         batch = self.batch
         for sequence in batch.sequences:
             sequence.trace.begin_step()
+            # Free the slot of the newest token before the first layer selects.
             for layer, (slot, victim) in sequence.slots.moves.items():
                 batch.transfer.storage.displace(sequence.blocks, layer, slot, victim)
                 if layer in batch.policy_layers:
@@ -64,17 +61,17 @@ class DecodeStep:
             if source is None and layer < last:
                 upcoming = mode.fetch_all(layer + 1)
             elif source == "attention_input":
-                upcoming = self._fetch_speculated(layer + 1, attention_input)
+                upcoming = self._fetch_predicted(layer + 1, attention_input)
             elif source == "normed_input":
-                upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, x))
+                upcoming = self._fetch_predicted(layer + 1, adapter.attention_input(layer + 1, x))
 
             residual = adapter.after_attention(layer, x, attend(q))
             if source == "residual":
-                upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
+                upcoming = self._fetch_predicted(layer + 1, adapter.attention_input(layer + 1, residual))
             x = adapter.mlp(layer, residual, self.tokens)
             for stage in adapter.stages(layer):  # decoder layers without attention
                 if isinstance(source, int) and stage.layer + source == batch.geometry.decoder_layer(layer + 1):
-                    upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, x))
+                    upcoming = self._fetch_predicted(layer + 1, adapter.attention_input(layer + 1, x))
                 x = stage.run(x)
             attend = upcoming
         return adapter.logits(x)
@@ -87,7 +84,7 @@ class DecodeStep:
         self.mode.append(layer, k, v)
         return q
 
-    def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Attend:
-        """Start fetching the tokens that `layer` selects with the query of the predicted `attention_input` `[B, D]`."""
+    def _fetch_predicted(self, layer: int, attention_input: torch.Tensor) -> Attend:
+        """Start fetching the tokens that `layer` selects with a predicted `attention_input` `[B, D]`."""
         corrected = self.batch.policy.correct_prediction(layer, attention_input)
         return self.mode.fetch(layer, self.adapter.query(layer, corrected, self.positions))

@@ -30,7 +30,7 @@ class PerSequenceMode:
         return to_device(torch.tensor(batch.tokens), device), to_device(torch.tensor(batch.positions), device)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the pool, and in the policy states."""
+        """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the pool and in the policy states."""
         batch, slots = self._batch, self._batch.slots[layer]
         for b, sequence in enumerate(batch.sequences):
             slot, key, value = slots[b], k[:, b : b + 1], v[:, b : b + 1]
@@ -60,14 +60,11 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, fetches)
 
     def fetch_all(self, layer: int) -> Attend:
-        """Start fetching all visible tokens of `layer`: shared runs first, then the private part of each sequence.
-
-        In layers with a sliding window or soft-capped scores, each sequence fetches all its tokens.
-        """
+        """Start fetching all visible tokens of `layer`: first shared runs, then the private part of each sequence."""
         batch, rows, visible = self._batch, self._batch.transfer.rows, self._batch.visible[layer]
         shared_runs, kv_layer = batch.sharing.runs, batch.geometry.kv_layer(layer)
         if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
-            shared_runs = ()
+            shared_runs = ()  # each sequence fetches all its tokens
         shared = [rows.fetch_range(batch.block_tables[s.first], kv_layer, s.tokens) for s in shared_runs]
         for run, pending in zip(shared_runs, shared, strict=True):
             batch.sequences[run.first].trace.bytes_requested += pending.bytes
@@ -82,7 +79,8 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
-        """Do nothing, because this class records each fetch in the traces when it starts."""
+        """Record the step in the traces."""
+        # This class has already recorded each fetch at its start.
 
     def _start_fetches(
         self,
@@ -91,10 +89,9 @@ class PerSequenceMode:
         selections: Seq[Selection | None],
         started: Seq[PendingFetch] | None = None,
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence, and record it in the trace of the sequence.
+        """Start one fetch per sequence, and record the fetch in the sequence's trace.
 
-        A fetch is for the tokens of `selections`, or for all `visible` tokens if the selection is None. If the caller
-        has started the fetches, they are passed as `started` and only recorded.
+        If a selection is None, all `visible` tokens are fetched. Fetches in `started` are only recorded.
         """
         batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
         kv_layer = batch.geometry.kv_layer(layer)
@@ -169,7 +166,7 @@ class PerSequenceMode:
     ) -> torch.Tensor:
         """Return the attention output `[B, H * d]` of q `[H, B, d]`, reading the KV of shared runs once.
 
-        `private` are the fetches of each sequence's private part.
+        `private` has the fetch of each sequence's private part.
         """
         geometry, adapter = self._batch.geometry, self._batch.adapter
         fetches = [(s.first, s.stop, fetch) for s, fetch in zip(shared_runs, shared, strict=True)]

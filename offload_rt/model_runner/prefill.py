@@ -27,13 +27,13 @@ LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are in memory at th
 
 
 class StateCapture:
-    """Copies the recurrent state of one sequence to snapshots at given positions of a prefill, layer by layer.
+    """Copies the recurrent state of one sequence to snapshots during a prefill, layer by layer.
 
     Args:
         slots: Recurrent state of all sequences on the device.
         slot: Slot of the sequence in `slots`.
         pool: Memory of the snapshots.
-        targets: Slot of `pool` for each snapshot, by the number of tokens before the snapshot.
+        targets: Slot in `pool` of each snapshot, by the number of tokens before the snapshot.
     """
 
     def __init__(self, slots: StateSlots, slot: int, pool: StatePool, targets: Mapping[int, int]) -> None:
@@ -41,20 +41,31 @@ class StateCapture:
         self.positions = sorted(targets)
 
     def on_layer_finished(self, layer: int) -> None:
-        """Copy the state of a decoder layer if it has just processed the last token before a snapshot."""
+        """Copy the state of a decoder layer if the layer has just processed the last token before a snapshot."""
         if (target := self._targets.get(self._slots.processed[layer][self._slot])) is not None:
             self._pool.save(target, layer, *self._slots.layer_state(layer, self._slot))
 
 
 class Prefill:
-    """Prefill of tokens [block_table.length, stop) of one sequence. Each call of `run_layer` computes one layer.
+    """Prefill of the tokens [blocks.length, stop) of one sequence. Each call of `run_layer` computes one layer.
 
-    Decode steps of other requests run between the calls. KV of a cached prefix is loaded layer by layer and passed to
-    the policy if needed. The caller reserves the blocks before the first call. After the last layer, `logits` `[n, V]`
-    has the logits of the last n tokens, and the caller commits the block table.
+    Decode steps of other requests may run between the calls. The caller reserves the blocks before the first call, and
+    commits the tokens after the last call. `logits` `[n, V]` then has the logits of the last n tokens.
 
     If the KV cache is on disk, KV of one layer may exceed the memory. The prompt is then divided into segments. Each
     segment passes through all layers and attends to earlier KV block by block.
+
+    Args:
+        stop: End of the tokens to compute.
+        slice_tokens: Number of tokens whose attention and MLP are computed together.
+        logits_to_keep: Number n of last tokens whose logits are kept, at most `slice_tokens`.
+        segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means one segment.
+        before_layer: Called with a layer index before the layer runs. When it returns, KV of earlier tokens must be in
+            the pool.
+        after_layer: Called by the runner after each layer, and in the last layer after the tokens are committed.
+        on_logits: Called as `on_logits(t, logits)` at the end of each segment, with the logits `[m, V]` of a few tokens
+            from t on.
+        capture: Takes snapshots of the recurrent state. Slices end at its positions.
     """
 
     def __init__(
@@ -72,25 +83,6 @@ class Prefill:
         on_logits: Callable[[int, torch.Tensor], None] | None = None,
         capture: StateCapture | None = None,
     ) -> None:
-        """Prepare the prefill.
-
-        Args:
-            sequence: The sequence, with reserved blocks.
-            stop: End of the tokens to compute.
-            adapter: The model.
-            storage: Access to the KV pool.
-            slice_tokens: Number of tokens whose attention and MLP are computed together.
-            logits_to_keep: Number n of last tokens whose logits are returned, at most `slice_tokens`.
-            segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means the whole
-                prompt.
-            before_layer: Function that is called with a layer index before the layer is computed. When it returns, KV
-                of earlier tokens must be in the pool.
-            after_layer: Function that the runner calls after each layer. For the last layer, it is called after the
-                tokens have been committed. This class only stores it.
-            on_logits: Function that is called as `on_logits(t, logits)` at the end of each segment, with logits
-                `[m, V]` of the m tokens from t on. Each call covers a few tokens.
-            capture: Object that takes snapshots of the recurrent state, or None. Slices end at its positions.
-        """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.logits: torch.Tensor | None = None
@@ -175,7 +167,7 @@ class Prefill:
             self.logits = self._adapter.logits(self._hidden[-self._logits_to_keep :])
 
     def _layer_kv(self) -> PrefilledLayer:
-        """Return the KV that the current layer attends to. Store new KV, unless it is that of an earlier layer."""
+        """Return the KV that the current layer attends to. If the layer has KV of its own, store the new KV first."""
         geometry, trace = self._adapter.geometry, self.sequence.trace
         if (source := geometry.kv_layer(self._layer)) != self._layer:
             return self._shared[source]
@@ -188,7 +180,6 @@ class Prefill:
         return rows
 
     def _query(self, s: slice, positions: torch.Tensor) -> torch.Tensor:
-        """Return the queries `[H, m, d]` of a slice in the current layer."""
         adapter, layer = self._adapter, self._layer
         project = adapter.query if adapter.geometry.kv_layer(layer) == layer else adapter.lone_query
         return project(layer, adapter.attention_input(layer, self._hidden[s]), positions)
@@ -198,12 +189,9 @@ class Prefill:
         return keys_and_values(self._adapter, self._layer, inputs, self._positions)
 
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
-        """Compute attention and MLP of a layer, slice by slice.
-
-        KV of sliding-window layers is not passed to the policy, which does not select in them. Neither are queries of
-        layers that use the KV of an earlier layer.
-        """
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
+        # The policy selects no tokens in sliding-window layers. A layer that uses the KV of an earlier layer also uses
+        # its policy state.
         learns = adapter.geometry.windows[layer] is None and adapter.geometry.kv_layer(layer) == layer
         if rows.past:
             self._attend_past(rows, self._needed_slices(last))
@@ -224,21 +212,17 @@ class Prefill:
 
     @property
     def _keeps_state(self) -> bool:
-        """Whether the last layer has recurrent state, which every token must update."""
         geometry = self._adapter.geometry
-        return geometry.keeps_state(geometry.layers - 1)
+        return geometry.keeps_state(geometry.layers - 1)  # if so, every token must update the last layer's state
 
     def _needed_slices(self, last: bool) -> list[slice]:
-        """Return the slices whose output is needed. In the last layer, these are the slices with requested logits."""
         if not last or self._on_logits is not None or self._keeps_state:
             return self._slices
+        # In the last layer, only tokens with requested logits are needed.
         return self._slices[-1:] if self._logits_to_keep and self._is_last_segment else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
-        """Compute attention and MLP of `slices`, reading earlier KV (`rows.past`) once for all of them, part by part.
-
-        Earlier KV that the policy's state does not contain yet is passed to it.
-        """
+        """Compute attention and MLP of `slices`. Earlier KV (`rows.past`) is read part by part, once for all slices."""
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attentions = []
         for s, positions in zip(self._slices, self._positions, strict=True):
@@ -274,7 +258,7 @@ def attend_past_kv(
 
 
 def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, first: int, start: int) -> None:
-    """Pass the KV `rows` of the tokens from `first` on to the policy's state, except tokens before `start`."""
+    """Pass KV of the tokens from `first` on to the policy's state, except tokens before `start`."""
     if (skip := max(0, start - first)) < rows.k.shape[1]:
         state.on_kv(layer, rows.k[:, skip:], rows.v[:, skip:], first + skip)
 
@@ -285,12 +269,9 @@ SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
 
 
 def segment_tokens(pool: HostPool, policy: Policy, adapter: ModelAdapter, slice_tokens: int) -> int | None:
-    """Return the number of prompt tokens per segment, or None for the whole prompt.
-
-    The result is None if KV is in memory, if the policy observes queries and needs all keys at once, or if the model
-    has sliding-window layers, which keep only recent KV.
-    """
+    """Return the number of prompt tokens per segment. None means that the whole prompt is one segment."""
     geometry = adapter.geometry
+    # Policies that observe queries need all keys at once, and sliding-window layers keep only recent KV.
     if pool.file is None or policy.wants_queries or geometry.sliding:
         return None
     size = adapter.dtype.itemsize

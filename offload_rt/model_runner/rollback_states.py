@@ -1,4 +1,4 @@
-"""Return the recurrent state of a hybrid model's sequence to the state before rejected draft tokens."""
+"""Restore the recurrent state of hybrid models after rejected draft tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from .sequence import Sequence
 class RollbackStates:
     """Copies of the recurrent state of sequences, made before draft tokens that may be rejected.
 
-    If a verification pass accepts only some draft tokens, the state is restored from the copy. The recurrent layers
-    then compute the accepted tokens again, from the inputs that the pass recorded. A sequence therefore needs two
-    states, however many tokens are drafted.
+    If draft tokens are rejected, the state is restored from the copy. The recurrent layers then compute the accepted
+    tokens again, from inputs that the verification pass recorded.
     """
 
     def __init__(self, states: StateSlots, adapter: ModelAdapter) -> None:
@@ -27,10 +26,7 @@ class RollbackStates:
 
     @torch.inference_mode()
     def set(self, sequence: Sequence, *, record: bool) -> None:
-        """Copy the state of a sequence.
-
-        With `record`, the next verification pass records the inputs of recurrent layers.
-        """
+        """Copy the state of a sequence. With `record`, the next verification pass records recurrent layers' inputs."""
         if sequence.rollback is None:
             sequence.rollback = RollbackState(self._copies.allocate())
         rollback = sequence.rollback
@@ -44,7 +40,7 @@ class RollbackStates:
 
     @torch.inference_mode()
     def replay(self, sequences: Seq[Sequence]) -> None:
-        """Compute the states after the tokens up to `position`, from the copies and the recorded inputs."""
+        """Restore the states, and compute the tokens up to `position` again from the recorded inputs."""
         ordered = sorted(sequences, key=_tokens_to_replay)
         for sequence in ordered:
             self.restore(sequence)

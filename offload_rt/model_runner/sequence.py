@@ -23,33 +23,28 @@ class Sequence:
 
     Attributes:
         tokens: Prompt and generated tokens.
-        blocks: Block table.
-        slots: Assignment of tokens to slots in `blocks`.
-        position: Number of tokens that have been computed in every layer. A decode step computes the token with this
+        position: Number of tokens that have been computed in every layer. A decode step computes the token at this
             index.
         exact: Number of leading tokens whose KV comes from exact attention.
-        unobserved: Number of leading tokens with cached KV that the policy state has not observed yet. The next prefill
-            passes their keys to it.
-        observed: Number of these tokens that are already in the policy state, because it was copied from another
-            sequence.
+        unobserved: Number of leading tokens whose cached KV the policy state does not include yet. The next prefill
+            passes their KV to the policy.
+        observed: Number of `unobserved` tokens whose policy state was already copied from another sequence.
         shift: Number of tokens removed by truncation. A token t that is not computed yet has position t + shift.
-        provenance: Text that names weights, cache salt and truncations. It is part of the provenance key of every
-            block.
-        interrupted: Whether a step was interrupted. In some layers, resident KV and policy state may then already
-            include the next token. KV in the pool before `position` is valid.
-        expected: Expected maximum length of the sequence in tokens.
+        provenance: Part of the KV provenance key that names weights, cache salt and truncations.
+        interrupted: Whether a step was interrupted. Resident KV and policy state may then include the next token in
+            some layers. KV in the pool before `position` is valid.
+        expected: Expected maximum length in tokens.
         forks: Number of forks that will be created from this sequence. Each may grow to `expected` tokens.
-        draft_start: First draft token that may still be rejected, or None. The sliding windows of this token are kept.
+        draft_start: Position of the first draft token that may be rejected, or None. Its sliding windows are kept.
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
         rollback: Recurrent state before draft tokens; None if the sequence never had draft tokens.
-        shared_tokens: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
-        keeps_decoded: Whether a session with recurrent state continues after the last full block. If so, snapshots are
-            also taken after decode steps, although their state may be approximate. The sliding windows at the end of
-            this block are kept.
-        snapshots: Snapshots of recurrent state that are not published yet. Maps the number of tokens of each snapshot
-            to its slot in the state pool.
+        shared_tokens: Number of leading tokens, in full blocks, whose KV was cached when the sequence began.
+        keeps_decoded: Whether a session of a hybrid model continues after the last full block. Snapshots are then also
+            taken after decode steps, although the state may be approximate, and sliding windows at the end of this
+            block are kept.
+        snapshots: Unpublished snapshots of recurrent state: slot in the state pool by number of tokens.
     """
 
     id: int
@@ -84,20 +79,17 @@ class Sequence:
         return max(0, blocks - len(self.blocks.ids)) + self.forks * max(0, blocks - shared)
 
     def share_state(self, others: Iterable[Sequence]) -> None:
-        """Copy policy state, such as approximate KV, of cached tokens from a sequence that uses the same blocks.
-
-        The state of a token depends only on its key and value, which are equal in shared blocks. The sequence of
-        `others` whose prefill covers the most `unobserved` tokens is used.
-        """
+        """Copy policy state of cached tokens, such as approximate KV, from a sequence that uses the same blocks."""
+        # The state of a token depends only on its key and value, which are equal in shared blocks.
         candidates = ((self._tokens_observed_by(other), -other.id, other) for other in others if other is not self)
         tokens, _, best = max(candidates, default=(0, 0, self))
         if tokens > self.observed and (state := best.state.fork_prefix(tokens)) is not None:
             self.state, self.observed = state, tokens
 
     def _tokens_observed_by(self, other: Sequence) -> int:
-        """Return how many `unobserved` tokens the policy state of `other` contains, if it uses the same blocks."""
         if other.unobserved or other.interrupted:
             return 0
+        # The policy states of both sequences are equal in blocks that both use.
         pairs = zip(other.blocks.ids, self.blocks.ids, strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return min(common * BLOCK_SIZE, other.exact, self.unobserved)
@@ -117,7 +109,7 @@ class Sequence:
 def key_reader(pool: HostPool, storage: KVStorage, blocks: BlockTable) -> KeyReader:
     """Return a function that reads keys `[Hkv, n, d]` from the pool, after pending write-backs.
 
-    It returns a view if the blocks are contiguous, else a copy.
+    Keys in contiguous blocks are a view, other keys are a copy.
     """
 
     def read(layer: int, tokens: range) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Slots of a sequence's tokens in its block table, and token eviction in a full pool (InfiniGen §4.4).
 
 Slots [0, sinks) contain the first tokens, and the last `recent` slots contain the most recent tokens. A policy selects
-from the slots between them. In a full pool, the last `recent` slots are a ring buffer: in each layer, the token that
-leaves the recent window moves to the slot of an evicted token (the victim), and the newest token is written to its
-slot.
+from the slots between them. In a full pool, the last `recent` slots are a ring buffer. In each layer, the token that
+leaves the recent window moves to the slot of an evicted token (the victim), and the newest token takes the free slot in
+the ring buffer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class SlotTable:
     Attributes:
         newest: Slot of the token that the current step computes.
         context: Number of slots in use, including the newest (N).
-        moves: KV moves of each layer, as pairs (slot of the newest token, slot of the evicted token). Before the newest
-            token is written, the KV in the first slot must be copied to the second.
-        grows: Whether `CacheManager.rebalance` reserves the sequence's next block when the last block is full.
-        records_selected: Whether the caller must report the slots that each step selects, with `record_selected`.
+        moves: For each layer, a pair (slot of the newest token, slot of the evicted token). KV must be copied from the
+            first slot to the second before the newest token is written.
+        grows: Whether the sequence still gets new blocks from `CacheManager.rebalance`.
+        records_selected: Whether the caller must report selected slots with `record_selected`.
     """
 
     grows = records_selected = False
@@ -49,8 +49,8 @@ class SlotTable:
         """Evict tokens so that the last block can be freed. Called between steps.
 
         Returns:
-            The KV moves of each layer. The caller applies them in order and then frees the block. None if no tokens can
-            be evicted.
+            The KV moves of each layer, which the caller applies in order before freeing the block. None if no tokens
+                can be evicted.
         """
         return None
 
@@ -58,7 +58,7 @@ class SlotTable:
         """Record that the current step selected `slots`, int64 `[Hkv, n]`."""
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return the positions in the text of the tokens in `slots` (any shape), in the current step."""
+        """Return the text positions of the tokens in `slots` (any shape) in the current step."""
         return slots
 
     def fork(self) -> SlotTable:
@@ -68,11 +68,11 @@ class SlotTable:
 
 
 class InPlaceEviction(SlotTable):
-    """Slot table with eviction: when the pool is full, new tokens overwrite victims of the same sequence.
+    """Slot table with eviction: in a full pool, new tokens overwrite evicted tokens of the same sequence.
 
-    Until then, token t is in slot t. Afterwards, the sequence does not grow, but may shrink block by block in favour of
-    shorter sequences. The sinks (unless `protect="none"`), the recent window, and blocks shared with other sequences
-    are never overwritten. Overwritten blocks are removed from the prefix tree. The caller moves the KV.
+    Before the first eviction, token t is in slot t. Afterwards, the sequence does not grow, but may lose blocks to
+    shorter sequences. The sinks (unless `protect="none"`), the recent window and shared blocks are never overwritten.
+    Overwritten blocks are removed from the prefix tree. The caller moves the KV.
     """
 
     records_selected = True
@@ -93,33 +93,23 @@ class InPlaceEviction(SlotTable):
         self._ring_start = 0  # position of a token that is in the first slot of the ring buffer
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Choose the slot of the token at `position`: the next free slot if the pool has one.
-
-        Otherwise, choose a victim in every layer and a slot in the ring buffer.
-
-        Raises:
-            PoolFullError: No token can be overwritten.
-        """
         if self.grows and not self._grow(blocks, position):
             self._require(blocks.capacity > self._sinks + self._recent, blocks)
             self.grows, self._ring_start = False, position
         if self.grows:
             self.newest, self.context = position, position + 1
         else:
-            self._overwrite(blocks, position)
+            self._overwrite(blocks, position)  # evicts a token in every layer
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Evict as many tokens in every layer as the last block has slots.
-
-        The other tokens of the last block move to the freed slots, and the ring buffer moves to the new end of the
-        slots.
-        """
         remaining, context = blocks.capacity - BLOCK_SIZE, self.context
         first, dropped = remaining - self._recent, context - remaining
         if first <= self._sinks or dropped <= 0:
             return None
         if not all(self._pool.make_exclusive(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids))):
             return None  # another sequence uses one of the blocks
+        # Evict as many tokens as the last block contains. Its other tokens move to the freed slots, and the ring buffer
+        # moves to the new end.
         protected = self._protected(blocks, context - self._recent)[:context]
         state = self._state.cut(context)
         evicted_slots = victims(self._options.policy, state, protected.expand(self._layers, -1), self._length, dropped)
@@ -142,15 +132,13 @@ class InPlaceEviction(SlotTable):
         return self._state.position[self._storage_layer[layer]][slots.to(self._state.position.device)]
 
     def fork(self) -> InPlaceEviction:
-        """Return a copy. A sequence that overwrites tokens cannot be forked."""
-        assert self.grows
+        assert self.grows, "a sequence that overwrites tokens cannot be forked"
         copy = InPlaceEviction(self._pool, self._options, self._sinks, self._recent)
         copy._state = self._state.clone()
         copy._length, copy.newest, copy.context = self._length, self.newest, self.context
         return copy
 
     def _grow(self, blocks: BlockTable, position: int) -> bool:
-        """Reserve the next slot at the end. Return False if the pool has no free block."""
         try:
             self._pool.reserve(blocks, position + 1)
         except PoolFullError:
@@ -177,8 +165,7 @@ class InPlaceEviction(SlotTable):
     def _protected(self, blocks: BlockTable, first: int) -> torch.Tensor:
         """Return which slots must not be overwritten, bool `[slots]`: sinks, ring buffer and shared blocks.
 
-        The ring buffer begins at slot `first`. Its blocks must be exclusive to this sequence, because it writes to
-        them.
+        The ring buffer begins at slot `first`. New tokens are written to it, so its blocks must not be shared.
         """
         protected = torch.zeros(blocks.capacity, dtype=torch.bool)
         protected[: self._sinks] = True

@@ -26,13 +26,13 @@ NO_TOKENS = VisibleTokens(range(0), range(0), range(0))
 
 
 class StepShape(NamedTuple):
-    """Properties of a batch on which the kernel launches of a step depend.
+    """Properties of a batch that determine the kernel launches of a step.
 
     Attributes:
         size: Number of sequences, including padding.
-        capacity: Upper bound of a sequence's length in tokens.
-        overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
-        has_shared_runs: Whether there are shared runs. Layers that attend to all tokens then fetch shared tokens only
+        capacity: Maximum length of a sequence in tokens.
+        overlapping: Whether sequences share blocks. If so, selected tokens of shared blocks are fetched once.
+        has_shared_runs: Whether there are shared runs. If so, layers that attend to all tokens fetch shared tokens
             once.
     """
 
@@ -44,13 +44,13 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidentSpans:
-    """Visible range of the resident KV, for all layers whose sliding windows have the same length. P = B * Hkv.
+    """Visible index range of the resident KV, for all layers with the same sliding window.
 
     Attributes:
         newest: Index of the newest token in the resident KV, int64 `[B]`.
-        starts: First visible index in the resident KV of each KV head, int32 `[P]`.
+        starts: First visible index of each KV head, int32 `[P]`, where P = B * Hkv.
         stops: End (exclusive) of the visible indices of each KV head, int32 `[P]`.
-        zero_counts: Counts of a fetch without tokens, int32 `[P]`.
+        zero_counts: Zeros, the counts of layers that fetch no tokens, int32 `[P]`.
     """
 
     newest: torch.Tensor
@@ -62,7 +62,7 @@ class ResidentSpans:
 class StepInputs:
     """Inputs of all decode steps with the same `StepShape`. `load` writes them before a step.
 
-    A batch with fewer sequences is padded with rows that see no tokens and whose KV is not stored.
+    Smaller batches are padded with sequences that see no tokens and whose KV is not stored.
     """
 
     def __init__(self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, shape: StepShape) -> None:
@@ -124,7 +124,6 @@ class StepInputs:
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
     def _resident_bounds(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
-        """Return start and end of the visible resident KV of each KV head, `[P]` each. P = B * Hkv."""
         spans = [span for tokens in visible if (span := resident_range(tokens, sinks, recent)) is not None]
         assert len(spans) == len(visible), "see `supports_batched_selection`"
         per_head = [span for span in spans for _ in range(heads)]
@@ -133,11 +132,11 @@ class StepInputs:
     def attention_weights(
         self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's attention weights by token index, `[P, capacity]`, and whether each token was attended.
+        """Return a layer's attention weights by token index, and a mask of attended tokens, `[P, capacity]` each.
 
         Args:
-            q: Scaled queries `[P, G, d]`. P = B * Hkv.
-            resident: KV entries that stay on the device.
+            q: Scaled queries `[P, G, d]`, where P = B * Hkv.
+            resident: Resident KV.
             fetched: Fetched KV `[P, n, d]` with its counts.
             tokens: Token indices of the fetched KV `[P, n]`.
             lse: Log-sum-exp `[P, G]` of the attention scores.
@@ -160,14 +159,10 @@ class StepInputs:
         return dense[:, :-1], torch.zeros_like(dense, dtype=torch.bool).scatter_(1, index, True)[:, :-1]
 
     def release(self) -> None:
-        """Drop all references to sequences, until the next `load`."""
         self.rows.release()
         self.keys.release()
 
     @property
-    def static(self) -> bool:
-        """Whether a CUDA graph can capture the step.
-
-        Launches must depend only on these tensors, and the host must copy no KV.
-        """
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can capture the step, because the host copies no KV."""
         return self.rows.in_place

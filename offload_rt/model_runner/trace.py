@@ -24,20 +24,20 @@ class Recorder(Protocol):
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
         """Record that the token at `position` selected the tokens at positions `tokens`, int64 `[Hkv, n]`.
 
-        Layers come in ascending order.
+        Called in ascending order of layers.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TransferUse:
-    """Data for counting the transferred bytes of a selection.
+    """Numbers for counting the transferred bytes of a selection.
 
     Attributes:
         heads: Number of KV heads.
         entry_bytes: Size in bytes of a KV entry (K and V of one token and KV head).
-        tally: int64 `[2]` on the device: number of transferred entries, and number of working-set hits. None if every
-            selected entry is transferred.
+        tally: int64 `[2]` on the device: number of transferred entries, and number of entries found on the device. None
+            if every selected entry is transferred.
     """
 
     heads: int
@@ -47,7 +47,7 @@ class TransferUse:
 
 @dataclass(frozen=True)
 class _PendingCount:
-    """Number of tokens per KV head that a layer selected in a step, as a scalar tensor on the device."""
+    """Number of tokens per KV head that a layer selected in a step, on the device."""
 
     step: int
     layer: int
@@ -61,33 +61,29 @@ class _PendingCount:
 class Trace:
     """Counters of one sequence. Fractions are relative to the tokens that are visible in a layer, including the newest.
 
+    A step is a decode step or a verification pass.
+
     Attributes:
-        attended: Fraction of tokens attended exactly, `[steps][layers]`. A step is a decode step or a verification
-            pass.
+        attended: Fraction of tokens attended exactly, `[steps][layers]`.
         fetched: Fraction of tokens fetched, `[steps][layers]`.
-        drafted: Number of draft tokens.
-        accepted: Number of accepted draft tokens.
         draft_steps: Number of decode steps that computed draft tokens.
         seconds_without_drafts: Estimated seconds to decode the generated tokens without drafts; infinite if unknown.
-        recomputed_tokens: Number of prompt tokens with cached KV that are computed again, because the last snapshot of
-            the recurrent state is before them (hybrid models).
+        recomputed_tokens: See `Stats`.
         diverged_at: First prompt token that was not cached. None without a cache look-up.
         missed: Sampled steps as pairs (step, missed attention mass of each layer). The mass is a mean over query heads,
             and 0 in layers that attend to all tokens.
         savings: float64 `[4, layers]` on the device. Row 0: bytes of `bytes_requested` that were not transferred. Row
-            1: working-set hits. Row 2: hits per KV head divided by the context length, summed over steps. Row 3: number
-            of entries looked up. None without a working set or shared blocks.
-        copied_shares: Tokens that full attention read from copies of KV blocks on the device, as fractions of the
-            context, summed over steps, by layer.
+            1: entries found on the device. Row 2: row 1 per KV head, divided by the context length and summed over
+            steps. Row 3: entries looked up. None without a working set or shared blocks.
+        copied_shares: For each layer, the fraction of the context that full attention read from copies of KV blocks on
+            the device, summed over steps.
         copied_entries: Number of KV entries that full attention read from these copies.
-        read_entries: Number of KV entries that full attention read, without resident ones, if there are such copies.
+        read_entries: Number of all non-resident KV entries that full attention read, if there are such copies.
         disk_before: Counters of disk use when the sequence began.
-        pending: Counts that are still on the device; `flush_pending` adds them to `attended` and `fetched`.
-        prefill_bytes: Part of `bytes_requested` for the prefill, which reads the cached KV of the prompt.
-        prefill_weights: Bytes of weights transferred to the device for the prefill.
-        step_weights: Bytes of weights transferred to the device for decode steps. For a batch, they are counted in the
-            trace of its first sequence.
-        recorder: Object that receives the selected tokens of every decode step.
+        pending: Counts that are still on the device (`flush_pending`).
+        prefill_bytes: Part of `bytes_requested` for the prefill, which reads cached KV.
+        step_weights: Weights transferred for decode steps, counted for the first sequence of a batch.
+        recorder: Receives the selected tokens of every decode step.
         measures_missed: Whether the current step measures the missed attention mass.
     """
 
@@ -133,7 +129,7 @@ class Trace:
 
     @property
     def bytes_to_device(self) -> int:
-        """Bytes of KV transferred to the device. Reading the property may wait for the device."""
+        """Bytes of KV transferred to the device. This may wait for the device."""
         self.flush_pending()
         return self.bytes_requested - (0 if self.savings is None else int(self.savings[0].sum()))
 
@@ -147,9 +143,9 @@ class Trace:
         return hits / max(1.0, read)
 
     def hit_shares(self) -> list[float]:
-        """Return hits per KV head as a fraction of the context, averaged over steps, for each layer.
+        """Return the fraction of the context that was found on the device, averaged over steps, for each layer.
 
-        Hits are entries found in the working set or in copies of blocks on the device.
+        The tokens were in the working set or in copies of blocks.
         """
         self.flush_pending()
         if not self.fetched:
@@ -216,10 +212,7 @@ class Trace:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
 
     def record_verification(self, windows: Sequence[int | None], fetched: float) -> None:
-        """Record a verification pass.
-
-        In layers without a sliding window, it fetched the fraction `fetched` of the tokens.
-        """
+        """Record a verification pass. In full-attention layers, it fetched the fraction `fetched` of the tokens."""
         self.attended.append([1.0] * self.layers)
         self.fetched.append([fetched if window is None else 0.0 for window in windows])
 
@@ -233,10 +226,9 @@ class Trace:
         """Record that `layer` attended to `fetched` tokens per KV head in addition to the resident tokens.
 
         Args:
-            layer: The layer index.
             visible: Tokens that the layer could attend to.
             fetched: Number of tokens. A tensor stays on the device until `flush_pending`.
-            transfer_use: How to count the transferred bytes of a `fetched` tensor. None if the caller counts them.
+            transfer_use: Numbers for counting the transferred bytes of a tensor. None if the caller counts them.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
@@ -249,7 +241,7 @@ class Trace:
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
     def record_copies(self, layer: int, visible: VisibleTokens, fetch: PendingFetch, tokens: int, heads: int) -> None:
-        """Record how many of the `tokens` of a fetch for full attention were in copies of blocks on the device."""
+        """Record how many of the `tokens` that full attention fetched were in copies of blocks on the device."""
         if fetch.copied_tokens is not None:
             share = fetch.copied_tokens / len(visible.all)
             self.copied_shares[layer] = self.copied_shares.get(layer, 0.0) + share
@@ -257,7 +249,7 @@ class Trace:
             self.read_entries += tokens * heads
 
     def record_savings(self, layer: int, visible: VisibleTokens, rows: int, savings: Savings, size: int) -> None:
-        """Record which part of a fetch of `rows` tokens per KV head, in total `size` bytes, needed no transfer."""
+        """Record the part of a fetch that needed no transfer: `rows` tokens per KV head, `size` bytes in total."""
         if not rows:
             return
         if self.savings is None:

@@ -21,8 +21,7 @@ from .sequence import Sequence
 class VerificationPass:
     """Computes the next `counts[b]` tokens of each sequence b with full attention, but commits none of them.
 
-    Their slots must be reserved. In hybrid models, recurrent layers compute adjacent sequences with equal counts
-    together.
+    Slots must be reserved. Recurrent layers compute adjacent sequences with equal counts together.
     """
 
     def __init__(
@@ -66,27 +65,25 @@ class VerificationPass:
         return q, [rows.between(stop - n, stop) for n, stop in zip(self._token_counts, stops, strict=True)]
 
     def _recurrent_state(self) -> RecurrentState | None:
-        """Return the recurrent state. It records the inputs of recurrent layers if a sequence needs them."""
         slots = self._sequences[0].state_slots
         if slots is None:
             return None
         state = slots.view([sequence.state_slot for sequence in self._sequences], counts=self._token_counts)
-        if any(self._rollback_to_record_from(sequence) for sequence in self._sequences):
-            state.inputs = {}
+        if any(self._recording_rollback(sequence) for sequence in self._sequences):
+            state.inputs = {}  # record the inputs of recurrent layers
         return state
 
-    def _rollback_to_record_from(self, sequence: Sequence) -> RollbackState | None:
-        """Return the sequence's rollback state if the pass begins there and must record inputs, else None."""
+    def _recording_rollback(self, sequence: Sequence) -> RollbackState | None:
+        """Return the sequence's rollback state if this pass must record inputs for it, else None."""
         rollback = sequence.rollback
         return None if rollback is None or rollback.inputs is None or rollback.tokens != sequence.position else rollback
 
     def _divide_recorded_inputs(self) -> None:
-        """Divide the recorded inputs of recurrent layers between the rollback states of the sequences."""
         if self._state is None or self._state.inputs is None:
             return
         parts = {layer: inputs.split(self._token_counts) for layer, inputs in self._state.inputs.items()}
         for b, sequence in enumerate(self._sequences):
-            if (rollback := self._rollback_to_record_from(sequence)) is not None:
+            if (rollback := self._recording_rollback(sequence)) is not None:
                 # A view would keep the inputs of the whole batch in memory.
                 rollback.inputs = {layer: part[b].clone() for layer, part in parts.items()}
 
@@ -103,11 +100,9 @@ class VerificationPass:
         return rows
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart | None) -> torch.Tensor:
-        """Store the new KV `[Hkv, m, d]`, if any. Return the attention output `[m, H * d]` of q `[H, m, d]`.
-
-        KV of sliding-window layers is not passed to the policy, which does not select in them.
-        """
+        """Store the new KV `[Hkv, m, d]`, if any. Return the attention output `[m, H * d]` of q `[H, m, d]`."""
         rows, start = self._layer_kv(layer, sequence, new), sequence.position
+        # The policy selects no tokens in sliding-window layers.
         learns = new is not None and self._adapter.geometry.windows[layer] is None
         if learns and self._policy.wants_queries:
             rows = rows.joined()
@@ -125,7 +120,7 @@ class VerificationPass:
     def _attend_past(
         self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, observed: int
     ) -> torch.Tensor:
-        """Return the attention output `[H, m, d]` of q over earlier KV, part by part, and over `rows.kv`.
+        """Return the attention output `[H, m, d]` of q over earlier KV and over `rows.kv`.
 
         The first `observed` tokens are already in the policy's state.
         """
