@@ -106,8 +106,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the output of one prompt as it grows. The last item has `finished` set.
 
-        Each item contains all text so far. If the iterator is closed early, the request is aborted. A beam search
-        yields only its final item.
+        Each item contains all text so far. If the iterator is left early (break, a cancelled task, `aclose`), the
+        request is aborted. A beam search yields only its final item.
 
         Args:
             prompt: Text or token ids.

@@ -186,7 +186,7 @@ class ModelGeometry:
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """An example layer for each window length, because visible tokens depend only on the window."""
+        """Index of one layer for each window length. Visible tokens depend only on the window."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
@@ -203,11 +203,11 @@ class ModelGeometry:
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether `layer`, or a decoder layer before the next attention layer, has recurrent state."""
+        """Return whether `layer`, or a decoder layer between `layer` and the next attention layer, has recurrent state.
+        """
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size in bytes of the recurrent state of one sequence."""
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:

@@ -148,21 +148,19 @@ class OffloadedCache(Cache):
         return self._columns
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
-        """Return -1: the length is not limited."""
-        return -1
+        return -1  # not limited
 
     def activate_past_recording(self) -> None:
         """Do nothing. transformers calls this method before assisted decoding, but `crop` needs no recorded states."""
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raise InputError. Attention layers of an offloaded model never call this method."""
+        # Attention layers of an offloaded model never call this method.
         raise InputError("an OffloadedCache works only with the model of its LLM, inside `with offload(model)`")
 
     def reset(self) -> None:
         self.free()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace row i by row `beam_idx[i]`."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -228,7 +226,7 @@ class OffloadedCache(Cache):
             float32 logits `[B, keep, V]`.
 
         Raises:
-            InputError: `ids` or `mask` do not fit to this cache. The cache is unchanged.
+            InputError: `ids` or `mask` do not match this cache. The cache is unchanged.
             ModelError, PoolFullError: The sequence does not fit. The cache is empty afterwards.
         """
         keep = keep or ids.shape[1]
@@ -318,7 +316,6 @@ class OffloadedCache(Cache):
 
 
 def _padding(mask: Seq[int]) -> int:
-    """Return the number of padding columns. Raise InputError if the row is empty or padded on the right."""
     padding = next((i for i, real in enumerate(mask) if real), len(mask))
     if not all(mask[padding:]) or padding == len(mask):
         raise InputError("a row is empty, or padded on the right: pad on the left (tokenizer.padding_side='left')")

@@ -87,7 +87,7 @@ class CacheManager:
         """Return the index of the first token whose exact KV is not cached.
 
         None means that all tokens are cached, or that prefixes are not shared. `provenance` is the part of the KV
-        provenance key after `EXACT`.
+        provenance key that describes weights and cache salt.
         """
         if not self.shares or self._policy.wants_queries:
             return None
@@ -97,7 +97,7 @@ class CacheManager:
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
         """Return a block table that begins with the cached blocks of `known` and has slots for `capacity` tokens.
 
-        For `stop` and errors, see `reserve_slots`. `provenance` is the part of the KV provenance key after `EXACT`.
+        For `stop` and errors, see `reserve_slots`. For `provenance`, see `first_uncached`.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
@@ -129,11 +129,8 @@ class CacheManager:
     def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, before_window: int = 0) -> None:
         """Move the windows of sliding layers to the tokens [position, stop) of a sequence.
 
-        Slots are reserved for the new tokens, and blocks outside of the windows are freed. Raises PoolFullError.
-
-        Args:
-            stop: End of the tokens to compute next.
-            before_window: Maximum number of new tokens before the last window that also get slots, if blocks are free.
+        Slots are reserved for the new tokens, and blocks outside of the windows are freed. If blocks are free, up to
+        `before_window` new tokens before the last window also get slots. Raises PoolFullError.
         """
         # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows on the device,
         # and the first token after a prefill is sampled before another sequence gets blocks.

@@ -75,7 +75,7 @@ class Engine:
 
         Args:
             recorder: Receives the tokens that each layer selects for the first completion. Unused for beam search.
-            cache_salt: The prompt shares KV only with prompts of the same salt.
+            cache_salt: See `LLM.generate`.
 
         Raises:
             InputError: The model does not support `params`.

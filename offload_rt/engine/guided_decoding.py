@@ -1,8 +1,4 @@
-"""Guided decoding (JSON schema, regular expression, choice, grammar) with llguidance.
-
-llguidance compiles a grammar in milliseconds, while xgrammar needs up to 0.6 s for a regular expression. Computing the
-token mask takes longer with llguidance (25 to 250 µs per token), but less than a decode step.
-"""
+"""Guided decoding (JSON schema, regular expression, choice, grammar) with llguidance."""
 
 from __future__ import annotations
 
@@ -80,6 +76,8 @@ class GuidedDecoder:
 
 
 def _library() -> Any:
+    # llguidance compiles a grammar in milliseconds, while xgrammar needs up to 0.6 s for a regular expression. A token
+    # mask takes longer with llguidance (25 to 250 µs per token), but less than a decode step.
     try:
         import llguidance
     except ModuleNotFoundError as error:

@@ -99,7 +99,7 @@ class PoolMember(ABC):
 
     @property
     def reserves_pool(self) -> bool:
-        """Whether the pool is reserved for this engine's oldest request, so that no other engine admits requests."""
+        """Whether the pool is reserved for this engine's oldest request. Other engines then admit no requests."""
         return self._reserved_for is not None and self.oldest is not None and self.oldest <= self._reserved_for
 
     def wait_for_others(self) -> bool:

@@ -99,11 +99,7 @@ class Runner(SequenceManager):
 
         Args:
             want_logits: Compute the logits of the last token.
-            before_layer: Called with a layer index before the layer runs. When it returns, the layer's KV of earlier
-                tokens must be in the pool.
-            after_layer: Called with a layer index after the layer has run.
-            on_logits: Called as `on_logits(position, logits)` with the logits `[m, V]` of m consecutive tokens, until
-                all tokens are covered.
+            before_layer, after_layer, on_logits: See `Prefill`.
             reclaim: Calls the given function, and reclaims memory if the pool is full. None means
                 `retry_after_reclaim`.
         """
@@ -183,7 +179,7 @@ class Runner(SequenceManager):
         want_logits: bool = False,
         on_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
-        """Prefill the tokens [position, stop) in one call. For `on_logits`, see `begin_prefill`.
+        """Prefill the tokens [position, stop) in one call. For `on_logits`, see `Prefill`.
 
         With `want_logits`, return the logits `[V]` of the last token, else None.
         """
@@ -228,7 +224,6 @@ class Runner(SequenceManager):
 
     @property
     def weight_use(self) -> WeightUse:
-        """Counters of weights copied from host memory to the device."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:

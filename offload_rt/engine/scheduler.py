@@ -25,8 +25,6 @@ class Scheduler(PoolMember):
     preempted: it loses its KV, keeps its tokens and goes back to the head of the queue. Later, its KV is read from disk
     (`swap`) or computed again. The oldest request is never preempted for a younger one, so every request ends.
 
-    An exception in one request fails only this request. If its memory cannot be freed, all engines of the pool stop.
-
     Attributes:
         waiting, prefilling, running: A request is in at most one of these. `running` is in the order of admission.
         failed: Failed requests and their errors, until the engine reports them.
@@ -222,7 +220,7 @@ class Scheduler(PoolMember):
 
     def _free_again(self, request: Request) -> None:
         request.finish_reason = request.finish_reason or "abort"
-        # If this fails again, the block counts of the pool may be wrong.
+        # If this fails again, the block counts of the pool may be wrong, so all engines of the pool stop.
         try:
             request.drop(self._runner)
         except Exception as error:

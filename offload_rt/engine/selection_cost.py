@@ -55,7 +55,7 @@ REPEATS = 4
 """Number of steps with full attention, and with selection. The first one does not count."""
 
 ROUNDED_TO = 512
-"""Number of tokens of which the result is a multiple."""
+"""The result is rounded to a multiple of this number of tokens."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ def measured_dense_until(
 ) -> int | None:
     """Return the longest context, in tokens, for which full attention is as fast as selection with `options`.
 
-    The value is read from the user's cache, or measured and stored. The result is None if it cannot be stored. In the
-    context `idle`, no engine of the process computes.
+    The value is read from the user's cache, or measured and stored. None means that it cannot be stored. In the context
+    `idle`, no engine of the process computes.
     """
     entry = cache_folder() / "selection" / _key(options, geometry, dtype)
     if (stored := _read(entry)) is not None:
@@ -141,7 +141,7 @@ def layer_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of one layer with full attention, and with selection, in a context of `length` tokens.
 
-    Each is the median over layers of the fastest repeat, because other processes can slow down a step.
+    Each is the median over layers of the fastest repeat.
     """
     steps = 2 * REPEATS
     adapter = _TimedAdapter(geometry, dtype, length, clock)

@@ -127,8 +127,7 @@ class SequenceManager:
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, only sliding-window layers get slots, because `SlotTable.begin_step` chooses the slots of other
-        layers.
+        With eviction, only sliding layers get slots. Slots of other layers are chosen in the decode step.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)

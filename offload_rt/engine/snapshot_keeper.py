@@ -62,7 +62,7 @@ class SnapshotKeeper:
             try:
                 self._save(sequence, slot)
             except BaseException:
-                self._table.release(slot)  # the caller does not get the slot, so it cannot give it back
+                self._table.release(slot)  # the caller does not get the slot and cannot free it
                 raise
         return slot
 

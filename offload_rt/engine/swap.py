@@ -1,7 +1,6 @@
 """Swap preempted sequences to disk if that is estimated to be faster than recomputation (PagedAttention §4.5).
 
-A preempted sequence is stored like a session, with the same block names, saver and loader. Its file has no name in the
-file system, so the operating system deletes it when the process ends.
+A preempted sequence is stored like a session, with the same block names, saver and loader.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ class SwappedSequence:
 class Swap:
     """Writes the KV of preempted sequences to an unnamed file, and restores it bit for bit.
 
-    If writing or reading fails (no space, a damaged file), the sequence is computed again. Blocks of an exact prefill
-    are identified by their tokens, so the KV of a common prompt is stored once. KV reveals users' text, so the file has
-    no name and is deleted when the process ends.
+    If writing or reading fails, the sequence is computed again. KV of a common prompt is stored once, because its
+    blocks are identified by their tokens. KV reveals users' text, so the operating system deletes the file when the
+    process ends.
 
     Raises:
         StoreError: The folder cannot be used.

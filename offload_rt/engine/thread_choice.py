@@ -38,7 +38,6 @@ class ThreadChoice:
 
     @contextmanager
     def step(self, device: torch.device, batch: int) -> Iterator[None]:
-        """Run a decode step of `batch` sequences with the chosen number of threads."""
         if device.type != "cpu":
             yield
             return

@@ -24,7 +24,8 @@ from .sequence import Sequence
 Attend = Callable[[torch.Tensor], torch.Tensor]
 """Function that computes the attention of a layer whose KV is being fetched. It waits for the KV.
 
-The argument is the true queries q `[H, B, d]`. The result is the attention output `[B, H * d]`.
+The argument is the queries `[H, B, d]` of the layer, not predicted ones. The result is the attention output
+`[B, H * d]`.
 """
 
 

@@ -108,7 +108,6 @@ class GraphSteps:
         self._ran_eagerly: weakref.WeakSet[StepInputs] = weakref.WeakSet()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run a decode step. Return float32 logits `[B, V]`."""
         sequences = len(batch.sequences)
         capturable = not self._disabled and _capturable(batch)
         inputs = self._eager.load(batch, padded_batch(sequences)) if capturable else None

@@ -48,9 +48,8 @@ class SlotTable:
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         """Evict tokens so that the last block can be freed. Called between steps.
 
-        Returns:
-            The KV moves of each layer, which the caller applies in order before freeing the block. None if no tokens
-                can be evicted.
+        Return the KV moves of each layer, which the caller applies in order before freeing the block. None means that
+        no tokens can be evicted.
         """
         return None
 

@@ -81,10 +81,8 @@ class Trace:
         read_entries: Number of all non-resident KV entries that full attention read, if there are such copies.
         disk_before: Counters of disk use when the sequence began.
         pending: Counts that are still on the device (`flush_pending`).
-        prefill_bytes: Part of `bytes_requested` for the prefill, which reads cached KV.
+        prefill_bytes: Part of `bytes_requested` for the prefill.
         step_weights: Weights transferred for decode steps, counted for the first sequence of a batch.
-        recorder: Receives the selected tokens of every decode step.
-        measures_missed: Whether the current step measures the missed attention mass.
     """
 
     layers: int
@@ -135,7 +133,7 @@ class Trace:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of looked-up entries that were found in the working set, or in copies of blocks on the device."""
+        """Fraction of looked-up entries that were found in the working set or in copies of blocks on the device."""
         self.flush_pending()
         hits, read = float(self.copied_entries), float(self.read_entries)
         if self.savings is not None:
@@ -143,10 +141,7 @@ class Trace:
         return hits / max(1.0, read)
 
     def hit_shares(self) -> list[float]:
-        """Return the fraction of the context that was found on the device, averaged over steps, for each layer.
-
-        The tokens were in the working set or in copies of blocks.
-        """
+        """Return the fraction of the context that was found on the device, averaged over steps, for each layer."""
         self.flush_pending()
         if not self.fetched:
             return [0.0] * self.layers
@@ -249,7 +244,7 @@ class Trace:
             self.read_entries += tokens * heads
 
     def record_savings(self, layer: int, visible: VisibleTokens, rows: int, savings: Savings, size: int) -> None:
-        """Record the part of a fetch that needed no transfer: `rows` tokens per KV head, `size` bytes in total."""
+        """Record how much of a fetch needed no transfer. `rows` is its tokens per KV head, and `size` its bytes."""
         if not rows:
             return
         if self.savings is None:

@@ -133,7 +133,7 @@ class SpeculativeDecoder:
             if draft.sequence.tokens[-1] != draft.tokens[row]:
                 runner.reload(draft.sequence)  # the resident window still contains KV of draft tokens
                 if runner.rollbacks is not None:
-                    draft.sequence.interrupted = True  # until `end_round` has taken back the rejected tokens
+                    draft.sequence.interrupted = True  # until `end_round` has removed the rejected tokens
                     self._rejected.append(draft)
                 break
             matched += 1
@@ -259,7 +259,7 @@ class SpeculativeDecoder:
             draft.logits, draft.best, start = logits[start:stop], best[start:stop], stop
 
     def _plain_seconds(self, draft: Draft, seconds: float) -> float:
-        """Return the seconds of the fastest pass without draft tokens, or infinity. `seconds` is the newest pass."""
+        """Return the seconds of the fastest pass without draft tokens, or infinity. The newest pass took `seconds`."""
         if (history := self._histories.get(draft.request)) is None:
             return math.inf
         if not draft.tokens:

@@ -58,7 +58,6 @@ class _Cost:
         )
 
     def seconds_of(self, tokens: int) -> float:
-        """Return the expected seconds of a pass over `tokens` tokens, or 0 without observations."""
         if not self.weight:
             return 0.0
         mean_tokens, mean_seconds = self.tokens / self.weight, self.seconds / self.weight

@@ -17,8 +17,8 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
     """Compute the next tokens of sequences with full attention in one pass. Return float32 logits `[tokens, V]`.
 
     `batch` has pairs (sequence, number of tokens to compute). Slots must be reserved, and may contain KV of draft
-    tokens. Afterwards, the caller commits tokens one by one with `accept`. The recurrent state of a hybrid model
-    includes all computed tokens until `replay` removes rejected ones.
+    tokens. The caller then commits tokens one by one with `accept`. The recurrent state of a hybrid model includes all
+    computed tokens until `replay` removes rejected ones.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device
