@@ -199,12 +199,10 @@ class ModelGeometry:
 
     @cached_property
     def most_between(self) -> int:
-        """Largest value of `between`."""
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether `layer`, or a decoder layer between `layer` and the next attention layer, has recurrent state.
-        """
+        """Return whether a decoder layer from `layer` up to the next attention layer (excluded) has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
