@@ -33,7 +33,6 @@ class ServerRequest:
     Attributes:
         id: The line's `custom_id`.
         path: The endpoint, such as "/v1/completions".
-        body: Body of the request.
     """
 
     id: str
@@ -53,7 +52,7 @@ class ServerRequest:
 
     @property
     def beginning(self) -> str:
-        """Beginning of the prompt, by which requests are sorted, so that common prefixes are computed once."""
+        """Sort key, which brings requests with a common prefix together."""
         names = ("instructions", "messages", "prompt", "input")
         return json.dumps([self.path, *(self.body.get(name) for name in names)])
 
@@ -61,7 +60,7 @@ class ServerRequest:
 def process_openai(
     llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the result lines of each group of requests, answered by the server's application within this process.
+    """Process groups of requests with the server's application in this process. Yield the result lines of each group.
 
     Raises ConfigError if the server's packages are not installed.
     """
@@ -96,7 +95,6 @@ async def _result(app: Any, request: ServerRequest, defaults: Mapping[str, Any])
 
 
 async def _post(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
-    """Send a POST request to the application. Return the status and the body of the response."""
     from ..server.proxy import ForwardedRequest, run_app
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
