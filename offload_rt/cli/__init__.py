@@ -117,7 +117,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _suggestion(self, message: str) -> str:
-        """Return a hint about an unknown option, command or argument in the error `message`, or ""."""
         if not (wrong := re.search(r"unrecognized arguments: (--[^\s=]+)|invalid choice: '([^']+)'", message)):
             return "; put a text with spaces in quotes" if message.startswith("unrecognized arguments: ") else ""
         actions = self._actions

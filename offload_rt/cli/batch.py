@@ -83,19 +83,12 @@ def add(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line of the input file. Either `prompt` or `messages` is set.
+    """One line of the input file. Either `prompt` or `messages` is set."""
 
-    Attributes:
-        id: Id of the request; by default, the line number.
-        prompt: Text or token ids of the prompt.
-        messages: Messages of a conversation.
-        sampling: Fields of `SamplingParams` that the request sets.
-    """
-
-    id: str
+    id: str  # by default, the line number
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, Any]  # fields of `SamplingParams` that the request sets
 
     @property
     def beginning(self) -> str:

@@ -112,7 +112,6 @@ def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
 
 
 def _text(args: argparse.Namespace) -> str:
-    """Return the prompt from the argument, a file or stdin. Raises InputError if there is none, or more than one."""
     if args.prompt is not None and args.prompt_file is not None:
         raise InputError("give either PROMPT or --prompt-file, not both")
     if args.prompt is not None:
@@ -192,7 +191,6 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: 
 
 
 def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
-    """Write several texts to stdout, each after a status line on stderr. Return the exit code."""
     [output] = llm.generate([prompt], params)
     for one in output.outputs:
         console.print(
@@ -204,7 +202,6 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
 
 
 def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Print a summary, or all statistics with `--stats`. Return the statistics."""
     from .tables import stats_table, summary_table
 
     stats = llm.last_stats

@@ -28,15 +28,10 @@ NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """One line of a file for OpenAI's Batch API.
+    """One line of a file for OpenAI's Batch API."""
 
-    Attributes:
-        id: The line's `custom_id`.
-        path: The endpoint, such as "/v1/completions".
-    """
-
-    id: str
-    path: str
+    id: str  # the line's `custom_id`
+    path: str  # the endpoint, such as "/v1/completions"
     body: Mapping[str, Any]
 
     @classmethod
@@ -52,7 +47,6 @@ class ServerRequest:
 
     @property
     def beginning(self) -> str:
-        """Sort key, which brings requests with a common prefix together."""
         names = ("instructions", "messages", "prompt", "input")
         return json.dumps([self.path, *(self.body.get(name) for name in names)])
 

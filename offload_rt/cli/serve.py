@@ -74,17 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Store:
-    """The session store that the user's flags select.
+    """The session store that the user's flags select."""
 
-    Attributes:
-        folder: Folder of the store, or None if nothing is stored on disk.
-        options: Options of the store.
-        chosen: Whether the user has set `--store` or `--no-store`.
-    """
-
-    folder: Path | None
+    folder: Path | None  # None if nothing is stored on disk
     options: StoreOptions
-    chosen: bool
+    chosen: bool  # the user has set `--store` or `--no-store`
 
     @property
     def documents(self) -> Path | None:
@@ -95,7 +89,6 @@ class _Store:
 
 
 def _store(args: argparse.Namespace) -> _Store:
-    """Return the store that the flags select. The default store has a size limit."""
     options = store_options(args)
     if args.no_store:
         if args.store:

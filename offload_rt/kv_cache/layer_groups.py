@@ -15,8 +15,8 @@ class LayerGroups:
     """Division of a model's layers into groups. A block contains the KV of 64 tokens in the layers of one group.
 
     Group 0 contains the full-attention layers. Sliding-window layers form the groups 1 to `sliding`, which have blocks
-    only for tokens inside a window. All blocks have the same size, so all groups share one arena. If all layers use
-    sliding windows, group 0 has no layers, and its block ids have no memory.
+    only for tokens inside a window. All blocks have the same size. If all layers use sliding windows, group 0 has no
+    layers, and its block ids have no memory.
 
     A block consists of `layers` *storage layers*, each as large as the KV of a full-attention layer. A full-attention
     layer takes one storage layer. A sliding-window layer with another row shape takes one or several consecutive

@@ -5,9 +5,8 @@ The pool is one tensor of slabs with the shape
     [storage layer, kv_head, 2 (K, V), slab_blocks * 64, d]
 
 A *plane* is K or V of one storage layer and head in a slab: a contiguous matrix `[slab_blocks * 64, d]`. CPU attention
-reads consecutive blocks of a plane in place. If K and V of a token were adjacent, CPU attention would read strided
-rows, which is slower. On the other hand, fetching a selected token takes two reads. With latent attention, keys
-contain the values, and a head has one plane.
+reads consecutive blocks of a plane in place, which is faster than strided rows. On the other hand, fetching a selected
+token takes two reads. With latent attention, keys contain the values, and a head has one plane.
 
 Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
 
@@ -39,24 +38,16 @@ PAGE = 1 << 16
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Shape of the arena. Block `c` is block `c % slab_blocks` of slab `c // slab_blocks`.
+    """Shape of the arena. Block `c` is block `c % slab_blocks` of slab `c // slab_blocks`."""
 
-    Attributes:
-        layers: Number of storage layers per block (`layer_groups`).
-        kv_heads: Number of KV heads of a full-attention layer (Hkv).
-        head_dim: Number of stored elements per vector (d) of a full-attention layer.
-        window_rows: The same two numbers for sliding-window layers, or None if they do not differ.
-        planes: Planes per storage layer and head: 2 (K and V), or 1 if the keys contain the values.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: int  # storage layers per block (`layer_groups`)
+    kv_heads: int  # KV heads of a full-attention layer (Hkv)
+    head_dim: int  # stored elements per vector of a full-attention layer (d)
     itemsize: int
     slab_blocks: int
     slabs: int
-    window_rows: RowShape | None = None
-    planes: int = 2
+    window_rows: RowShape | None = None  # shape of sliding-window layers; None if it is the same
+    planes: int = 2  # per storage layer and head: 2 (K and V), or 1 if the keys contain the values
 
     def __post_init__(self) -> None:
         assert self.planes == 2 or (self.planes == 1 and self.window_rows is None)
@@ -134,7 +125,6 @@ class ArenaLayout:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the arena's address space, including padding."""
         return self.rows * self.row_bytes
 
     def row(self, storage_layer: int, head: int, plane: int, offset: int = 0) -> int:

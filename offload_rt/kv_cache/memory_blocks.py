@@ -45,7 +45,6 @@ class MemoryBlocks:
         return self.free + self._cached.idle_blocks
 
     def check(self, count: int) -> None:
-        """Raise PoolFullError if fewer than `count` blocks are available."""
         if (missing := count - self.available) > 0:
             raise self.full_error(count, missing)
 
@@ -76,7 +75,6 @@ class MemoryBlocks:
         self.peak = max(self.peak, self.allocator.used)
 
     def full_error(self, count: int, missing: int) -> PoolFullError:
-        """Return the error for a request of `count` blocks, `missing` more than available."""
         capacity, disk = (self.count, self._arena.layout.block_bytes), isinstance(self._arena, FileArena)
         return pool_full(count, missing, self.available, capacity, self._limit_bytes, disk=disk)
 

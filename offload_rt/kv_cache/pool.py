@@ -33,18 +33,17 @@ IDS_AT_ONCE, MOST_IDS = 1 << 10, 1 << 16
 class HostPool(StoredRows):
     """The KV cache of all sequences, in blocks of 64 tokens, with a fixed limit in bytes.
 
-    Each sequence has a `BlockTable`. `reserve` allocates token slots for the sequence, `write` fills them layer by
-    layer, and `commit` marks tokens as complete in all layers. `StoredRows` has the methods that read KV.
+    Each sequence has a `BlockTable`. `reserve` allocates token slots, `write` fills them layer by layer, and `commit`
+    marks tokens as complete in all layers. `StoredRows` has the methods that read KV.
 
-    Blocks are reference-counted, and full blocks can be shared. `publish` adds them to the prefix tree, where they stay
-    after their sequence ends, so that later sequences with the same prefix can use them. `reserve` copies a partly
-    filled block before the sequence writes to it, if the block is shared. Only token eviction overwrites full blocks,
-    after `make_exclusive`.
+    Blocks are reference-counted. `publish` adds full blocks to the prefix tree. They stay there after their sequence
+    ends, so that later sequences with the same prefix can use them. `reserve` replaces a shared, partly filled block by
+    a copy. Only token eviction overwrites full blocks, after `make_exclusive`.
 
     If no block is free, the pool activates the next slab of the arena. If no slab is left, it evicts blocks that only
     the prefix tree uses, least recently used first. Sliding-window layers have separate blocks (`sliding.slide`).
 
-    Concurrency: several threads that use the pool must hold `lock`. `release`, `truncate`, `reserve`, `publish`,
+    Concurrency: threads that share the pool must hold `lock`. `release`, `truncate`, `reserve`, `publish`,
     `make_exclusive` and `sliding.slide` may free, copy or exchange blocks. Before these calls, the caller must wait for
     asynchronous transfers of the blocks. Alternatively, an event on the write-back stream must order the transfers
     before the next write.
@@ -52,10 +51,9 @@ class HostPool(StoredRows):
     Args:
         limit_bytes: Limit on host memory in bytes. None means half of the available memory.
         kv_cache_dtype: Storage format (`kv_format.py`).
-        pin: Page-lock each slab for CUDA when it is first needed.
-        slab_tokens: Number of tokens per slab. Memory is allocated in slabs.
-        disk: Options for storing the KV in a file. `limit_bytes` then limits only the host memory. None stores all KV
-            in host memory.
+        pin: Page-lock each slab for CUDA when it is activated.
+        slab_tokens: Number of tokens per slab.
+        disk: Options for storing the KV in a file. `limit_bytes` then limits only the host memory.
         states: Memory for snapshots of recurrent state (hybrid models). None disables snapshots.
 
     Raises:
@@ -343,7 +341,6 @@ class HostPool(StoredRows):
         self.cached.release(blocks)
 
     def _provide(self, count: int) -> None:
-        """Make `count` block ids free, contiguous if possible. Raise PoolFullError."""
         if self.groups.full:
             self._memory.provide(count, run=min(count, self.layout.slab_blocks))
         elif (missing := count - self._blocks.free) > 0:

@@ -21,8 +21,6 @@ class PrefixCache:
 
     Args:
         blocks: Allocator of the published blocks. The cache owns one reference to each of them.
-        window_blocks: Allocator of the window blocks.
-        groups: Assignment of layers to blocks.
         snapshots: Number of slots for snapshots, or None if the model has no recurrent state.
     """
 
@@ -95,7 +93,6 @@ class PrefixCache:
         self._forget(self.tree.remove(block))
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        """Drop the references to blocks that left the tree. Free their window blocks and snapshots."""
         self.windows.forget(blocks)
         if self.snapshots is not None:
             self.snapshots.forget(blocks)

@@ -74,10 +74,9 @@ class PrefixTree:
     returns, minus one for each block that `evict` or `remove` returns.
 
     A block is *idle* if no sequence references it. A sequence that references a block also references all ancestors of
-    the block. All descendants of an idle block are therefore idle, and evicting leaf by leaf can free all idle blocks.
-
-    Idle leaves are evicted in the order of last use and recomputation cost (`_Node.rank`). A short request therefore
-    does not evict a long conversation. A heap finds the next leaf in O(log n) on average.
+    the block, so all descendants of an idle block are idle. Evicting leaf by leaf can therefore free all idle blocks.
+    The order of eviction depends on last use and recomputation cost (`_Node.rank`), so that a short request does not
+    evict a long conversation.
 
     Not thread-safe.
     """
@@ -155,8 +154,7 @@ class PrefixTree:
 
         Returns:
             The new blocks of the tree, and a dict. The caller adds a reference to each new block. The dict maps block
-            indices to blocks of the tree with the same tokens and provenance key. The sequence must use these blocks
-            instead of its own.
+            indices to blocks of the tree with the same tokens and key, which the sequence must use instead of its own.
         """
         self._clock += 1
         known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)

@@ -31,14 +31,13 @@ class SlidingWindows:
     ) -> None:
         """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
 
-        Window blocks that these tokens attend to are kept. New blocks are allocated for the new tokens that later
-        tokens attend to. All other window blocks are freed. A partly filled shared block is copied.
+        Window blocks that these tokens attend to are kept. New blocks are allocated for new tokens that later tokens
+        attend to. All other window blocks are freed. A partly filled shared block is copied.
 
         Args:
-            next_window: Also allocate blocks for the next complete window, so that the sequence can continue if the
-                pool is full later.
-            before_window: Number of new tokens before the window of `stop` that also get slots, if there are enough
-                free blocks.
+            next_window: Also allocate blocks for the next complete window, in case the pool is full later.
+            before_window: Number of new tokens before the window of `stop` that also get slots, if enough blocks are
+                free.
 
         Raises:
             PoolFullError: The pool is full. The block table is unchanged.

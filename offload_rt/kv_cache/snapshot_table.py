@@ -80,8 +80,8 @@ def needed_positions(tokens: int, positions: Iterable[int], slack: int = BLOCK_S
     """Return the positions at which a text of `tokens` tokens needs snapshots, in descending order.
 
     A position is the number of tokens before the snapshot. Distances from the end of the text about double from one
-    snapshot to the next. An edit d tokens before the end recomputes at most 2 d + `slack` tokens, as far as `positions`
-    allow it. This also holds while the text grows, if a snapshot is added after every block.
+    snapshot to the next. An edit d tokens before the end recomputes at most 2 d + `slack` tokens. This also holds while
+    the text grows, if a snapshot can be made after every block.
 
     Args:
         tokens: Length of the text in tokens.

@@ -103,7 +103,6 @@ class StoredRows:
         return iter([(self.groups.storage_layer[layer], part)])
 
     def _divided(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, KVPart]]:
-        """Yield the storage layers of `layer`, filled with k and v `[Hkv, n, width]`."""
         storage_layers, layout = self.groups.storage_layers(layer), self.layout
         shape = (len(storage_layers), layout.kv_heads, 2, k.shape[1], layout.head_dim)
         planes = torch.zeros(shape, dtype=self.format.storage)

@@ -62,7 +62,6 @@ def pool_full(
 
 
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
-    """Yield the remaining bytes of each control group (cgroup v1 or v2) of this process that has a limit."""
     for folder, two in groups("memory", root, membership):
         headroom = _headroom(folder, *(_SECOND if two else _FIRST))
         if headroom is not None:

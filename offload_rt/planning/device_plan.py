@@ -67,7 +67,6 @@ class DevicePlan:
 
     @property
     def free_bytes(self) -> int:
-        """Device memory in bytes that the weights leave free."""
         return self.limit - self.weights
 
     def same_weights_as(self, other: DevicePlan) -> bool:
@@ -127,7 +126,6 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
 
 
 def check_device_kv(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if `device_kv_memory` is set for a CPU."""
     if config.device_kv_memory is not None and device.type == "cpu":
         raise ConfigError(
             "device_kv_memory keeps copies of KV in the memory of a GPU, and this device is a CPU, which reads KV in "

@@ -34,29 +34,17 @@ CUDA_WORKSPACE = 64 * 2**20  # bytes that cuBLAS allocates through torch for two
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Upper bounds of the device memory for sequences, without weights. All sizes are in bytes.
-
-    Attributes:
-        shape: Dimensions of the model and sizes of its weights.
-        demand: Memory demand of the policy.
-        slice_tokens: Number of prompt tokens that are computed together.
-        kv_quantised: Whether the KV cache is quantised, so that fetched KV must be decoded.
-        keys_on_host: Whether scoring keys are in host memory, and the host scores tokens.
-        working_set: Number of fetched KV entries per KV head that stay on the device, in layers that select tokens.
-        graphs: Whether CUDA graphs of padded batches are captured. `total` then includes a second graph.
-        draft_tokens: Maximum number of draft tokens per sequence in lossless mode; None without lossless mode.
-        device_kv: Memory for copies of KV blocks.
-    """
+    """Upper bounds of the device memory for sequences, without weights. All sizes are in bytes."""
 
     shape: ModelShape
-    demand: MemoryDemand
-    slice_tokens: int
-    kv_quantised: bool = False
-    keys_on_host: bool = False
-    working_set: int = 0
-    graphs: bool = False
-    draft_tokens: int | None = None
-    device_kv: int = 0
+    demand: MemoryDemand  # memory demand of the policy
+    slice_tokens: int  # number of prompt tokens that are computed together
+    kv_quantised: bool = False  # fetched KV must be decoded
+    keys_on_host: bool = False  # scoring keys are in host memory, and the host scores tokens
+    working_set: int = 0  # fetched KV entries per KV head that stay on the device, in layers that select tokens
+    graphs: bool = False  # CUDA graphs of padded batches are captured; `total` then includes a second graph
+    draft_tokens: int | None = None  # maximum number of draft tokens per sequence; None without lossless mode
+    device_kv: int = 0  # memory for copies of KV blocks
 
     def basis(self) -> int:
         """Return the size of the matrices that all scoring keys share, and of the corrections of predicted queries."""
@@ -88,7 +76,6 @@ class DeviceCosts:
 
     @property
     def working_set_bytes(self) -> int:
-        """Size of the working sets of a sequence, one per layer that selects tokens."""
         geometry = self.shape.geometry
         return self.demand.scored_layers(geometry) * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
@@ -155,7 +142,6 @@ class DeviceCosts:
         return max_entries * entry_bytes
 
     def prefill(self, context: int) -> int:
-        """Return the size of the temporary memory of a prefill."""
         return self._prefill_layer_bytes(context) + self._rope_bytes(  # `fixed` contains the RoPE of one slice
             max(0, min(context, MAX_CACHED_POSITIONS * self.slice_tokens) - self.slice_tokens)
         )
@@ -239,7 +225,6 @@ class DeviceCosts:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits_bytes(self, sequences: int) -> int:
-        """Return the size of a batch's logits, and of the temporary tensors for sampling."""
         vocab, wide = self.shape.geometry.vocab, self._widest_itemsize
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * wide) + 6 * wide + 16)
 

@@ -115,48 +115,30 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings that determine a document's text, except the model's weights. They are written once.
+    """All settings that determine a document's text, except the model's weights. They are written once."""
 
-    Attributes:
-        model: Name of the model, for messages.
-        fingerprint: Fingerprint of the model, its number format and its policy.
-        prompt: Instruction for the model. It is not part of the text.
-        system: System message.
-        beginning: Text that the document begins with.
-        headings: Headings of the chapters (an outline).
-        chapter_tokens: Length of a chapter in tokens.
-        sampling: Fields of `SamplingParams` that differ from the defaults, and the seed.
-    """
-
-    model: str = ""
-    fingerprint: str = ""
-    prompt: str = ""
-    system: str = ""
-    beginning: str = ""
-    headings: tuple[str, ...] = ()
-    chapter_tokens: int = 0
+    model: str = ""  # for messages
+    fingerprint: str = ""  # model, number format and policy
+    prompt: str = ""  # instruction for the model; not part of the text
+    system: str = ""  # system message
+    beginning: str = ""  # text that the document begins with
+    headings: tuple[str, ...] = ()  # chapters (an outline)
+    chapter_tokens: int = 0  # length of each chapter
+    # Fields of `SamplingParams` that differ from the defaults, and the seed.
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Written:
-    """The tokens of a document so far, and its progress.
+    """The tokens of a document so far, and its progress."""
 
-    Attributes:
-        tokens: All tokens in order: the prompt and the beginning, then headings and generated tokens.
-        given: Number of tokens in the prompt and the beginning.
-        chapters: Index in `tokens` of the first token of each heading.
-        unread: Number of first tokens of the beginning that do not fit in the model's context.
-        new_tokens: Number of generated tokens, including tokens that are only in the text file.
-        complete: Finish reason if the document is complete, else "".
-    """
-
+    # The prompt and the beginning, then headings and generated tokens.
     tokens: list[int] = field(default_factory=list)
-    given: int = 0
-    chapters: list[int] = field(default_factory=list)
-    unread: int = 0
-    new_tokens: int = 0
-    complete: str = ""
+    given: int = 0  # number of tokens in the prompt and the beginning
+    chapters: list[int] = field(default_factory=list)  # index in `tokens` of the first token of each heading
+    unread: int = 0  # number of first tokens of the beginning that do not fit in the model's context
+    new_tokens: int = 0  # generated tokens, including tokens that are only in the text file
+    complete: str = ""  # finish reason if the document is complete
 
 
 class DocumentFolder:
@@ -213,7 +195,6 @@ class DocumentFolder:
 
 
 def _check_fields(value: Settings | Written) -> None:
-    """Raise ValueError if a field has a wrong type. Convert JSON lists to tuples."""
     for one in fields(value):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
         found = getattr(value, one.name)

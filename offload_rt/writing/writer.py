@@ -232,7 +232,6 @@ class _Writer:
 
     @property
     def _text_complete(self) -> bool:
-        """Whether the text is complete: the model ended it, or a stop string was found."""
         tokens = self._written.tokens
         return self._text.stopped is not None or (bool(tokens) and tokens[-1] in self._ends)
 
@@ -246,12 +245,7 @@ class _Writer:
         self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
 
     def _check_fits(self) -> None:
-        """Raise an error if the document cannot be completed.
-
-        Raises:
-            PoolFullError: The KV would exceed host memory before the context reaches the model's context length.
-            ModelError: The context would exceed the model's context length, and the model does not support truncation.
-        """
+        """Raise PoolFullError or ModelError if the memory or the context length does not suffice for the document."""
         length = len(self._written.tokens) or len(self._context())
         longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
         self._llm.runner.check_fits(longest if self._llm.geometry.absolute_positions else min(longest, self._positions))

@@ -5,10 +5,8 @@ The pool's file consists of slabs with the shape
     [storage layer, slab_blocks, kv_head, 64 tokens, 2 (K, V), d]
 
 K and V of a token are adjacent, because they are always read together. The 64 tokens of a head are contiguous, because
-a head often selects adjacent tokens. The storage layers (`layer_groups`) of a block are aligned to disk blocks.
-
-A file of a session store contains the storage layers of one block in the same format, one after the other. If keys
-contain the values (latent attention), only K is stored.
+a head often selects adjacent tokens. The storage layers (`layer_groups`) of a block are aligned to disk blocks. A file
+of a session store contains the storage layers of one block in the same format. With latent attention, only K is stored.
 """
 
 from __future__ import annotations
@@ -136,21 +134,13 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Division of the host memory of a KV cache on disk.
+    """Division of the host memory of a KV cache on disk."""
 
-    Attributes:
-        staged: Size in bytes of each kind of temporary memory: data read, requested entries, and pending writes.
-        block_buffers: Maximum number of buffers for partly filled blocks.
-        blocks: Total size in bytes of these buffers.
-        slots: Number of KV entries in the row cache (`RowCache`).
-        slot_bytes: Size in bytes of a slot of the row cache, including metadata.
-    """
-
-    staged: int
-    block_buffers: int
-    blocks: int
-    slots: int
-    slot_bytes: int
+    staged: int  # bytes of each kind of temporary memory: data read, requested entries, and pending writes
+    block_buffers: int  # maximum number of buffers for partly filled blocks
+    blocks: int  # total bytes of these buffers
+    slots: int  # number of KV entries in the row cache (`RowCache`)
+    slot_bytes: int  # bytes of a slot of the row cache, including metadata
 
     @classmethod
     def divide(cls, limit: int, layout: FileLayout) -> MemoryBudget:

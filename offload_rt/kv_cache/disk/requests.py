@@ -34,17 +34,11 @@ Handles = NDArray[np.int32]
 
 @dataclass
 class DiskUse:
-    """Counters of disk reads and writes.
+    """Counters of disk reads and writes."""
 
-    Attributes:
-        wanted: Number of KV entries requested by `FileArena.gather`.
-        cached: Number of these entries that were in memory.
-        requests: Number of read requests sent to the disk.
-    """
-
-    wanted: int = 0
-    cached: int = 0
-    requests: int = 0
+    wanted: int = 0  # KV entries requested by `FileArena.gather`
+    cached: int = 0  # requested KV entries that were in memory
+    requests: int = 0  # read requests sent to the disk
     bytes_read: int = 0
     bytes_written: int = 0
 
@@ -193,8 +187,6 @@ class RingReader:
 
 
 class ThreadReader:
-    """Reader that uses a pool of threads, one request per thread at a time."""
-
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="offload-rt reader")
         weakref.finalize(self, self._threads.shutdown, wait=False)

@@ -136,7 +136,6 @@ class RowCache:
         self.used += fresh
 
     def remove(self, ids: range) -> None:
-        """Remove rows whose content has changed."""
         if (library := _library()) is not None:
             self.used -= library.drop(self._arrays, ids.start, ids.stop, ids.step)
             return

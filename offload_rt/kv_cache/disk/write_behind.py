@@ -98,7 +98,6 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[ExtentWrite]) -> str:
-        """Write `pieces`. Return the error message, or an empty string."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)
