@@ -106,7 +106,7 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def format_help(self) -> str:
-        """Return the help text. Its usage line omits the options, because the text lists them below."""
+        # The usage line omits the options, because they are listed below.
         words = [f"{action.option_strings[-1]} {action.metavar}" if action.option_strings else _positional(action)
                  for action in self._actions if action.required or not action.option_strings]  # fmt: skip
         self.usage = " ".join(["%(prog)s [OPTIONS]", *words])
@@ -117,7 +117,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _suggestion(self, message: str) -> str:
-        """Return a hint about an unknown option, command or argument in the error `message`, or ""."""
         if not (wrong := re.search(r"unrecognized arguments: (--[^\s=]+)|invalid choice: '([^']+)'", message)):
             return "; put a text with spaces in quotes" if message.startswith("unrecognized arguments: ") else ""
         actions = self._actions

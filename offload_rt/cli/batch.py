@@ -29,9 +29,10 @@ ShowProgress = Callable[[int, int], None]
 
 def run(args: argparse.Namespace) -> int:
     """Process the requests of a file and write the results to another file. Each line of IN is a JSON object with
-    "prompt" or "messages", and optionally "id", "max_tokens" and other sampling options; or a line for OpenAI's Batch
-    API with "custom_id", "url" and "body". OUT gets a line for each request, in the same format. Requests with a
-    result in OUT are skipped, so an interrupted batch can be resumed. The exit code is 1 if a request failed."""
+    "prompt" or "messages", and optionally "id", "max_tokens" and other sampling options. Lines for OpenAI's Batch API,
+    with "custom_id", "url" and "body", are also supported. OUT gets a line for each request, in the same format.
+    Requests with a result in OUT are skipped, so an interrupted batch can be resumed. The exit code is 1 if a request
+    failed."""
     if args.at_once < 1 or (args.ray is not None and args.ray < 1):
         raise ConfigError(f"--at-once {args.at_once} and --ray must be at least 1")
     config, sampling, console = engine_config(args), sampling_given(args), stderr_console(args.quiet)
@@ -82,23 +83,16 @@ def add(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line of the input file. Either `prompt` or `messages` is set.
+    """One line of the input file. Either `prompt` or `messages` is set."""
 
-    Attributes:
-        id: Id of the request. By default it is the line number, counted from 1.
-        prompt: Text or token ids of the prompt, or None.
-        messages: Messages of a conversation, or None.
-        sampling: Fields of `SamplingParams` that the request sets.
-    """
-
-    id: str
+    id: str  # by default, the line number
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, Any]  # fields of `SamplingParams` that the request sets
 
     @property
     def beginning(self) -> str:
-        """Beginning of the prompt, by which requests are sorted, so that common prefixes are computed once."""
+        """Sort key, which brings requests with a common prefix together."""
         return json.dumps(self.messages if self.prompt is None else self.prompt)
 
 
@@ -148,10 +142,10 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 
 
 class Results:
-    """The output file of a batch, which only one process can open. `done` contains the ids of its results.
+    """The output file of a batch. `done` contains the ids of requests with a result.
 
-    Opening the file removes an incomplete last line of a killed process. It raises InputError if the file cannot be
-    written, is locked by another process, or contains other data.
+    Opening the file removes an incomplete last line. InputError is raised if the file cannot be written, is locked by
+    another process, or contains other data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -188,7 +182,7 @@ class Results:
         os.fsync(self._file.fileno())
 
     def add_all(self, groups: Iterable[list[dict[str, Any]]], count: int, show: ShowProgress) -> int:
-        """Append groups of results as they arrive, and report the progress. Return the number of failed requests."""
+        """Append each group of results when it is complete. Return the number of failed requests."""
         done = failed = 0
         for group in groups:
             self.add(group)
@@ -207,7 +201,7 @@ def _failed(result: Mapping[str, Any]) -> bool:
 def process(
     llm: Any, requests: Sequence[AnyRequest], defaults: Mapping[str, Any], at_once: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """Process requests in groups of at most `at_once`, and yield the results (or errors) of each group.
+    """Process requests in groups of at most `at_once`. Yield the results (or errors) of each group.
 
     `defaults` are sampling parameters for requests that do not set them.
     """
@@ -218,7 +212,7 @@ def process(
 
 
 def group_requests(requests: Sequence[R], at_once: int) -> list[list[R]]:
-    """Split requests into groups of at most `at_once`, and sort them so that common prefixes are in one group."""
+    """Divide requests into groups of at most `at_once`, with common prefixes in the same group."""
     left = sorted(requests, key=lambda one: one.beginning)
     return [left[first : first + at_once] for first in range(0, len(left), at_once)]
 
@@ -248,7 +242,7 @@ def _generate_group(llm: Any, requests: Sequence[BatchRequest], defaults: Mappin
 
 
 class Worker:
-    """Ray Data actor with one engine. Each row is a group of requests, or of results, as JSON."""
+    """Ray Data actor with one engine. A row is one group of requests, and the result one group of results, as JSON."""
 
     def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:
         from ..llm import LLM
@@ -268,11 +262,10 @@ def process_on_ray(
     at_once: int,
     workers: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Process requests with `workers` engines on a Ray cluster, and yield results by group as they are completed.
+    """Process requests with `workers` engines on a Ray cluster. Yield the results of each group.
 
-    The cluster is the one at the address in the environment variable RAY_ADDRESS, or else a new local cluster. Each
-    group is one row of a Ray data set, so one engine computes the common prefix of a group. If an actor dies, Ray Data
-    assigns its row to another actor.
+    The environment variable RAY_ADDRESS has the address of the cluster. Without it, a local cluster is started. If an
+    actor dies, Ray Data assigns its group to another actor.
 
     Raises ConfigError if Ray Data is not installed or the engines fail.
     """
@@ -283,6 +276,7 @@ def process_on_ray(
 
     ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
+    # One row per group, so that one engine computes the common prefix of a group.
     rows = [{"requests": json.dumps([asdict(one) for one in group])} for group in group_requests(requests, at_once)]
     results = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         Worker,

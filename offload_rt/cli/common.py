@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def print_list(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: str, *, left: int) -> None:
-    """Print a table on stdout, or the text `empty` if it has no rows. The first `left` columns are left-justified."""
+    """Print a table on stdout, or the text `empty` if it has no rows. Align the first `left` columns to the left."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -94,9 +94,9 @@ def token_count(text: str) -> int:
 
 
 def check_before_loading(model: str, config: EngineConfig, *, text: bool = True) -> None:
-    """Raise an error if the model does not exist, or if the machine has less memory than `host_memory`.
+    """Raise an error if the model does not exist, or if `host_memory` exceeds the available memory.
 
-    This is fast, because it imports neither torch nor transformers. `text` tells whether the command needs a tokenizer.
+    With `text`, a tokenizer is required too. The check is fast, because it imports neither torch nor transformers.
     """
     memory_limit(config.host_memory, at_most=1 << 62)
     hub = hub_of(config)
@@ -111,10 +111,7 @@ def check_before_loading(model: str, config: EngineConfig, *, text: bool = True)
 
 
 def check_store(folder: str | Path) -> Path:
-    """Create the folder of a store if it does not exist, and return its path. Raises StoreError if this fails.
-
-    Call this before a model is loaded.
-    """
+    """Create the folder of a store if it does not exist, and return its path. Raises StoreError if this fails."""
     path = Path(folder).expanduser()
     try:
         make_private_folder(path)
@@ -151,10 +148,10 @@ def stderr_console(quiet: bool) -> Console:
 
 @contextmanager
 def recorded_interrupts() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed. The body must call it often.
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed.
 
-    Python loses a KeyboardInterrupt that is raised in a destructor or in a weak reference callback. The function raises
-    it again. Outside the main thread, which alone receives signals, it does nothing.
+    The function must be called often, because Python loses a KeyboardInterrupt that is raised in a destructor or in a
+    weak reference callback. Outside the main thread, the function does nothing.
     """
     pressed = False
 

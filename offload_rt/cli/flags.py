@@ -53,9 +53,7 @@ def add_option(
     suffix: str = "",
     metavar: str | None = None,
 ) -> None:
-    """Add a flag for one field of a configuration class `owner`, such as `EngineConfig`.
-
-    A flag that the user does not set has the parsed value None, so that the default of the dataclass applies later.
+    """Add a flag for one field of the configuration class `owner`. Its value is None if the user does not set it.
 
     Args:
         prefix: Prefix of the name in the parsed arguments.
@@ -86,12 +84,12 @@ def _default_text(field: Field[Any], help: str) -> str:
 
 
 def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of the dataclass `owner` that the user has set by flags."""
+    """Return the fields of the dataclass `owner` that the user has set, with their values."""
     return given(args, [field.name for field in fields(owner)], prefix)
 
 
 def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return {name: value of the parsed argument `prefix` + name} for the arguments that the user has set."""
+    """Return the arguments `names` that the user has set, with their values. In `args`, names have the `prefix`."""
     values = ((name, getattr(args, prefix + name, None)) for name in names)
     return {name: value for name, value in values if value is not None}
 
@@ -103,13 +101,10 @@ def _without_none(kind: Any) -> Any:
 
 
 def _reader(kind: Any) -> Any:
-    """Return the function that converts the text of a flag to a value of type `kind`.
-
-    Types such as `config.Size` stay texts, because the configuration parses them.
-    """
+    """Return the function that parses the text of a flag for a value of type `kind`."""
     if get_origin(kind) is tuple:
         return _layers
-    return kind if kind in (int, float, Path) else str
+    return kind if kind in (int, float, Path) else str  # the configuration parses other types, such as `config.Size`
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -176,7 +171,7 @@ def flag_of(field: Field[Any]) -> str:
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
-    """Return the options of the policies by name, with the first class and the field that define each option."""
+    """Return the options of the policies by name, with the class and the field that define them."""
     found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
     for policy in policies:
         owner = options_class(policy)
@@ -274,7 +269,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_to
 
 
 def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given sampling parameters. If neither they nor the checkpoint define how to sample, add `SAMPLED`.
+    """Return the sampling parameters `given`, with `SAMPLED` if neither user nor checkpoint chooses how to sample.
 
     Small models give poor texts if they sample from the unchanged distribution, which is the default in Python.
     """
@@ -285,10 +280,7 @@ def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling parameters that the user has set by flags.
-
-    Raises ConfigError for invalid values, before a model is loaded.
-    """
+    """Return the sampling parameters that the user has set. Raises ConfigError for invalid values."""
     found = given_options(args, SamplingParams, SAMPLING)
     SamplingParams(**found)
     return found

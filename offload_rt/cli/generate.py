@@ -112,7 +112,6 @@ def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
 
 
 def _text(args: argparse.Namespace) -> str:
-    """Return the prompt from the argument, a file or stdin. Raises InputError if there is none, or more than one."""
     if args.prompt is not None and args.prompt_file is not None:
         raise InputError("give either PROMPT or --prompt-file, not both")
     if args.prompt is not None:
@@ -126,7 +125,7 @@ def _text(args: argparse.Namespace) -> str:
 
 
 def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
-    """Return {"max_model_len": n} if other flags determine the length of the text, which sizes the memory, else {}."""
+    """Return {"max_model_len": n} if the flags determine the length of the text, else {}."""
     if args.max_model_len is not None or args.prompt_tokens is None:
         return {}
     return {"max_model_len": max(1, args.prompt_tokens) + params.max_tokens}
@@ -135,7 +134,7 @@ def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]
 def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
     """Return the token ids of the prompt: the first `--prompt-tokens` tokens of the text, or all.
 
-    `--truncate` shortens them to the context length. Without it, raise InputError if they are too long.
+    Raise InputError if the prompt is longer than the context and `--truncate` is not set.
     """
     ids, wanted = llm.encode(text), args.prompt_tokens
     available = llm.geometry.max_positions - max_tokens
@@ -152,7 +151,7 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
 
 
 def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
-    """Return the token ids of a chat prompt with `text`, shortened by `--truncate` to the context length."""
+    """Return the token ids of a chat prompt. If `text` is too long, `--truncate` shortens it."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     _, ids = llm.chat_prompt([*system, {"role": "user", "content": text}])
     available = llm.geometry.max_positions - max_tokens
@@ -167,7 +166,7 @@ def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) ->
 
 
 def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> tuple[list[int], bool]:
-    """Stream the new text to stdout. Before that, show the end of the prompt on stderr.
+    """Show the end of the prompt on stderr, then stream the new text to stdout.
 
     Return the new tokens, and whether the text is complete (False after Ctrl-C).
     """
@@ -192,7 +191,6 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: 
 
 
 def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
-    """Write several texts to stdout, each after a status line on stderr. Return the exit code."""
     [output] = llm.generate([prompt], params)
     for one in output.outputs:
         console.print(
@@ -204,7 +202,6 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
 
 
 def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Print a summary on stderr, or all statistics with `--stats`. Return the statistics, or {} if there are none."""
     from .tables import stats_table, summary_table
 
     stats = llm.last_stats

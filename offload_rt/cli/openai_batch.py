@@ -28,16 +28,10 @@ NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """One line of a file for OpenAI's Batch API.
+    """One line of a file for OpenAI's Batch API."""
 
-    Attributes:
-        id: The line's `custom_id`.
-        path: The endpoint, such as "/v1/completions".
-        body: Body of the request.
-    """
-
-    id: str
-    path: str
+    id: str  # the line's `custom_id`
+    path: str  # the endpoint, such as "/v1/completions"
     body: Mapping[str, Any]
 
     @classmethod
@@ -53,7 +47,6 @@ class ServerRequest:
 
     @property
     def beginning(self) -> str:
-        """Beginning of the prompt, by which requests are sorted, so that common prefixes are computed once."""
         names = ("instructions", "messages", "prompt", "input")
         return json.dumps([self.path, *(self.body.get(name) for name in names)])
 
@@ -61,7 +54,7 @@ class ServerRequest:
 def process_openai(
     llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the result lines of each group of requests, answered by the server's application within this process.
+    """Process groups of requests with the server's application in this process. Yield the result lines of each group.
 
     Raises ConfigError if the server's packages are not installed.
     """
@@ -96,7 +89,6 @@ async def _result(app: Any, request: ServerRequest, defaults: Mapping[str, Any])
 
 
 async def _post(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
-    """Send a POST request to the application. Return the status and the body of the response."""
     from ..server.proxy import ForwardedRequest, run_app
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]

@@ -74,28 +74,21 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Store:
-    """The session store that the user's flags select.
+    """The session store that the user's flags select."""
 
-    Attributes:
-        folder: Folder of the store, or None if nothing is stored on disk.
-        options: Options of the store.
-        chosen: Whether the user has set the folder. If not, it is the default store.
-    """
-
-    folder: Path | None
+    folder: Path | None  # None if nothing is stored on disk
     options: StoreOptions
-    chosen: bool
+    chosen: bool  # the user has set `--store` or `--no-store`
 
     @property
     def documents(self) -> Path | None:
-        """Folder of conversations and responses, or None if they stay in memory."""
+        """Folder of conversations and responses, or None if nothing is stored on disk."""
         from ..storage.folder import SERVER_FOLDER
 
         return None if self.folder is None else self.folder / SERVER_FOLDER
 
 
 def _store(args: argparse.Namespace) -> _Store:
-    """Return the store that is set by flags, or the default store, which has a size limit."""
     options = store_options(args)
     if args.no_store:
         if args.store:
@@ -111,10 +104,10 @@ def _store(args: argparse.Namespace) -> _Store:
 
 
 def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path | None]:
-    """Return an engine that uses the store, and the folder for its documents.
+    """Return the engine, and the folder for conversations and responses.
 
-    If another process writes to the default store, the store is opened read-only. If the default store cannot be used
-    at all, the server starts without a store.
+    If another process writes to the default store, the store is opened read-only. If the default store cannot be used,
+    the server starts without a store.
     """
     from ..async_llm import AsyncLLM
 

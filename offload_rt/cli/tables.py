@@ -225,7 +225,7 @@ def comparison_table(found: Comparison) -> Table:
 
 
 def verdict(found: Comparison) -> str:
-    """Return one sentence about the savings of a policy and the similarity of its text to that of full attention."""
+    """Return one sentence about the savings of a policy and its similarity to full attention."""
     policy, full = found.policy, found.full
     if policy.device == "cpu" or not full.h2d_bytes_per_token:
         savings = f"attends exactly to {_share(policy.exact_fraction)} of the tokens"
@@ -304,7 +304,6 @@ def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
 
 
 def _plan_rows(plan: DevicePlan) -> Rows:
-    """Return the rows about the placement of weights and scoring keys, and about the transfers of a decode step."""
     costs, layers = plan.costs, plan.costs.shape.geometry.layers
     keys = "on the host" if plan.keys_on_host else "on the device" if costs.demand.key_bytes else "none"
     streamed = ", ".join(map(str, plan.streamed))
@@ -329,10 +328,7 @@ def requirements_table(
     disk: DiskPlan | None = None,
     shape: ModelShape | None = None,
 ) -> Table:
-    """Return a table of the memory that one sequence needs, the free memory, and the device memory plan.
-
-    If `shape` is given, the table also lists weights in host memory.
-    """
+    """Return a table of the memory that one sequence needs, the free memory, and the plan of the device memory."""
     free = [("host memory", f"{format_size(machine.host_free)}, for KV {format_size(machine.pool_limit)}")]
     if machine.device_free is not None:
         free.append((f"on {machine.device}", format_size(machine.device_free)))

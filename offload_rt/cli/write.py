@@ -98,7 +98,6 @@ def _headings(outline: str | None) -> tuple[str, ...]:
 
 
 def _complete(draft: Draft) -> str:
-    """Return a message about a complete document, with the option that continues it."""
     message = f"{draft.path} is complete: {draft.written.new_tokens:,} new tokens"
     if chapters := draft.chapter_count():
         return f"{message} in {chapters} chapters; --chapters N continues it up to chapter N"

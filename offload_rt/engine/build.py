@@ -17,7 +17,7 @@ from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
 from ..errors import ConfigError, MemoryLimitError
 from ..kernels import dispatch
-from ..kv_cache.arena import read_in_place
+from ..kv_cache.arena import reads_host_addresses
 from ..kv_cache.disk.file_layout import DiskTier
 from ..kv_cache.pool import HostPool
 from ..kv_cache.state_pool import StatePool, slot_bytes
@@ -271,7 +271,7 @@ def _device_blocks(pool: HostPool, device: torch.device, limit: int) -> int:
 
 
 def _reads_in_place(pool: HostPool) -> bool:
-    found = not pool.pins or read_in_place()
+    found = not pool.pins or reads_host_addresses()
     if not found:
         warnings.warn(
             "this device cannot read page-locked host memory at its host address (as on WSL 2): the host gathers KV "

@@ -151,11 +151,11 @@ class CacheManager:
         for sequence in batch if self.evicts else ():
             if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
                 continue
-            if not self._pool.grows:
+            if not self._pool.can_grow:
                 longest = max(batch, key=lambda other: len(other.blocks.ids))
                 if len(longest.blocks.ids) > len(sequence.blocks.ids) + 1:
                     self._shrink(longest, storage)
-            if self._pool.grows:
+            if self._pool.can_grow:
                 self._pool.reserve(sequence.blocks, sequence.position + 1)
 
     def _shrink(self, sequence: Sequence, storage: KVStorage) -> None:

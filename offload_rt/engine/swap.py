@@ -130,7 +130,7 @@ class Swap:
         blocks = self._cached_exact_blocks(swapped, tokens)
         with runner.cache_manager.released_on_error(blocks):
             found = self._find(swapped, blocks)
-            pool.check_grows(blocks, swapped.position + 1, spare)
+            pool.check_can_grow(blocks, swapped.position + 1, spare)
         if found is None:
             pool.release(blocks)
             return None

@@ -1,4 +1,4 @@
-"""Host memory of the KV cache: one address range, whose slabs are activated on demand."""
+"""Host memory of the KV cache: one reserved address range, divided into slabs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from .layout import PAGE, ArenaLayout, fill_planes
 
 
 class Arena:
-    """KV storage in host memory: one address range as large as the memory limit, divided into slabs.
+    """Host memory for KV: one reserved address range, divided into slabs of equal size.
 
-    The operating system allocates memory pages on first write, so an unused pool needs no memory. With `pin`,
-    `activate` page-locks the next slab. This allocates all its pages and takes up to a second per gigabyte, so call it
-    when a sequence is admitted, not during decoding. Without `pin`, `activate` only counts slabs.
-
-    The range uses huge pages, for fewer page faults and TLB misses. A partly used slab may therefore occupy memory of
-    its full size. The memory is unmapped when the arena and all views of it have been deleted.
+    The operating system allocates memory pages on first write. `activate` makes the next slab usable. With `pin`, it
+    page-locks the slab, which takes up to a second per gigabyte. The memory is unmapped when the arena and all views of
+    it have been deleted.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, *, pin: bool = False) -> None:
@@ -32,8 +29,9 @@ class Arena:
         self.layout = layout
         self.pin = pin
         self.active = 0
-        # The first slab has no huge pages unless it is pinned. A short prompt would write to many of them, and the
-        # kernel clears each one (SmolLM2, 30 tokens: 360 MB, one second on a virtual machine).
+        # Huge pages cause fewer page faults and TLB misses. The first slab has none unless it is pinned: a short prompt
+        # would write to many huge pages, and the kernel clears each one (SmolLM2, 30 tokens: 360 MB, one second on a
+        # virtual machine).
         start = 0 if pin else layout.slab_rows * layout.head_dim * layout.itemsize
         memory = reserve(layout.bytes, "the KV cache", huge_from=start)
         self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
@@ -45,7 +43,7 @@ class Arena:
         assert PAGE % mmap.PAGESIZE == 0 == self.rows.data_ptr() % mmap.PAGESIZE
 
     def activate(self) -> None:
-        """Activate the next slab. Raise MemoryLimitError if it cannot be page-locked."""
+        """Make the next slab usable. Raise MemoryLimitError if it cannot be page-locked."""
         assert self.active < self.layout.slabs
         if self.pin:
             slab = self.rows.narrow(0, self.active * self.layout.slab_rows, self.layout.slab_rows)
@@ -60,31 +58,27 @@ class Arena:
         return KVPart.of(self.planes[slab, storage_layer].narrow(2, offset, size), dim=1)
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return stored K and V as a view `[p, size, width]`: one plane per storage layer, KV head, and K or V.
+        """Return a view `[p, size, width]` of the token slots from `offset` on, in all planes of the storage layers.
 
-        `offset` is the first token slot of the slab.
+        A plane is K or V of one KV head in one storage layer (`layout.py`).
         """
         return self.planes[slab, storage_layers.start : storage_layers.stop].flatten(0, 2).narrow(1, offset, size)
 
     def fill(self, slab: int, storage_layer: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to token slots [offset, offset + n).
-
-        Return when the copy is complete.
-        """
+        """Copy encoded k and v `[Hkv, n, width]` to the token slots [offset, offset + n). Return after the copy."""
         fill_planes(self.planes[slab, storage_layer].narrow(2, offset, k.shape[1]), 1, k, v)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` token slots of a block, in all its layers."""
+        """Copy the first `tokens` token slots of block `source` to block `target`, in all layers."""
         (a, i), (b, j) = (divmod(block, self.layout.slab_blocks) for block in (source, target))
         old = self.planes[a, :, :, :, i * BLOCK_SIZE : i * BLOCK_SIZE + tokens]
         self.planes[b, :, :, :, j * BLOCK_SIZE : j * BLOCK_SIZE + tokens].copy_(old)
 
 
 def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
-    """Reserve `size` bytes of page-aligned address space for the purpose `what`, without allocating memory.
+    """Reserve `size` bytes of page-aligned address space, without allocating memory. Raise MemoryLimitError.
 
-    Huge pages are requested from byte `huge_from` on, a multiple of `PAGE`. Raises MemoryLimitError if the limits of
-    the process do not allow this size.
+    `what` is the purpose, for messages. Huge pages are used from byte `huge_from` on, which is a multiple of `PAGE`.
     """
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -100,10 +94,7 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
 
 
 def page_lock(slab: torch.Tensor, owner: object) -> None:
-    """Page-lock the memory of `slab` until `owner` is deleted, for asynchronous copies and direct reads by kernels.
-
-    Raises MemoryLimitError if CUDA refuses.
-    """
+    """Page-lock the memory of `slab` for CUDA, until `owner` is deleted. Raise MemoryLimitError if CUDA refuses."""
     size = slab.numel() * slab.itemsize
     cuda: Any = torch.cuda  # cudart() is untyped in some of torch's versions
     code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
@@ -118,11 +109,10 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
     weakref.finalize(owner, _unregister, slab)
 
 
-def read_in_place() -> bool:
-    """Return whether kernels on the current CUDA device can read page-locked memory at its host address.
+def reads_host_addresses() -> bool:
+    """Return whether CUDA kernels can read page-locked memory at its host address. On WSL 2, for example, they cannot.
 
-    This locks a test page. On WSL 2, for example, the result is False. Raises MemoryLimitError if no page can be
-    locked.
+    The test page-locks one page. Raise MemoryLimitError if that fails.
     """
     page = torch.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     page_lock(page, page)
@@ -131,7 +121,7 @@ def read_in_place() -> bool:
 
 
 def device_pointer(address: int) -> int | None:
-    """Return the device address of page-locked host memory, or None without a CUDA driver (as on ROCm)."""
+    """Return the device address of page-locked host memory, or None without CUDA's driver (as on ROCm)."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

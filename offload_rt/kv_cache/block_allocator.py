@@ -1,4 +1,4 @@
-"""Block allocator: assigns block ids in runs of consecutive ids, and counts the references to each block."""
+"""Block allocator: assigns block ids, and counts the references to each block."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockAllocator:
-    """Allocates ids of blocks and counts their references. It does not allocate memory.
+    """Allocates block ids and counts their references. It allocates no memory.
 
-    A run is a sequence of consecutive ids. Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). Runs never
-    span two slabs, because slabs are not contiguous in memory.
+    Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). A run is a sequence of consecutive ids in one slab,
+    so its blocks are contiguous in memory.
 
-    Free runs are in two sorted lists: one by start, for merging adjacent runs, and one by size, for finding the best
-    fit. Each operation takes two bisections and two list insertions per run, a few microseconds with 100,000 blocks.
-
-    Not thread-safe. Before the caller drops a reference with `decref`, all transfers of the block must have ended,
-    because the next call may allocate it again.
+    Not thread-safe. All transfers of a block must have ended before `decref`, because a block without references can be
+    allocated again.
 
     Args:
-        on_free: Function that is called with the blocks whose last reference was dropped, before they can be allocated
-            again.
+        on_free: Called with blocks that have lost their last reference, before they can be allocated again.
     """
 
     def __init__(self, slab_blocks: int, on_free: Callable[[Sequence[int]], None] = lambda blocks: None) -> None:
@@ -28,6 +24,8 @@ class BlockAllocator:
         self.slab_blocks, self._on_free = slab_blocks, on_free
         self.free = 0
         self._refs: list[int] = []
+        # Free runs, sorted by start (to merge adjacent runs) and by size (to find the best fit). With 100,000 blocks,
+        # an operation takes a few microseconds per run.
         self._starts: list[int] = []
         self._size: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
@@ -69,24 +67,23 @@ class BlockAllocator:
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Allocate up to `count` blocks whose ids follow `last` in its slab without a gap. Return them."""
+        """Allocate the free ids that directly follow block `last` in its slab, at most `count`. Return them."""
         start = last + 1
         if start % self.slab_blocks == 0:
             return []
         return self._take_run(start, min(count, self._size.get(start, 0)))
 
     def worst_fit(self, count: int) -> list[int]:
-        """Allocate `count` blocks with free ids after them, for sequences that keep growing.
+        """Allocate `count` blocks from the middle of the longest free runs (worst fit).
 
-        The blocks are taken from the middle of the longest free run, or from its start if the run begins at a slab
-        boundary or is too short to be split. Sequences that grow at the same time thus get long runs instead of
-        interleaved blocks.
+        Free ids remain after the blocks, so that several sequences can grow contiguously at the same time.
         """
         assert 0 <= count <= self.free
         taken: list[int] = []
         while len(taken) < count:
             wanted = min(count - len(taken), self.largest_run)
             size, start = self._by_size[bisect_left(self._by_size, (self.largest_run, -1))]
+            # Begin at the start of the run if it is a slab boundary, or if the run is too short to be split.
             gap = 0 if start % self.slab_blocks == 0 else min(size // 2, max(size - 2 * wanted, 0))
             taken += self._take_run(start + gap, wanted)
         return taken

@@ -14,14 +14,13 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class SlotState:
-    """Usage of the token slots of one sequence: tensors `[L, slots]`, modified in place.
+    """Usage of a sequence's token slots: tensors `[L, slots]`, modified in place without synchronisation.
 
-    A slot stores the KV of one token. After evictions, it may contain different tokens in different layers. All
-    operations are tensor operations on the state's device, without synchronisation.
+    A slot stores the KV of one token. After evictions, it may contain different tokens in different layers.
 
     Attributes:
         position: int64, position in the text of the slot's token; -1 if the slot is empty.
-        since: int64, first decode step after the token left the recent window, so that it could be selected.
+        since: int64, first decode step in which the token could be selected, because it had left the recent window.
         last_used: int64, last decode step in which the slot was written, or selected by any head.
         counter: uint8, number of decode steps in which any head selected the slot. If a counter saturates, all counters
             of its layer are halved.
@@ -51,8 +50,8 @@ class SlotState:
         """Return a copy of the state of the first `slots` slots."""
         return SlotState(*(table[:, :slots].clone() for table in self._tables()))
 
-    def follow(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Update a layer's state after tokens have been moved, as pairs (source slot, target slot)."""
+    def apply_moves(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the state of tokens that were moved in `layer`. `moves` are pairs (source slot, target slot)."""
         for table in self._tables():
             for slot, target in moves:
                 table[layer, target] = table[layer, slot]
@@ -66,7 +65,7 @@ class SlotState:
     def fill(self, tokens: range, step: int, recent: int) -> None:
         """Record that token t of `tokens` was written to slot t in every layer.
 
-        A token can be selected from decode step `step` on, when it has left the window of `recent` newest tokens.
+        The token can be selected from decode step `step` on, but not while it is among the `recent` newest tokens.
         """
         at = torch.arange(tokens.start, tokens.stop, device=self.position.device)
         self.position[:, tokens.start : tokens.stop] = at
@@ -80,7 +79,7 @@ class SlotState:
             table.scatter_(1, targets[:, None], table[:, source : source + 1].clone())
 
     def record_write(self, slots: torch.Tensor, position: int, step: int, recent: int) -> None:
-        """Record that the token at `position` was written in decode step `step`, to slot `slots[l]` of each layer l.
+        """Record that decode step `step` wrote the token at `position` to slot `slots[l]` of each layer l.
 
         `slots` is int64 `[L]`. The token leaves the recent window `recent` steps later.
         """
@@ -91,17 +90,17 @@ class SlotState:
         self.counter.scatter_(1, index, 0)
 
     def touch(self, layer: int, slots: torch.Tensor, step: int) -> None:
-        """Record that a layer selected `slots` (int64 of any shape; duplicates count once)."""
+        """Record that `layer` selected `slots` (int64 of any shape, possibly with duplicates) in decode step `step`."""
         used = torch.zeros_like(self.counter[layer], dtype=torch.bool).index_fill_(0, slots.flatten(), True)
         self.last_used[layer].masked_fill_(used, step)
         counter = self.counter[layer] + used
         self.counter[layer] = torch.where(counter.max() >= COUNTER_LIMIT, counter >> 1, counter)
 
 
-def _used_share(state: SlotState, step: int) -> torch.Tensor:
-    """Return how often each token was selected per decode step since it left the recent window, in units of 2^-16.
+def _selection_rate(state: SlotState, step: int) -> torch.Tensor:
+    """Return the selections of each token per decode step since it left the recent window, in units of 2^-16.
 
-    As a prior, each token gets one more selection and `PRIOR_STEPS` more steps.
+    Each token starts with one selection in `PRIOR_STEPS` steps.
     """
     steps = (step - state.since).clamp_min(0) + PRIOR_STEPS
     return ((state.counter.to(torch.int64) + 1) << 16) // steps
@@ -112,7 +111,7 @@ PRIOR_STEPS = 8
 RANKINGS: dict[str, Callable[[SlotState, int], torch.Tensor]] = {
     "fifo": lambda state, step: torch.zeros_like(state.position),
     "lru": lambda state, step: state.last_used,
-    "counter": _used_share,
+    "counter": _selection_rate,
 }
 """Functions (state, step) -> sort keys `[L, slots]`, by eviction policy.
 

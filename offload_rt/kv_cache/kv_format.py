@@ -1,8 +1,7 @@
 """Storage formats of the KV cache: the model's dtype, or integers with a scale per group.
 
 Quantisation is group-wise and asymmetric as in FlexGen (§4.3): groups of 64 elements, whose minimum and maximum are
-represented exactly. Host-to-device transfers use the storage format. Vectors are decoded on the device that computes
-attention.
+represented exactly. Host-to-device transfers use the storage format.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class Native:
 class Quantised:
     """Format that stores integers of 8, 4 or 2 bits, with a float16 minimum and step for each group of elements.
 
-    A vector of d elements takes ceil(d * bits / 8) + 4 * groups bytes. If d is not a multiple of the group size, the
-    last group is smaller. The error of an element is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the
-    rounding of minimum and step to float16. `padding` unused bytes follow each vector (`make_kv_formats`).
+    A vector of d elements takes ceil(d * bits / 8) + 4 * groups + `padding` bytes. The error of an element is at most
+    half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and step to float16.
     """
 
     bits: int
@@ -71,12 +69,10 @@ class Quantised:
 
     @property
     def groups(self) -> int:
-        """Number of groups per vector: as few as possible, with at most `GROUP` elements each."""
         return math.ceil(self.head_dim / GROUP)
 
     @property
     def width(self) -> int:
-        """Number of bytes per vector."""
         return self._code_bytes + 4 * self.groups + self.padding
 
     @property
@@ -138,7 +134,7 @@ KVFormat = Native | Quantised
 
 
 def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first `count` codes of each vector, padded with zeros."""
+    """Truncate each vector of codes to `count` codes, or pad it with zeros."""
     missing = count - codes.shape[-1]
     return torch.nn.functional.pad(codes, (0, missing)) if missing > 0 else codes[..., :count]
 
@@ -154,7 +150,7 @@ def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVF
 def make_kv_formats(name: KVFormatName, dtype: torch.dtype, geometry: ModelGeometry) -> tuple[KVFormat, KVFormat]:
     """Return the storage formats of full-attention layers and of sliding-window layers. Raises ConfigError.
 
-    Vectors are padded so that the stored widths of both formats have the ratio of their head dimensions.
+    Vectors are padded so that `geometry.window_ratio` vectors of a sliding-window layer fill a full-attention vector.
     """
     full = make_kv_format(name, dtype, geometry.head_dim)
     if geometry.window_rows is None:
@@ -167,7 +163,7 @@ def make_kv_formats(name: KVFormatName, dtype: torch.dtype, geometry: ModelGeome
 
 
 def stored_geometry(geometry: ModelGeometry, formats: tuple[KVFormat, KVFormat]) -> ModelGeometry:
-    """Return `geometry` with the widths of stored vectors in place of the head dimensions."""
+    """Return `geometry` with the widths of stored vectors as head dimensions."""
     full, window = formats
     own = geometry.window_rows
     rows = None if own is None else replace(own, head_dim=window.width)

@@ -12,20 +12,19 @@ from ..core import BLOCK_SIZE, ModelGeometry
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Assignment of a model's layers to groups. A block has the KV of 64 tokens in the layers of one group.
+    """Division of a model's layers into groups. A block contains the KV of 64 tokens in the layers of one group.
 
-    Group 0 contains the full-attention layers, with one block per 64 tokens of a sequence. Sliding-window layers form
-    the groups 1 to `sliding`. Each of these groups has one block per 64 tokens inside a window. Blocks of the last
-    group may have unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If
-    all layers use sliding windows, group 0 has no layers, and no memory belongs to its block ids.
+    Group 0 contains the full-attention layers. Sliding-window layers form the groups 1 to `sliding`, which have blocks
+    only for tokens inside a window. All blocks have the same size. If all layers use sliding windows, group 0 has no
+    layers, and its block ids have no memory.
 
-    A block consists of `layers` *storage layers*, each with the size of the KV of a full-attention layer. A
-    full-attention layer takes one storage layer. A sliding-window layer with another row shape takes one
-    or several consecutive ones (`ArenaLayout.window_part`). A layer that uses the KV of an earlier layer has the group
-    and the storage layers of that layer.
+    A block consists of `layers` *storage layers*, each as large as the KV of a full-attention layer. A full-attention
+    layer takes one storage layer. A sliding-window layer with another row shape takes one or several consecutive
+    storage layers (`ArenaLayout.window_part`). A layer that uses the KV of an earlier layer has its group and storage
+    layers.
 
     Attributes:
-        layers: Number of storage layers per block. Without sliding windows, this is the number of layers of the model.
+        layers: Number of storage layers per block.
         group: Group number of each layer, `[L]`.
         storage_layer: Index of the first storage layer of each layer, `[L]`.
         sliding: Number of groups of sliding-window layers.
@@ -60,7 +59,7 @@ class LayerGroups:
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that store KV: the first layer with each storage layer."""
+        """Layers that store KV, and do not use the KV of an earlier layer."""
         first: dict[tuple[int, int], int] = {}
         for layer, place in enumerate(zip(self.group, self.storage_layer, strict=True)):
             first.setdefault(place, layer)
@@ -82,11 +81,11 @@ class LayerGroups:
         return range(first, first + (self.window_storage_layers if self.group[layer] else 1))
 
     def used_storage_layers(self, group: int) -> int:
-        """Return how many storage layers of a block of `group` are used. Unused ones come last."""
+        """Return the number of used storage layers in a block of `group`. Unused storage layers come last."""
         return max(self.storage_layers(layer).stop for layer in self.layers_of(group))
 
     def first_seen(self, position: int, floor: int = 0) -> int:
-        """Return the first token, but at least `floor`, that the token at `position` attends to in sliding layers."""
+        """Return the first token, from `floor` on, that the token at `position` attends to in sliding-window layers."""
         return max(floor, 0, position + 1 - self.window)
 
     @property
@@ -95,10 +94,10 @@ class LayerGroups:
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def window_indices(self, start: int, stop: int, floor: int = 0, *, next_window: bool = False) -> set[int]:
-        """Return the block indices for which a sequence needs window blocks while it computes the tokens [start, stop).
+        """Return the indices of the window blocks that a sequence needs to compute the tokens [start, stop).
 
-        These are the blocks that the first token attends to, and the new blocks that the token at `stop` attends to.
-        With `next_window`, the blocks of the next complete window are included.
+        These are the blocks that token `start` attends to, and the blocks of new tokens that token `stop` attends to.
+        `next_window` adds the blocks of the next complete window.
         """
         before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
         end = -(-stop // BLOCK_SIZE)
@@ -107,11 +106,11 @@ class LayerGroups:
         return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, end)}
 
     def prefill_ends(self, start: int, stop: int, floor: int = 0, *, slice_tokens: int = BLOCK_SIZE) -> Iterator[int]:
-        """Yield tokens at which the first part of a prefill of [start, stop) may end, beginning with `stop`.
+        """Yield possible ends of the first part of a prefill of [start, stop), each with fewer window blocks.
 
-        A part after earlier tokens needs the windows at both of its ends at once. Each yielded end needs fewer window
-        blocks than the previous one, and ends after complete slices of `slice_tokens` tokens are preferred. The part up
-        to the last end, and the parts after it, need no more window blocks than decode steps need.
+        A part needs the window blocks at both of its ends. The first end is `stop`. Multiples of `slice_tokens` after
+        `start` come before ends of blocks. With the last end, this part and all later parts need no more window blocks
+        than a decode step.
         """
         yield stop
         fewest, limit = len(self.window_indices(start, stop, floor)), min(stop, start + self.window + BLOCK_SIZE)
@@ -125,18 +124,17 @@ class LayerGroups:
                 yield end
 
     def blocks(self, tokens: int) -> int:
-        """Return the largest number of blocks, over all groups, that `tokens` tokens can need."""
+        """Return the largest number of blocks, in all groups, that `tokens` tokens can need."""
         count = -(-tokens // BLOCK_SIZE)
         return self.full * count + self.sliding * min(count, self.window_blocks)
 
     @property
     def blocks_at_once(self) -> int:
-        """Number of blocks, over all groups, that 64 more tokens of a sequence need."""
+        """Number of blocks, in all groups, for 64 more tokens of a sequence."""
         return self.full + self.sliding
 
 
 def _window_storage_layers(geometry: ModelGeometry) -> int:
-    """Return the number of storage layers of a sliding-window layer (`ArenaLayout.window_part`)."""
     if (own := geometry.window_rows) is None:
         return 1
     planes = own.kv_heads if own.head_dim < geometry.head_dim else 2 * own.kv_heads

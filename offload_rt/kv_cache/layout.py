@@ -1,22 +1,18 @@
-"""Layout of the KV cache in host memory. This module computes row ids and sizes, and allocates no memory.
+"""Layout of the KV cache in host memory: sizes and row ids. This module allocates no memory.
 
-The pool is one tensor of equal slabs, each
+The pool is one tensor of slabs with the shape
 
     [storage layer, kv_head, 2 (K, V), slab_blocks * 64, d]
 
-In a slab, K of one storage layer and head is a *plane*: a contiguous matrix `[slab_blocks * 64, d]`. V is another one.
-CPU attention reads the rows of consecutive blocks in place. If K and V of a token were adjacent, matrix products would
-read strided rows, which is slower. The layout has two disadvantages. A selected token is fetched with two reads of `d`
-elements instead of one read of `2d` elements. One layer of a block consists of `2 * Hkv` contiguous pieces of `64 * d`
-elements instead of one piece.
-
-With latent attention, the keys contain the values. A storage layer and head then has one plane, which is K and V.
+A *plane* is K or V of one storage layer and head in a slab: a contiguous matrix `[slab_blocks * 64, d]`. CPU attention
+reads consecutive blocks of a plane in place, which is faster than strided rows. On the other hand, fetching a selected
+token takes two reads. With latent attention, keys contain the values, and a head has one plane.
 
 Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
 
-Each full-attention layer is one storage layer (`layer_groups`). If sliding-window layers have another `RowShape`, each
-takes one or more storage layers. If its vectors have d elements, K and V of a head take one plane each. If they have
-d / 2 elements or fewer, K and V of a head share the rows of one plane: V is stored next to K.
+A full-attention layer takes one storage layer (`layer_groups`). Sliding-window layers with another `RowShape` take one
+or more. If their vectors have d elements, K and V of a head take one plane each. If the vectors have at most d / 2
+elements, K and V of a head share one plane: V is stored next to K in the same row.
 """
 
 from __future__ import annotations
@@ -42,25 +38,16 @@ PAGE = 1 << 16
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Shape of the arena. Block `c` is block `c % slab_blocks` of slab `c // slab_blocks`.
+    """Shape of the arena. Block `c` is block `c % slab_blocks` of slab `c // slab_blocks`."""
 
-    Attributes:
-        layers: Number of storage layers per block (`layer_groups`). Without sliding windows, this is the number of
-            layers of the model.
-        kv_heads: Number of KV heads of a full-attention layer (Hkv).
-        head_dim: Number of stored elements per vector (d) of a full-attention layer.
-        window_rows: Hkv, and stored elements per vector, of sliding-window layers; None if they equal the above.
-        planes: Planes per storage layer and head: 2 (K and V), or 1 if the keys contain the values.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: int  # storage layers per block (`layer_groups`)
+    kv_heads: int  # KV heads of a full-attention layer (Hkv)
+    head_dim: int  # stored elements per vector of a full-attention layer (d)
     itemsize: int
     slab_blocks: int
     slabs: int
-    window_rows: RowShape | None = None
-    planes: int = 2
+    window_rows: RowShape | None = None  # shape of sliding-window layers; None if it is the same
+    planes: int = 2  # per storage layer and head: 2 (K and V), or 1 if the keys contain the values
 
     def __post_init__(self) -> None:
         assert self.planes == 2 or (self.planes == 1 and self.window_rows is None)
@@ -72,10 +59,8 @@ class ArenaLayout:
     ) -> ArenaLayout:
         """Return the layout with the most blocks within `limit_bytes`, in equal slabs of at most `slab_tokens` slots.
 
-        Because slabs are equal, up to `slabs - 1` blocks that would fit in the limit are not used.
-
         Raises:
-            MemoryLimitError: If not even one block fits.
+            MemoryLimitError: Not even one block fits.
         """
         assert slab_tokens >= BLOCK_SIZE
         layers = LayerGroups.from_geometry(geometry).layers
@@ -87,6 +72,7 @@ class ArenaLayout:
                 f"tokens of this model's KV cache take {format_size(block_bytes)} ({block_bytes} bytes); set "
                 f"host_memory to that or more"
             )
+        # Slabs are equal, so up to `slabs - 1` blocks that would fit in the limit are not used.
         slabs = math.ceil(blocks / (slab_tokens // BLOCK_SIZE))
         shape = geometry.kv_heads, geometry.head_dim, dtype.itemsize
         return cls(layers, *shape, blocks // slabs, slabs, geometry.window_rows, geometry.planes)
@@ -107,17 +93,15 @@ class ArenaLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Size in bytes of K and V of 64 tokens in all layers of a block."""
         return self.layers * self.kv_heads * BLOCK_SIZE * self.entry_bytes
 
     @cached_property
     def plane_rows(self) -> int:
-        """Number of rows of a plane: K or V of one layer and head in a slab."""
         return self.slab_blocks * BLOCK_SIZE
 
     @cached_property
     def value_offset(self) -> int:
-        """Distance from a K row to its V row: 0 if the keys contain the values."""
+        """Number of rows from K to V of a token; 0 if the keys contain the values."""
         return (self.planes - 1) * self.plane_rows
 
     @cached_property
@@ -141,23 +125,22 @@ class ArenaLayout:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the arena's address space, including padding."""
         return self.rows * self.row_bytes
 
     def row(self, storage_layer: int, head: int, plane: int, offset: int = 0) -> int:
-        """Return a row id relative to the slab: token slot `offset` of a KV head, for K (`plane` 0) or V (1)."""
+        """Return the row id, relative to the slab, of token slot `offset` of a KV head: K (`plane` 0) or V (1)."""
         assert plane < self.planes
         return storage_layer * self.layer_rows + head * self.head_rows + plane * self.plane_rows + offset
 
     @cached_property
     def window_ratio(self) -> int:
-        """Number of vectors of a sliding-window layer that fit in a row."""
+        """Number of vectors of a sliding-window layer that fit in one row."""
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def window_part(self, planes: torch.Tensor) -> KVPart:
-        """Return views of K and V `[Hkv, n, width]` of a sliding-window layer with another row shape.
+        """Return views of K and V `[Hkv, n, width]` in `planes` `[p, n, d]`, the planes of a sliding-window layer.
 
-        `planes` `[p, n, d]` are the planes of its storage layers, in the order of their rows.
+        Call it only for layers with another row shape than full-attention layers.
         """
         assert self.window_rows is not None
         heads, width = self.window_rows.kv_heads, self.window_rows.head_dim
@@ -168,8 +151,8 @@ class ArenaLayout:
     def vectors(self, storage_layer: int, *, window: bool) -> list[list[int]]:
         """Return the ids `[planes][Hkv]` of a layer's vectors in the first token slot of a slab: K, then V.
 
-        `storage_layer` is the first storage layer of the layer. For sliding-window layers with a row shape of their own
-        (`window`), the ids count vectors of their width.
+        `storage_layer` is the first storage layer of the layer. `window` tells whether it is a sliding-window layer. If
+        these layers have another row shape, ids count vectors of their width instead of rows.
         """
         if not window or self.window_rows is None:
             heads = range(self.kv_heads)
@@ -181,6 +164,6 @@ class ArenaLayout:
 
 
 def fill_planes(planes: torch.Tensor, dim: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Copy K and V to `planes`, in which they are adjacent in dimension `dim`. With one plane, only K is copied."""
+    """Copy k and v to `planes`, which has K and V along axis `dim`. With one plane, copy only k."""
     for plane, rows in zip(planes.unbind(dim), (k, v)[: planes.shape[dim]], strict=True):
         plane.copy_(rows)

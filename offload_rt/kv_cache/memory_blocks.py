@@ -1,4 +1,4 @@
-"""Free blocks of the arena: slabs are activated, and cached blocks are evicted, when there are too few."""
+"""Makes blocks of the arena free: activates slabs, and evicts cached blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MemoryBlocks:
     """Makes blocks of the arena free for a pool.
 
     Args:
-        evicts_tree: Whether blocks of the prefix tree have memory in the arena, so that evicting them helps.
+        evicts_tree: Whether evicting blocks of the prefix tree frees memory. If not, these blocks are only ids.
         limit_bytes: Limit of the pool in bytes, for messages.
     """
 
@@ -45,14 +45,13 @@ class MemoryBlocks:
         return self.free + self._cached.idle_blocks
 
     def check(self, count: int) -> None:
-        """Raise PoolFullError unless `count` blocks are available."""
         if (missing := count - self.available) > 0:
-            raise self.full(count, missing)
+            raise self.full_error(count, missing)
 
     def provide(self, count: int, run: int) -> None:
-        """Make `count` blocks free, of which `run` are contiguous if possible.
+        """Make `count` blocks free, `run` of them contiguous if possible.
 
-        If there are too few, raises PoolFullError and evicts none.
+        Raise PoolFullError if fewer blocks are available. No block is evicted in this case.
         """
         self.check(count)
         while (missing := count - self.free) > 0:
@@ -61,7 +60,7 @@ class MemoryBlocks:
         self.activate(count, run)
 
     def activate(self, count: int, run: int) -> None:
-        """Activate slabs until `count` blocks are free, of which `run` are contiguous, or until no slab is left."""
+        """Activate slabs until `count` blocks are free and `run` of them are contiguous, or until no slab is left."""
         blocks = self.allocator
         while self._arena.active < self._arena.layout.slabs and (blocks.free < count or blocks.largest_run < run):
             try:
@@ -75,8 +74,7 @@ class MemoryBlocks:
     def record_peak(self) -> None:
         self.peak = max(self.peak, self.allocator.used)
 
-    def full(self, count: int, missing: int) -> PoolFullError:
-        """Return the error for a request of `count` blocks, `missing` more than available."""
+    def full_error(self, count: int, missing: int) -> PoolFullError:
         capacity, disk = (self.count, self._arena.layout.block_bytes), isinstance(self._arena, FileArena)
         return pool_full(count, missing, self.available, capacity, self._limit_bytes, disk=disk)
 

@@ -33,33 +33,28 @@ IDS_AT_ONCE, MOST_IDS = 1 << 10, 1 << 16
 class HostPool(StoredRows):
     """The KV cache of all sequences, in blocks of 64 tokens, with a fixed limit in bytes.
 
-    Each sequence has a `BlockTable`. `reserve` allocates slots that only this sequence may write, `write` fills them
-    layer by layer, and `commit` marks tokens as complete in all layers. `StoredRows` has the methods that read KV.
-    Blocks are reference-counted. If the last block of a sequence is partly filled and shared, `reserve` copies it
-    before the sequence writes to it. Full blocks are not written again, except by token eviction, which first makes a
-    block exclusive (`make_exclusive`).
+    Each sequence has a `BlockTable`. `reserve` allocates token slots, `write` fills them layer by layer, and `commit`
+    marks tokens as complete in all layers. `StoredRows` has the methods that read KV.
 
-    `publish` adds full blocks to the prefix tree. They stay there after their sequence ends, so that a later sequence
-    with the same prefix can reuse them. If no block is free, the pool activates the next slab of the arena, or evicts
-    blocks that only the tree uses, in least-recently-used order from the leaves.
+    Blocks are reference-counted. `publish` adds full blocks to the prefix tree. They stay there after their sequence
+    ends, so that later sequences with the same prefix can use them. `reserve` replaces a shared, partly filled block by
+    a copy. Only token eviction overwrites full blocks, after `make_exclusive`.
 
-    Layers with sliding windows store their KV in separate blocks (`layer_groups.py`). `sliding.slide` allocates the
-    blocks inside a sequence's windows and frees the others. Window blocks of published blocks are cached while memory
-    is available (`window_blocks.py`).
+    If no block is free, the pool activates the next slab of the arena. If no slab is left, it evicts blocks that only
+    the prefix tree uses, least recently used first. Sliding-window layers have separate blocks (`sliding.slide`).
 
-    Concurrency: several threads that use the pool must hold `lock`. `release`, `truncate`, `reserve`, `publish`,
-    `make_exclusive` and `sliding.slide` may free, copy or exchange blocks. Before calling one of them, the caller must
-    wait for all asynchronous transfers that use these blocks, or order the transfers before the next write to the
-    blocks with an event on the write-back stream. Forks and the prefix tree use only tokens below `blocks.length`.
+    Concurrency: threads that share the pool must hold `lock`. `release`, `truncate`, `reserve`, `publish`,
+    `make_exclusive` and `sliding.slide` may free, copy or exchange blocks. Before these calls, the caller must wait for
+    asynchronous transfers of the blocks. Alternatively, an event on the write-back stream must order the transfers
+    before the next write.
 
     Args:
         limit_bytes: Limit on host memory in bytes. None means half of the available memory.
         kv_cache_dtype: Storage format (`kv_format.py`).
-        pin: Page-lock each slab for CUDA when it is first needed.
-        slab_tokens: Number of tokens per slab. Memory is allocated in slabs.
-        disk: Options for storing the KV in a file. `limit_bytes` then limits the part in host memory. None stores all
-            KV in host memory.
-        states: Memory for snapshots of recurrent state (hybrid models). None means that there are no snapshots.
+        pin: Page-lock each slab for CUDA when it is activated.
+        slab_tokens: Number of tokens per slab.
+        disk: Options for storing the KV in a file. `limit_bytes` then limits only the host memory.
+        states: Memory for snapshots of recurrent state (hybrid models). None disables snapshots.
 
     Raises:
         MemoryLimitError: `limit_bytes` exceeds the system memory or is smaller than one block.
@@ -122,41 +117,39 @@ class HostPool(StoredRows):
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether sequences can start from a cached prefix. Hybrid models need memory for snapshots."""
+        """Whether sequences can start from a cached prefix. In hybrid models, this needs memory for snapshots."""
         return self.cached.snapshots is None or self.cached.snapshots.slots > 0
 
     @property
-    def grows(self) -> bool:
-        """Whether there is space for another 64 tokens of one sequence, including space that eviction would free."""
+    def can_grow(self) -> bool:
+        """Whether one sequence can grow by 64 tokens, if necessary by eviction."""
         return self._memory.available >= self.groups.blocks_at_once
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all blocks that sequences or the prefix cache use. Shared blocks count once."""
+        """Size in bytes of all blocks of sequences and of the prefix cache. Shared blocks count once."""
         return self._memory.allocator.used * self.block_bytes
 
     @property
     def bytes_peak(self) -> int:
-        """Largest `bytes_used` up to now."""
         return self._memory.peak * self.block_bytes
 
     @property
     def sequence_bytes(self) -> int:
-        """Size in bytes of all blocks that sequences use. Shared blocks count once."""
+        """Size in bytes of all blocks of sequences. Shared blocks count once."""
         return (self._memory.allocator.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the largest size in bytes that a sequence of `tokens` tokens can take."""
+        """Return the largest size in bytes of the KV of a sequence with `tokens` tokens."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
-        """Activate slabs for up to `tokens` additional tokens, without reserving blocks.
+        """Activate slabs for up to `tokens` additional tokens, so that decoding does not wait for page-locking.
 
-        Call it when a sequence is admitted, so that decoding never pauses to page-lock memory. The call has no effect
-        for a pool on disk.
+        Call it when a sequence is admitted. No blocks are allocated. For a pool on disk, it has no effect.
         """
         if self.file is None:
             self._memory.activate(self.groups.blocks(tokens), run=0)
@@ -164,23 +157,23 @@ class HostPool(StoredRows):
     def check_fits(self, tokens: int) -> None:
         """Raise PoolFullError if `tokens` tokens do not fit even in an empty pool."""
         if (count := self.groups.blocks(tokens)) > self.block_count:
-            raise self._memory.full(count, count - self.block_count)
+            raise self._memory.full_error(count, count - self.block_count)
 
     def check_spare(self, blocks: int) -> None:
-        """Raise PoolFullError unless there is space for `blocks` times 64 more tokens."""
+        """Raise PoolFullError unless `blocks` sequences can grow by 64 tokens each."""
         self._memory.check(blocks * self.groups.blocks_at_once)
 
-    def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
-        """Raise PoolFullError unless there is space for `tokens` tokens of the sequence and `spare` times 64 more."""
+    def check_can_grow(self, blocks: BlockTable, tokens: int, spare: int) -> None:
+        """Raise PoolFullError unless the sequence can grow to `tokens` tokens, and `spare` sequences by 64 each."""
         more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
         self._memory.check(max(0, more) + spare * self.groups.blocks_at_once)
 
     # ------------------------------------------------------------------------------------------- blocks of sequences
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
-        """Create an empty block table with slots for `tokens` tokens in full-attention layers, contiguous if possible.
+        """Create an empty block table with slots for `tokens` tokens in full-attention layers. Raises PoolFullError.
 
-        Sliding-window layers do not see tokens before `floor`. Raises PoolFullError.
+        Sliding-window layers do not attend to tokens before `floor`.
         """
         count = blocks_for(tokens)
         self._provide(count)
@@ -189,10 +182,9 @@ class HostPool(StoredRows):
         return blocks
 
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
-        """Allocate token slots for `tokens` tokens in total, and make all blocks from `blocks.length` on exclusive.
+        """Allocate slots for `tokens` tokens in total, and make the blocks from `blocks.length` on exclusive.
 
-        If the last block is shared and partly filled, its filled slots are copied to a new block. If the pool is full,
-        PoolFullError is raised and the block table is unchanged.
+        A partly filled shared block is replaced by a copy. If the pool is full, raise PoolFullError without a change.
         """
         rewritten = range(blocks.length // BLOCK_SIZE, len(blocks.ids))
         shared = [i for i in rewritten if self._blocks.refs(blocks.ids[i]) > 1]
@@ -211,9 +203,9 @@ class HostPool(StoredRows):
         self._memory.record_peak()
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n).
+        """Write k and v `[Hkv, n, d]`, on any device, as the KV of tokens [start, start + n). Return after the copy.
 
-        The blocks must be exclusive to this block table. Returns when the copy is complete.
+        The blocks must be exclusive to this block table.
         """
         indices = range(start // BLOCK_SIZE, blocks_for(start + k.shape[1]))
         block_ids = self.blocks_of(blocks, self.groups.group[layer], indices)
@@ -222,7 +214,7 @@ class HostPool(StoredRows):
         self.fill(blocks, layer, start, encoded.k, encoded.v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV of a token slot to slot `target`, whose block must be exclusive to this block table."""
+        """Copy the KV of token slot `source` to slot `target`, whose block must be exclusive to the block table."""
         assert self._memory.allocator.refs(blocks.ids[target // BLOCK_SIZE]) == 1, (
             "write to a shared block: make_exclusive first"
         )
@@ -235,7 +227,7 @@ class HostPool(StoredRows):
         blocks.length = length
 
     def rewind(self, blocks: BlockTable, length: int) -> None:
-        """Mark the tokens [length, blocks.length) as incomplete: rejected drafts, or tokens to be recomputed."""
+        """Mark the tokens from `length` on as incomplete, for example rejected draft tokens."""
         assert length <= blocks.length
         blocks.length = length
 
@@ -248,15 +240,15 @@ class HostPool(StoredRows):
         return BlockTable(list(shared), blocks.length, dict(blocks.windows), blocks.floor)
 
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
-        """Return a block table with the longest published prefix of `tokens`, in full blocks.
+        """Return a block table with the longest published prefix of `tokens`. Its `length` counts the cached tokens.
 
-        In models with recurrent state, the prefix ends at a snapshot. At least one token is left to compute. `length`
-        of the result is the number of cached tokens.
+        The prefix consists of full blocks and leaves at least one token to compute. In models with recurrent state, it
+        ends at a snapshot.
 
         Args:
             *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
-            floor: First token that sliding-window layers may see. A prefix is only used if window blocks are cached for
-                all tokens, from `floor` on, that the first token after the prefix sees.
+            floor: First token that sliding-window layers attend to. The window blocks for the next token after the
+                prefix, from `floor` on, must be cached.
         """
         self._unpublish_lost()
         return self.cached.match(tokens, *provenance_keys, floor=floor)
@@ -265,14 +257,13 @@ class HostPool(StoredRows):
         return self.cached.tree.known_tokens(tokens, *provenance_keys)
 
     def publish(self, blocks: BlockTable, tokens: Sequence[int], provenance_key: str) -> list[int]:
-        """Insert the full blocks below `blocks.length` into the prefix tree.
+        """Insert the full blocks below `blocks.length` into the prefix tree. `tokens` are all tokens of the sequence.
 
-        `tokens` are all tokens of the sequence. If another sequence has published a block with the same tokens and
-        provenance, the block table uses this block instead, so that the KV is stored only once. Blocks that are already
-        published keep their own provenance key.
+        If the tree already has a block with the same tokens and KV provenance key, the block table uses that block
+        instead of its own. Blocks that are already published keep their key.
 
         Returns:
-            Indices in the block table at which a block was replaced. The KV of these tokens is in other slots now.
+            Indices of replaced blocks in the block table. The KV of their tokens is in other slots now.
         """
         lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
         if barred := self._exclusive | lost if self.groups.full else self._exclusive:
@@ -293,10 +284,10 @@ class HostPool(StoredRows):
         return not len(self.cached)
 
     def make_exclusive(self, blocks: BlockTable, index: int) -> bool:
-        """Make the block at `index` exclusive to the block table, so that its slots may be overwritten.
+        """Make the block at `index` exclusive to the block table, so that its slots can be overwritten.
 
-        The block and its descendants leave the prefix tree for good. Return False, without a change, if another
-        sequence uses it.
+        The block and its descendants leave the prefix tree. The block is not published again. Return False, without a
+        change, if another sequence uses it.
         """
         block = blocks.ids[index]
         if block in self.cached and self._blocks.refs(block) == 2:
@@ -307,14 +298,14 @@ class HostPool(StoredRows):
         return True
 
     def truncate(self, blocks: BlockTable, length: int) -> None:
-        """Drop the tokens from `length` on. Free the blocks that contain only dropped tokens."""
+        """Drop the tokens from `length` on, and free blocks without remaining tokens."""
         assert 0 <= length <= blocks.length
         self.shrink(blocks, length)
         for index in [index for index in blocks.windows if index >= blocks_for(length)]:
             self.cached.windows.release(blocks.windows.pop(index))
 
     def shrink(self, blocks: BlockTable, length: int) -> None:
-        """Free the full-attention token slots from `length` on, whose tokens have been moved or evicted."""
+        """Free the full-attention blocks beyond the first `length` token slots."""
         blocks.length = length
         count = blocks_for(length)
         self._drop(blocks.ids[count:])
@@ -334,7 +325,10 @@ class HostPool(StoredRows):
         assert self.block_count * self.block_bytes <= self.limit_bytes
 
     def _unpublish_lost(self) -> set[int]:
-        """Remove blocks whose write to disk failed, with their descendants, from the prefix tree. Return them."""
+        """Remove blocks whose write to disk failed, and their descendants, from the prefix tree.
+
+        Return the blocks whose write failed.
+        """
         if lost := self.lost:
             self.cached.windows.forget_lost(lost)
         for block in lost if self.groups.full else ():
@@ -347,7 +341,6 @@ class HostPool(StoredRows):
         self.cached.release(blocks)
 
     def _provide(self, count: int) -> None:
-        """Make `count` block ids free, in one run if possible. Raise PoolFullError otherwise."""
         if self.groups.full:
             self._memory.provide(count, run=min(count, self.layout.slab_blocks))
         elif (missing := count - self._blocks.free) > 0:

@@ -13,17 +13,14 @@ from .window_blocks import WindowBlocks
 
 
 class PrefixCache:
-    """Keeps full blocks after their sequence has ended, so that later sequences with the same prefix can reuse them.
+    """Keeps published blocks after their sequence has ended, so that later sequences with the same prefix can use them.
 
-    A block of the tree may have window blocks (KV of sliding-window layers) and a snapshot of the recurrent state. A
-    sequence can continue after a block if the sliding windows at the end of the block are complete. In models with
-    recurrent state, the block must also have a snapshot. When a block is removed from the tree, its window blocks and
-    its snapshot are freed.
+    A published block can have window blocks (KV of sliding-window layers) and a snapshot of the recurrent state. They
+    are freed with the block. A sequence can continue after a block if the sliding windows at its end are cached. In
+    models with recurrent state, the block must also have a snapshot.
 
     Args:
-        blocks: Allocator of the published blocks. The cache owns one reference to each published block.
-        window_blocks: Allocator of the window blocks.
-        groups: Assignment of layers to blocks.
+        blocks: Allocator of the published blocks. The cache owns one reference to each of them.
         snapshots: Number of slots for snapshots, or None if the model has no recurrent state.
     """
 
@@ -43,7 +40,6 @@ class PrefixCache:
 
     @property
     def idle_blocks(self) -> int:
-        """Number of blocks that only the cache references."""
         return self.tree.idle * self._groups.full + self.windows.idle
 
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
@@ -55,7 +51,7 @@ class PrefixCache:
         return BlockTable(blocks, len(blocks) * BLOCK_SIZE, self.windows.take(blocks, floor), floor)
 
     def _usable(self, path: Sequence[int], floor: int) -> int:
-        """Return how many of the first blocks of `path` a new sequence can reuse."""
+        """Return how many blocks of `path`, from the first on, a new sequence can reuse."""
         count = self.windows.usable(path, floor)
         if self.snapshots is None:
             return count
@@ -66,12 +62,9 @@ class PrefixCache:
     def insert(self, blocks: BlockTable, full: int, tokens: Sequence[int], provenance_key: str) -> dict[int, int]:
         """Publish the first `full` blocks of a sequence under a KV provenance key.
 
-        If the cache already has a block with the same tokens and provenance key, the sequence must use it instead of
-        its own block, unless a fork also uses the sequence's block.
-
         Returns:
-            The cached blocks that the sequence must use, by block index in the sequence. A reference to each was added
-            for the sequence. The caller drops the references to the replaced blocks.
+            Cached blocks with the same tokens and key, by block index. The sequence must use them instead of its own
+            blocks, and has a reference to each. The caller drops the references to the replaced blocks.
         """
         fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._has_one_user)
         self._blocks.incref(fresh)
@@ -81,14 +74,14 @@ class PrefixCache:
     def keep_windows(self, blocks: BlockTable, start: int, full: int, lost: set[int]) -> None:
         """Cache the window blocks of the published blocks [start, full) of a sequence.
 
-        A published block is skipped if any of its window blocks is in `lost`, because its write to disk failed.
+        Blocks whose window blocks are in `lost` (their write to disk failed) are skipped.
         """
         for i in range(start, full):
             if blocks.ids[i] in self.tree and lost.isdisjoint(blocks.windows[i]):
                 self.windows.keep(blocks.ids[i], blocks.windows[i])
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Mark published blocks as idle if no sequence references them any more."""
+        """Mark those published `blocks` as idle that no sequence references."""
         self.tree.release(filter(self._has_one_user, blocks))
 
     def evict(self, count: int) -> bool:
@@ -100,7 +93,6 @@ class PrefixCache:
         self._forget(self.tree.remove(block))
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        """Drop the references to blocks that left the tree. Free their window blocks and snapshots."""
         self.windows.forget(blocks)
         if self.snapshots is not None:
             self.snapshots.forget(blocks)

@@ -18,10 +18,7 @@ EXACT = "exact"
 
 
 def root_key(namespace: str) -> bytes:
-    """Return the parent key of the first block of a sequence: a digest of `namespace`.
-
-    The namespace names the model and the KV format.
-    """
+    """Return the parent key of the first block: a digest of `namespace`, which names the model and the KV format."""
     return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"offload-rt root").digest()
 
 
@@ -29,7 +26,7 @@ def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
     """Return the key of a block: a digest of 32 bytes, the same in every process.
 
     Args:
-        parent: Key of the previous block, which depends on the namespace and all earlier tokens.
+        parent: Key of the previous block, or `root_key`.
         tokens: Up to 64 token ids as little-endian int64.
     """
     name = provenance_key.encode()
@@ -39,7 +36,7 @@ def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
-    """Return the token ids [0, stop) as one bytes object (little-endian int64) per block; the last may be partial."""
+    """Return the token ids [0, stop) as little-endian int64, one bytes object per block. The last may be partial."""
     data = np.asarray(tokens[:stop], dtype="<i8").tobytes()
     size = BLOCK_SIZE * TOKEN_BYTES
     return [data[start : start + size] for start in range(0, len(data), size)]
@@ -65,31 +62,21 @@ class _Node:
 
     @property
     def rank(self) -> int:
-        """Rank in the eviction order: time of the last use plus `worth`. The lowest rank is evicted first.
-
-        Recomputing a block of a long sequence is expensive, so it counts as used more recently.
-        """
+        """Order of eviction: the block with the lowest rank is evicted first."""
+        # A block of a long sequence is expensive to recompute, so it counts as used more recently.
         return self.used + self.worth
 
 
 class PrefixTree:
     """A trie of full blocks. Each node is one block, found by its id or by the tokens of its path.
 
-    Nodes are looked up by digest. Then tokens, parent and provenance are compared, so a digest collision is a miss. The
-    tree owns one reference to each of its blocks. The caller counts these references: it adds one for each block that
-    `insert` returns, and drops one for each block that `evict` and `remove` return.
+    The tree owns one reference to each of its blocks, but the caller counts them: plus one for each block that `insert`
+    returns, minus one for each block that `evict` or `remove` returns.
 
-    A block is idle if no sequence references it. Invariant: a sequence that references a block of the tree also
-    references all its ancestors. It holds because `match` returns the whole path, and a fork references all blocks. In
-    addition, `insert` replaces a sequence's block by a block of the tree only if no fork uses the old block. All
-    descendants of an idle block are therefore idle, so evicting leaf by leaf can free every idle block. `self.idle` is
-    their number.
-
-    Idle leaves wait in a heap, with at most one entry each, in the order of last use and recomputation cost
-    (`_Node.rank`). A short request, such as one that generates a title for a conversation, therefore does not evict a
-    long conversation. `evict` validates entries lazily. It drops entries of nodes that are no longer idle leaves; such
-    a node is queued again when it becomes an idle leaf. It requeues nodes that have been used since they were queued.
-    Finding the idle leaf of the lowest rank takes O(log n) on average.
+    A block is *idle* if no sequence references it. A sequence that references a block also references all ancestors of
+    the block, so all descendants of an idle block are idle. Evicting leaf by leaf can therefore free all idle blocks.
+    The order of eviction depends on last use and recomputation cost (`_Node.rank`), so that a short request does not
+    evict a long conversation.
 
     Not thread-safe.
     """
@@ -141,10 +128,7 @@ class PrefixTree:
         return [node.block for node in path]
 
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
-        """Return how many leading tokens of `tokens` are in the tree, including a part of the last block.
-
-        In contrast, `match` returns full blocks only. The caller adds no references.
-        """
+        """Return how many leading tokens of `tokens` are in the tree, including tokens of a partly equal block."""
         parent, known = None, 0
         for data in pack_tokens(tokens, len(tokens)):
             node = next((n for key in provenance_keys if (n := self._find(parent, key, data)) is not None), None)
@@ -160,17 +144,17 @@ class PrefixTree:
     def insert(
         self, tokens: Sequence[int], blocks: Sequence[int], provenance_key: str, has_one_user: Callable[[int], bool]
     ) -> tuple[list[int], dict[int, int]]:
-        """Insert the full blocks of a sequence with the tokens `tokens`.
+        """Insert the full blocks of a sequence.
 
         Args:
+            tokens: Tokens of the sequence.
             blocks: Ids of its full blocks. Blocks that are already in the tree stay unchanged.
             provenance_key: KV provenance key of the new blocks.
             has_one_user: Function that returns whether only this sequence references a block.
 
         Returns:
-            The blocks that are new in the tree, and a dict. The dict maps the index of a block to the block that the
-            tree already has for the same tokens and provenance. The caller adds a reference for the tree to each new
-            block. The sequence must use the blocks in the dict instead of its own.
+            The new blocks of the tree, and a dict. The caller adds a reference to each new block. The dict maps block
+            indices to blocks of the tree with the same tokens and key, which the sequence must use instead of its own.
         """
         self._clock += 1
         known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)
@@ -198,7 +182,7 @@ class PrefixTree:
         return fresh, instead
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Mark blocks that no sequence references any more as idle. Blocks that are not in the tree are ignored."""
+        """Mark blocks that no sequence references as idle. Blocks that are not in the tree are ignored."""
         self._clock += 1
         for block in blocks:
             node = self._of.get(block)
@@ -215,8 +199,8 @@ class PrefixTree:
             rank, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if self._nodes.get(node.key) is not node or not node.idle or node.children:
-                continue
-            if node.rank > rank:
+                continue  # When the node becomes an idle leaf again, it is queued again.
+            if node.rank > rank:  # The block has been used since it was queued.
                 self._queue_if_idle_leaf(node)
                 continue
             gone += self._remove(node)
@@ -247,6 +231,7 @@ class PrefixTree:
 
     def _find(self, parent: _Node | None, provenance_key: str, data: bytes) -> _Node | None:
         node = self._nodes.get(block_key(parent.key if parent else self._root, provenance_key, data))
+        # A collision of digests is a miss.
         if node is None or node.parent is not parent or node.provenance_key != provenance_key or node.tokens != data:
             return None
         return node

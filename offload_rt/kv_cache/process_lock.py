@@ -9,10 +9,9 @@ from ..errors import InputError
 
 
 class ProcessLock:
-    """A re-entrant lock that raises InputError if a forked child process enters it.
+    """A re-entrant lock that raises InputError in a forked child process.
 
-    The child must not use the runtime, because it has none of the parent's threads (savers, loaders) but shares the
-    parent's file locks on stores.
+    The child must not use the runtime: it lacks the parent's threads, but shares the parent's file locks on stores.
     """
 
     def __init__(self) -> None:

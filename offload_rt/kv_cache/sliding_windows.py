@@ -1,4 +1,4 @@
-"""Moves the sliding windows of sequences: allocates and frees the blocks of sliding-window layers."""
+"""Allocates and frees the blocks of sliding-window layers while sequences grow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .window_blocks import WindowBlocks
 
 
 class SlidingWindows:
-    """Allocates window blocks for the tokens that a sequence computes next, and frees those outside of its windows."""
+    """Allocates window blocks for the next tokens of a sequence, and frees window blocks that are no longer needed."""
 
     def __init__(
         self, arena: Arena | FileArena, memory: MemoryBlocks, windows: WindowBlocks, groups: LayerGroups
@@ -21,10 +21,7 @@ class SlidingWindows:
         self._arena, self._memory, self._windows, self._groups = arena, memory, windows, groups
 
     def slides(self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False) -> bool:
-        """Return whether `slide` would change the block table.
-
-        If so, KV that is still being appended must be copied to the pool before `slide`.
-        """
+        """Return whether `slide` would change the block table. Pending appends must then be written before `slide`."""
         if not self._groups.sliding:
             return False
         return self._groups.window_indices(start, stop, blocks.floor, next_window=next_window) != blocks.windows.keys()
@@ -34,14 +31,13 @@ class SlidingWindows:
     ) -> None:
         """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
 
-        Keeps blocks of earlier tokens that the tokens [start, stop) attend to. Allocates blocks for new tokens that
-        later tokens attend to. Frees all other window blocks. A shared, partly filled block is copied, as in `reserve`.
+        Window blocks that these tokens attend to are kept. New blocks are allocated for new tokens that later tokens
+        attend to. All other window blocks are freed. A partly filled shared block is copied.
 
         Args:
-            next_window: Also allocate blocks for the next complete window, so that the sequence can continue if the
-                pool is full later.
-            before_window: Number of new tokens before the window of `stop` that also get slots, if there are enough
-                free blocks.
+            next_window: Also allocate blocks for the next complete window, in case the pool is full later.
+            before_window: Number of new tokens before the window of `stop` that also get slots, if enough blocks are
+                free.
 
         Raises:
             PoolFullError: The pool is full. The block table is unchanged.

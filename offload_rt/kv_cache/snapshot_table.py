@@ -1,4 +1,4 @@
-"""Slots for snapshots of recurrent state: their assignment to blocks, and the positions at which they are needed."""
+"""Slots for snapshots of recurrent state: their assignment to blocks, and the positions that need snapshots."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..core import BLOCK_SIZE
 
 
 class SnapshotTable:
-    """Assigns slots of a state pool to published blocks. The table contains only ids, no states.
+    """Assigns slots of a `StatePool` to published blocks. The table contains only ids, no states.
 
-    A snapshot is the recurrent state after all tokens up to the last token of a block. Its slot is *pending* while a
-    sequence computes the block, and *kept* when the block has been published. If a slot is needed, the least recently
-    used snapshot is evicted. When a block is removed from the prefix tree, its snapshot is freed.
+    A snapshot is the recurrent state after the last token of a block. Its slot is *pending* until the block is
+    published, and *kept* from then on. If a slot is needed, the least recently used kept snapshot is evicted. When a
+    block leaves the prefix tree, its snapshot is freed.
 
     Not thread-safe.
     """
@@ -24,11 +24,10 @@ class SnapshotTable:
         self._kept: dict[int, int] = {}  # slot of each block's snapshot, least recently used first
 
     def __len__(self) -> int:
-        """Return the number of slots in use."""
         return self.slots - len(self._free)
 
     def take(self) -> int | None:
-        """Allocate a pending slot, and evict a snapshot if no slot is free. Return None if all slots are pending."""
+        """Allocate a pending slot, if necessary by evicting a snapshot. Return None if all slots are pending."""
         if not self._free:
             if not self._kept:
                 return None
@@ -53,10 +52,7 @@ class SnapshotTable:
         return self._kept.get(block)
 
     def positions(self, blocks: Sequence[int]) -> list[int]:
-        """Return the numbers of tokens after which `blocks` have snapshots.
-
-        `blocks` is a path from the root of the prefix tree.
-        """
+        """Return the numbers of tokens after which `blocks`, a path from the root of the tree, have snapshots."""
         return [i * BLOCK_SIZE for i, block in enumerate(blocks, start=1) if block in self._kept]
 
     def usable(self, blocks: Sequence[int]) -> int:
@@ -83,9 +79,9 @@ class SnapshotTable:
 def needed_positions(tokens: int, positions: Iterable[int], slack: int = BLOCK_SIZE) -> list[int]:
     """Return the positions at which a text of `tokens` tokens needs snapshots, in descending order.
 
-    A position is the number of tokens before the snapshot. With these snapshots, an edit d tokens before the end of the
-    text recomputes at most 2 d + `slack` tokens, as far as `positions` allow it. The number of snapshots grows with the
-    logarithm of the length. If the text grows and a snapshot is added after every block, the property still holds.
+    A position is the number of tokens before the snapshot. Distances from the end of the text about double from one
+    snapshot to the next. An edit d tokens before the end recomputes at most 2 d + `slack` tokens. This also holds while
+    the text grows, if a snapshot can be made after every block.
 
     Args:
         tokens: Length of the text in tokens.

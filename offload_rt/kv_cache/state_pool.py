@@ -20,8 +20,8 @@ _Part = tuple[slice, tuple[int, ...], torch.dtype]
 class StatePool:
     """Host memory for snapshots. A slot stores one snapshot: the recurrent state of one sequence in all layers.
 
-    Address space for all slots is reserved once. The operating system allocates the memory of a slot when it is first
-    used. Copies run on the current stream. A restored state is therefore complete if it was saved on the same stream.
+    The operating system allocates the memory of a slot on first use. `save` and `restore` copy the state of one decoder
+    layer on the current stream. If both use the same stream, they need no synchronisation.
 
     Args:
         device: Device of the model. If it is a CUDA device, each slot is page-locked when it is first used.
@@ -40,25 +40,23 @@ class StatePool:
         return self.slots * self.slot_bytes
 
     def save(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy `recurrent` and `conv`, the states of one decoder layer, to a slot."""
         self.lock(slot)
         for target, source in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if source is not None:
                 target.copy_(source, non_blocking=self._pin)
 
     def restore(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the states of one decoder layer from a slot to `recurrent` and `conv`."""
         for source, target in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if target is not None:
                 target.copy_(source, non_blocking=self._pin)
 
     def read(self, slot: int) -> bytes:
-        """Wait for pending copies from the device. Return the bytes of a slot."""
+        """Return the bytes of a slot, after pending copies have ended."""
         self._wait_for_copies()
         return self._rows[slot].numpy().tobytes()
 
     def write(self, slot: int, data: memoryview) -> None:
-        """Wait for pending copies from and to the device. Then replace the bytes of a slot."""
+        """Replace the bytes of a slot, after pending copies have ended."""
         self.lock(slot)
         self._wait_for_copies()  # a queued copy may still read the slot, or overwrite it later
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
@@ -70,8 +68,7 @@ class StatePool:
             self._locked.add(slot)
 
     def _wait_for_copies(self) -> None:
-        """Wait for pending copies of the model's device, which need not be the current CUDA device."""
-        if self._pin:
+        if self._pin:  # The model's device need not be the current CUDA device.
             torch.cuda.current_stream(self._device).synchronize()
 
     def _views(self, slot: int, layer: int) -> list[torch.Tensor]:

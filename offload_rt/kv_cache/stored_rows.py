@@ -16,7 +16,7 @@ from .layer_groups import LayerGroups
 
 
 class SlotSpan(NamedTuple):
-    """The `size` token slots of a slab from slot `offset` on."""
+    """The token slots [offset, offset + size) of a slab."""
 
     slab: int
     offset: int
@@ -35,7 +35,7 @@ class StoredRows:
 
     @property
     def rows(self) -> torch.Tensor:
-        """All stored vectors `[R, width]` by row id (`ArenaLayout`), for a pool in memory."""
+        """All stored vectors `[R, width]` by row id (`layout.py`), for a pool in memory."""
         assert isinstance(self._arena, Arena)
         return self._arena.rows
 
@@ -48,7 +48,7 @@ class StoredRows:
         return self.layout.kv_heads * self.layout.entry_bytes if own is None else own.bytes(self.format.storage)
 
     def vectors(self, layer: int) -> torch.Tensor:
-        """Return `rows` as a view `[vectors, width]` with the vector width of `layer`."""
+        """Return `rows` as a view `[vectors, width]`, with the vector width of `layer`."""
         return self.rows.view(-1, self.format_of(layer).width)
 
     @property
@@ -89,13 +89,13 @@ class StoredRows:
             self.fill_storage_layer(storage_layer, span, part.k, part.v)
 
     def fill_storage_layer(self, storage_layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V `[Hkv, size, width]` to the slots of `span`, in the row shape of full-attention layers."""
+        """Write K and V `[Hkv, size, width]` of one storage layer to the token slots of `span`."""
         self._arena.fill(span.slab, storage_layer, span.offset, k, v)
 
     def view_storage_layers(self, layer: int, span: SlotSpan) -> Iterator[tuple[int, KVPart]]:
-        """Yield each storage layer of a layer, with its K and V `[Hkv, size, width]`.
+        """Yield the index, K and V `[Hkv, size, width]` of each storage layer of `layer`.
 
-        They have the row shape of full-attention layers. Unused parts are zero.
+        K and V have the row shape of full-attention layers. Unused rows are zero.
         """
         part = self.view(layer, span)
         if self._has_own_row_shape(layer):
@@ -103,7 +103,6 @@ class StoredRows:
         return iter([(self.groups.storage_layer[layer], part)])
 
     def _divided(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, KVPart]]:
-        """Yield the storage layers of a layer like `view_storage_layers`, filled with k and v `[Hkv, n, width]`."""
         storage_layers, layout = self.groups.storage_layers(layer), self.layout
         shape = (len(storage_layers), layout.kv_heads, 2, k.shape[1], layout.head_dim)
         planes = torch.zeros(shape, dtype=self.format.storage)
@@ -117,7 +116,7 @@ class StoredRows:
         return self.layout.window_rows is not None and self.groups.group[layer] > 0
 
     def blocks_of(self, blocks: BlockTable, group: int, indices: range) -> list[int]:
-        """Return a layer group's block ids at `indices` of the block table. Missing window blocks are left out."""
+        """Return the block ids of a layer group at `indices` of the block table. Missing window blocks are left out."""
         if group == 0:
             return blocks.ids[indices.start : indices.stop]
         return [blocks.windows[index][group - 1] for index in indices if index in blocks.windows]
@@ -136,7 +135,7 @@ class StoredRows:
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
     def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[SlotSpan]:
-        """Return the token slots of `tokens` in a layer group, in token order, as few contiguous spans."""
+        """Return the token slots of `tokens` in a layer group as few contiguous spans, in token order."""
         assert tokens.step == 1 and tokens.start >= 0
         if not tokens:  # a sliding-window layer may have no slots for the requested tokens
             return []
@@ -164,8 +163,7 @@ class StoredRows:
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """Return the stored K and V `[Hkv, n, width]` of `tokens`, one part per contiguous span of slots.
 
-        In memory, the vectors `[n, width]` of each head are contiguous, unless `shares_rows`. For several layers of a
-        group, it is faster to call `spans` once and `view` for each layer.
+        For several layers of a group, it is faster to call `spans` once and `view` for each layer.
         """
         return [self.view(layer, span) for span in self.spans(blocks, self.groups.group[layer], tokens)]
 
@@ -174,9 +172,9 @@ class StoredRows:
         return self._has_own_row_shape(layer) and self.layout.window_ratio > 1
 
     def planes(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[torch.Tensor, ...]]:
-        """Return the parts of `stored` as tensors whose heads are contiguous in memory.
+        """Return the stored KV of `tokens` as tensors whose heads are contiguous in memory, one tuple per span.
 
-        A part is K and V, or only K if keys contain the values. If K and V share rows, it is one tensor `[Hkv, n, d]`
+        The tuple is (K, V), or (K,) if keys contain the values. If K and V share rows, it is one tensor `[Hkv, n, d]`
         of the rows.
         """
         if not self.shares_rows(layer):
@@ -187,15 +185,15 @@ class StoredRows:
         return [(self._arena.planes_of(span.slab, storage_layers, span.offset, span.size)[:heads],) for span in spans]
 
     def in_planes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return encoded k and v `[Hkv, n, width]` in the form of a part of `planes`."""
+        """Return encoded k and v `[Hkv, n, width]` in the format of `planes`."""
         if not self.shares_rows(layer):
             return (k, v)[: self.layout.planes]
         return (F.pad(torch.cat((k, v), dim=-1), (0, self.layout.head_dim - 2 * k.shape[-1])),)
 
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """Return K and V `[Hkv, n, d]` of `tokens`, one part per contiguous span of slots.
+        """Return decoded K and V `[Hkv, n, d]` of `tokens`, one part per contiguous span of slots.
 
-        The parts are views if vectors are stored in the model's dtype, else decoded copies.
+        The parts are views if vectors are stored in the model's dtype.
         """
         parts = self.stored(blocks, layer, tokens)
         if self.format.exact:
@@ -203,10 +201,10 @@ class StoredRows:
         return [part.map(self.format_of(layer).decode) for part in parts]
 
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
-        """Return the row id of K of `token` for head 0 in the first layer of a layer group.
+        """Return the row id of K of `token`, for head 0 in the first layer of a layer group.
 
-        Rows of other heads and layers, and of V, are at fixed distances from it (`ArenaLayout`). In groups of
-        sliding-window layers with another row shape, ids count their vectors (`ArenaLayout.vectors`).
+        Other heads and layers, and V, are at fixed distances from this row (`ArenaLayout.vectors`). In groups of
+        sliding-window layers with another row shape, ids count vectors of their width.
         """
         [block] = self.blocks_of(blocks, group, range(token // BLOCK_SIZE, token // BLOCK_SIZE + 1))
         slab, slot = divmod(block, self.layout.slab_blocks)

@@ -40,15 +40,12 @@ def memory_limit(wanted: int | None, at_most: int) -> int:
 def pool_full(
     count: int, missing: int, usable: int, capacity: tuple[int, int], limit: int, *, disk: bool
 ) -> PoolFullError:
-    """Create the error for a full pool.
+    """Create the error for a request of `count` blocks, of which `missing` cannot be provided.
 
     Args:
-        count: Number of blocks needed.
-        missing: Number of blocks that cannot be provided.
         usable: Number of blocks that are free or can be evicted.
         capacity: Number of blocks of the pool, and bytes per block.
         limit: Limit of the pool in bytes.
-        disk: Whether the pool is on a disk.
     """
     # Imported here because the module imports torch. Checks of the command line avoid the import.
     from ..core import BLOCK_SIZE
@@ -65,7 +62,6 @@ def pool_full(
 
 
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
-    """Yield the remaining bytes of each control group (cgroup v1 or v2) of this process that has a limit."""
     for folder, two in groups("memory", root, membership):
         headroom = _headroom(folder, *(_SECOND if two else _FIRST))
         if headroom is not None:
@@ -73,7 +69,6 @@ def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
 
 
 def _headroom(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Return the remaining bytes of a control group, or None if it has no limit or cannot be read."""
     try:
         most = (folder / limit).read_text().strip()
         if most == "max":

@@ -12,10 +12,9 @@ from .layer_groups import LayerGroups
 class WindowBlocks:
     """Maps each published block to its window blocks: the KV of the block's 64 tokens in sliding-window layers.
 
-    A sequence frees a window block as soon as no later token attends to it. This cache keeps its own reference, so that
-    another sequence can continue after any prefix whose last window is complete. Window blocks that no sequence
-    references are idle. They are evicted oldest first if memory is needed, or when their published block leaves the
-    tree.
+    A sequence frees a window block when no later token attends to it. This cache keeps a reference, so that another
+    sequence can continue after the published block. Window blocks without a sequence are idle. They are evicted, oldest
+    first, if memory is needed, or when their published block leaves the tree.
 
     Not thread-safe.
     """
@@ -40,7 +39,7 @@ class WindowBlocks:
     def usable(self, blocks: Sequence[int], floor: int) -> int:
         """Return how many of `blocks`, a path from the root of the tree, a new sequence can reuse.
 
-        All window blocks that the next token attends to must be cached. No token attends to tokens before `floor`.
+        The window blocks that the next token attends to, from token `floor` on, must be cached.
         """
         if not self._groups.sliding:
             return len(blocks)
@@ -56,7 +55,7 @@ class WindowBlocks:
     def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
         """Return the window blocks that a sequence needs to continue after `blocks`, by block index.
 
-        A reference to each is added for the sequence. No token attends to tokens before `floor`.
+        Add a reference to each of them. The sequence does not attend to tokens before `floor`.
         """
         if not self._groups.sliding or not blocks:
             return {}
@@ -89,7 +88,7 @@ class WindowBlocks:
         self.forget([block for block, window in self._kept.items() if not lost.isdisjoint(window)])
 
     def evict(self, count: int) -> None:
-        """Evict idle window blocks, oldest first, until `count` blocks are free or none is left."""
+        """Evict idle window blocks, oldest first, until `count` blocks have been freed or none is left."""
         while count > 0 and self._idle:
             self.forget([next(iter(self._idle))])
             count -= self._groups.sliding

@@ -118,7 +118,7 @@ class InPlaceEviction(SlotTable):
         moves: list[Moves] = [[] for _ in range(self._all_layers)]
         for index, (layer, evicted) in enumerate(zip(self._full_layers, evicted_slots.tolist(), strict=True)):
             moves[layer] = _moves_to_victims(set(evicted), range(first, context - self._recent)) + ring
-            state.follow(index, moves[layer])
+            state.apply_moves(index, moves[layer])
         self._state, self.context = state.cut(remaining), remaining
         if self.grows:
             self.grows, self._ring_start = False, self._length

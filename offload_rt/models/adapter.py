@@ -1,7 +1,7 @@
-"""The interface of the runtime to a model: everything in its layers except attention itself.
+"""The interface of the runtime to a model: everything in its layers except attention.
 
-Each method computes T tokens, which may belong to different sequences. An adapter has neither a KV cache nor a loop
-over layers. It calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP.
+An adapter calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP. It has neither a
+KV cache nor a loop over layers. The T tokens of a call may belong to different sequences.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from .recurrent import RecurrentState, Stage, StateSlots
 class ModelAdapter(ABC):
     """Computes the layers of one decoder-only transformer, except attention.
 
-    In all methods, a layer is an attention layer, numbered from 0. All tensors are on `device` and in `dtype` unless
-    noted. No method needs gradients. No method except `run_stages` modifies its arguments.
+    In all methods, a layer is an attention layer, numbered from 0. Tensors are on `device` and in `dtype`, if no other
+    dtype is stated. Only `run_stages` modifies its arguments.
 
     Attributes:
-        sinks: The learned attention sinks of each layer, `[H]` in float32 or wider, or None if the layer has none. A
-            sink is a score that adds to the softmax denominator and has no value. It is not multiplied by the attention
-            scale.
+        sinks: The learned attention sinks of each layer, `[H]` in float32 or wider, or None. A sink is a score that
+            adds to the softmax denominator and has no value. The attention scale does not apply to it.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class ModelAdapter(ABC):
         self.sinks = sinks or (None,) * geometry.layers
 
     def with_state(self, state: RecurrentState | None) -> ModelAdapter:
-        """Return an adapter whose calls read and update the recurrent state of the sequences in `state`, in its order.
+        """Return an adapter that reads and updates `state`, for the sequences of its calls in the order of `state`.
 
         Required for hybrid models (layers with and without attention). Every token must then pass through each layer
         exactly once, in order. Adapters of other models return themselves.
@@ -51,10 +50,7 @@ class ModelAdapter(ABC):
         return self
 
     def for_new_sequence(self) -> ModelAdapter:
-        """Return an adapter for one sequence from its first token on.
-
-        For hybrid models, it has an empty recurrent state.
-        """
+        """Return an adapter for one sequence, with an empty recurrent state for hybrid models."""
         if not self.geometry.states:
             return self
         slots = StateSlots(self.geometry, self.dtype, self.device)
@@ -63,23 +59,23 @@ class ModelAdapter(ABC):
     def stages(self, layer: int) -> Sequence[Stage]:
         """Return the decoder layers without attention that follow attention layer `layer` (-1: before the first one).
 
-        The caller runs them on all tokens after `mlp` (or after `embed`).
+        All tokens must pass through them after `mlp` (or after `embed`).
         """
         return ()
 
     def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
         """Replace `hidden` `[T, D]`, the output of attention layer `layer`, by the output of the stages after it.
 
-        Tokens are computed slice by slice, to save memory.
+        To save memory, the tokens of each slice are computed separately.
         """
         for stage in self.stages(layer):
             for s in slices:
                 hidden[s] = stage.run(hidden[s])
 
     def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
-        """Update a decoder layer's recurrent state from recorded inputs `[T, D]` of its recurrent mixer.
+        """Update the recurrent state of a decoder layer from recorded inputs `[T, D]` of its recurrent mixer.
 
-        Speculative decoding uses it to compute the state without the rejected draft tokens.
+        Speculative decoding uses this to compute the state without rejected draft tokens.
         """
         raise NotImplementedError
 
@@ -92,7 +88,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input `[T, D]` of the q, k and v projections: the layer's input after its norm, if any."""
+        """Return the input `[T, D]` of the q, k and v projections: usually the layer's input after its first norm."""
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
@@ -108,9 +104,9 @@ class ModelAdapter(ABC):
         """Like `qkv`, but return only q, `[H, T, d]`."""
 
     def lone_query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return q of a layer without K and V of its own (`geometry.kv_layer`), in place of `qkv` and `key_value`.
+        """Return q of the current layer, if the layer uses the K and V of an earlier layer (`geometry.kv_layer`).
 
-        Unlike `query`, it is only called for the layer that is being computed, not to predict a later query.
+        In such a layer, it replaces `qkv`. Unlike `query`, it never predicts the query of a later layer.
         """
         return self.query(layer, attention_input, positions)
 
@@ -121,7 +117,7 @@ class ModelAdapter(ABC):
         """Like `qkv`, but return only k and v, both `[Hkv, T, d]`."""
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return cached keys k `[Hkv, n, d]`, rotated to positions `offset` higher. Only for relative positions (RoPE).
+        """Return cached keys k `[Hkv, n, d]`, moved to positions higher by `offset`. Only for RoPE.
 
         The rotation is computed in float32, with angles in float64. A factor that scales the keys (YaRN) is kept.
 
@@ -134,19 +130,19 @@ class ModelAdapter(ABC):
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the residual stream `[T, D]`: the layer's input `hidden` plus its projected attention.
 
-        It includes the norm after attention, if any. If attention and MLP run in parallel, it includes the MLP.
+        If attention and MLP run in parallel, the output of the MLP is added too.
         """
 
     @abstractmethod
     def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output `[T, D]`, computed from the residual stream after its attention `[T, D]`.
+        """Return the layer's output `[T, D]`, computed from the residual stream after attention `[T, D]`.
 
-        Models with an embedding of each token in every layer (Gemma 4 E2B) also need the token ids `tokens` `[T]`.
+        Only models with an embedding of each token in every layer (Gemma 4 E2B) use the token ids `tokens` `[T]`.
         """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[T, V]` in float32 or wider, after final norm, head and soft cap, for outputs `[T, D]`."""
+        """Return logits `[T, V]` in float32 or wider for outputs `[T, D]`, after final norm, head and soft cap."""
 
 
 class ForwardingAdapter(ModelAdapter):

@@ -95,7 +95,7 @@ def _names_of_classes() -> set[str]:
 
 
 def _multimodal_class(config: PreTrainedConfig) -> Any:
-    """Return a class that loads a multimodal model without the modules not used for text; None for other models."""
+    """Return a class that loads a multimodal model without the modules not used for text, or None for other models."""
     if not is_multimodal(config):
         return None
     candidates = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
@@ -112,17 +112,14 @@ def read_weights(
 ) -> PreTrainedModel:
     """Load the model of a checkpoint to `device`, in eval mode and without gradients.
 
-    A warning lists weights of the checkpoint that the model does not use.
+    Weights in the checkpoint that the model does not use cause a warning.
 
     Args:
-        source: The checkpoint.
-        config: Its configuration (`read_config`).
-        device: Device of the weights.
         dtype: Dtype of the weights. None keeps the dtype of the file.
         offloaded: Whether weights will be copied between host and device memory later.
 
     Raises:
-        ModelError: A weight is missing, damaged or has the wrong shape. (transformers would initialise it randomly.)
+        ModelError: A weight is missing, damaged or has the wrong shape.
         MemoryLimitError: The device does not have enough memory.
     """
     from transformers import AutoModelForCausalLM
@@ -162,7 +159,6 @@ def read_weights(
 
 
 def _check_report(source: ModelSource, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Raise ModelError if weights were missing or had the wrong shape. Warn of weights that the model does not use."""
     missing = sorted(report["missing_keys"])
     shapes = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     for problem, keys in (("lacks", missing), ("has another shape for", shapes)):
@@ -245,12 +241,10 @@ def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype
 def resolve_dtype(
     dtype: str | torch.dtype, source: ModelSource, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype | None:
-    """Return the torch dtype that `dtype` names. None means the dtype of the weights, if the configuration states none.
+    """Return the torch dtype named `dtype`, or None to keep the dtype of the weights. Raises ConfigError.
 
-    "auto" is the checkpoint's dtype on CUDA. On a CPU, it is bfloat16 for half-precision checkpoints, which halves the
-    time to read the weights. In three cases, it is at least float32: for other checkpoints, on CPUs on which bfloat16
-    is slow, and for models in the package, whose results are then the same on every machine. Raises ConfigError for an
-    unknown name.
+    "auto" is the checkpoint's dtype on CUDA. On a CPU, "auto" is bfloat16 for half-precision checkpoints, if bfloat16
+    is fast. For all other checkpoints, it is at least float32.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
@@ -259,6 +253,8 @@ def resolve_dtype(
         return chosen
     if device.type != "cpu":
         return checkpoint_dtype
+    # bfloat16 halves the time to read the weights. Shipped models use float32, which gives the same results on every
+    # machine.
     if checkpoint_dtype in (torch.bfloat16, torch.float16) and computes_bfloat16() and not source.shipped:
         return torch.bfloat16
     return torch.promote_types(checkpoint_dtype or torch.float32, torch.float32)
@@ -266,9 +262,9 @@ def resolve_dtype(
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Convert all errors in the body of the `with` statement to a ModelError whose message begins with `what`.
+    """Convert errors in the body of the `with` statement to a ModelError whose message begins with `what`.
 
-    Errors of this package are not converted.
+    Errors of this package are not converted. If the device has too little memory, MemoryLimitError is raised.
     """
     try:
         yield
@@ -298,9 +294,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the message of `error` in one line of at most 300 characters. If it is one word, add the error's type."""
     text = " ".join(str(error).split())
-    return text[:300] if " " in text else f"{type(error).__name__} {text}"
+    return text[:300] if " " in text else f"{type(error).__name__} {text}"  # one word does not explain the error
 
 
 def _list_some(keys: list[str]) -> str:

@@ -33,9 +33,9 @@ T = TypeVar("T")
 class CheckpointCache:
     """A cache on disk for small results that are computed from the files of one checkpoint.
 
-    Create the object before the files are read. Results are looked up by the files (name, device, inode, size, mtime,
-    ctime), the versions of the libraries that read them, and the arguments. If a file has changed since the object was
-    created, nothing is read or written. Results of hub checkpoints and checkpoints with remote code are not cached.
+    Create the object before the files are read. If a file changes afterwards, the cache is not used. A cached result is
+    valid for the same files, arguments and versions of the libraries. Results of hub checkpoints and of checkpoints
+    with remote code are not cached.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -54,10 +54,10 @@ class CheckpointCache:
 
         Args:
             name: Name of the result, for example "fingerprints".
-            arguments: Everything that the result depends on besides the files. It is converted to JSON.
+            arguments: Everything that the result depends on, except the files. It is converted to JSON.
             compute: Computes the result.
-            parse: Converts text to the result. It raises one of these errors if the text is damaged: LookupError,
-                TypeError, ValueError or AttributeError.
+            parse: Converts text to the result. For damaged text, it raises LookupError, TypeError, ValueError or
+                AttributeError.
             dump: Converts the result to text of at most `LARGEST` bytes.
         """
         if self._files is None or self._files != _identities(self._source):
@@ -79,9 +79,9 @@ class CheckpointCache:
 
 
 def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
-    """Return the identity (`file_identity`) of each file that may contain weights.
+    """Return the `file_identity` of each file that may contain weights.
 
-    Return None if the files cannot be determined, or if remote code or a PEFT adapter may change the weights.
+    Return None if these files are unknown, or if remote code or a PEFT adapter may change the weights.
     """
     folder = source.folder
     if folder is None or source.hub.trust_remote_code or (folder / "adapter_config.json").exists():
@@ -99,10 +99,10 @@ def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
 
 
 def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return name, device, inode, size, mtime and ctime of a file. A change of its contents changes one of them.
+    """Return name, device, inode, size, mtime and ctime of a file. At least one differs after the file has changed.
 
     Raises:
-        OSError: If the file cannot be accessed.
+        OSError: The file cannot be accessed.
     """
     status = path.stat()
     # Copying or restoring a file can preserve its mtime, but not its ctime.

@@ -1,7 +1,7 @@
 """The adapter of most decoders: Llama and models with a similar structure.
 
 The structure is recognised by the names of modules and by the configuration. This module handles geometry, embedding
-and head; `decoder_layer` and `rotary` handle the rest. Other models are refused with a ModelError that has a `reason`.
+and head; `decoder_layer` and `rotary` handle the rest. Models with an unknown structure are refused with a ModelError.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ROPE_IN_SLIDING_LAYERS_ONLY = ("Cohere2Model", "Exaone4Model")
 class AttentionTemperature:
     """Attention temperature scaling of one layer: keeps the softmax sharp over long texts.
 
-    Queries are multiplied by 1 + rate log(1 + floor((position + first) / step)).
+    Queries are multiplied by 1 + rate log(1 + floor((position + position_offset) / step)).
     """
 
     rate: float
@@ -55,7 +55,7 @@ class AttentionTemperature:
 
     @classmethod
     def of(cls, attention: Any, config: Any) -> AttentionTemperature | None:
-        """Return the scaling of a layer, if it has any: Llama 4 in layers without RoPE, Ministral 3 in all layers."""
+        """Return the scaling of a layer, or None. Llama 4 has it in layers without RoPE, Ministral 3 in all layers."""
         if getattr(config, "attn_temperature_tuning", False):
             return None if attention.use_rope else cls(float(attention.attn_scale), float(attention.floor_scale), 1)
         rope = _rope(config)
@@ -71,9 +71,10 @@ class AttentionTemperature:
 
 
 class DecoderAdapter(ModelAdapter):
-    """`ModelAdapter` for a transformers decoder with rotary positions. It calls the decoder's modules except attention.
+    """`ModelAdapter` for a transformers decoder with rotary positions.
 
-    Decoder layers without attention are called as whole modules (`recurrent`).
+    It calls the decoder's modules except attention. Decoder layers without attention are called as one module
+    (`recurrent`).
     """
 
     def __init__(self, model: Any) -> None:
@@ -231,12 +232,11 @@ def _rotary_module(decoder: Any) -> Any:
 def _refuse_unsupported(
     model: Any, config: Any, decoder: Any, layers: list[nn.Module], attention_indices: list[int]
 ) -> None:
-    """Raise ModelError if the model has features that this adapter does not support."""
     name = type(model).__name__
     if getattr(config, "alibi", False) or hasattr(decoder, "build_alibi_tensor"):
         raise ModelError(
             f"{name} encodes positions as a bias on attention scores (ALiBi), which is not supported; rotary and "
-            "learned positions are",
+            "learned positions are supported",
             reason="alibi",
         )
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": images only
@@ -292,7 +292,7 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
 def _row_shapes(
     name: str, projections: Sequence[Projections | LatentProjections], windows: tuple[int | None, ...]
 ) -> tuple[RowShape, RowShape | None]:
-    """Return the shape of KV entries in full-attention layers, and that in sliding-window layers if it differs.
+    """Return the row shape of full-attention layers, and the row shape of sliding-window layers if it differs.
 
     If the larger head dimension is not a multiple of the smaller one, all vectors are padded to the larger one. Raise
     ModelError if layers of the same type have different shapes.
@@ -318,12 +318,11 @@ def _row_shapes(
         full, window = replace(full, head_dim=max_head_dim), replace(window, head_dim=max_head_dim)
         for projection in projections:
             assert isinstance(projection, Projections)
-            projection.widen(max_head_dim)
+            projection.pad_to(max_head_dim)
     return full, (window if window != full else None)
 
 
 def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
-    """Return the attention sinks `[H]` of a layer, on the embedding's device, or None if the layer has none."""
     sinks: torch.Tensor | None = getattr(attention, "sinks", None)
     if sinks is None:
         return None
@@ -336,7 +335,6 @@ def _declared(config: Any, name: str) -> Any:
 
 
 def _layer_types(config: Any, attention_indices: list[int]) -> list[str] | None:
-    """Return the declared types of the attention layers, or None if the configuration declares no types."""
     types = _declared(config, "layer_types")
     return types and [types[i] for i in attention_indices]
 
@@ -346,7 +344,6 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _windows(config: Any, decoder: Any, attention_indices: list[int]) -> tuple[int | None, ...]:
-    """Return the sliding window of each attention layer in tokens, or None for full attention."""
     # Llama's configuration may state a window, but its module does not build a sliding-window mask.
     has_window_mask = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
     window: int | None = getattr(config, "sliding_window", None) if has_window_mask else None
@@ -358,7 +355,7 @@ def _windows(config: Any, decoder: Any, attention_indices: list[int]) -> tuple[i
 def _kinds(
     config: Any, decoder: Any, rotary: Any, attentions: list[Any], attention_indices: list[int]
 ) -> list[str | None]:
-    """Return the layer type whose RoPE frequencies each attention layer uses, or None for layers without RoPE."""
+    """Return for each attention layer the layer type whose RoPE frequencies it uses, or None without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     per_type = isinstance(getattr(rotary, "rope_type", None), dict)
@@ -372,22 +369,16 @@ def _kinds(
 
 
 def _logit_factor(config: Any) -> float:
-    """Return the factor of the logits: `logit_scale` (Cohere) or 1 / `logits_scaling` (Granite).
-
-    `config` is that of the whole model: multimodal models ignore the factor of their language model.
-    """
+    # `config` is the configuration of the whole model: multimodal models ignore the factor of their language model.
+    # Cohere has `logit_scale`, and Granite has `logits_scaling`.
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return float(scale or 1.0) / float(divisor or 1.0)
 
 
 def _max_positions(config: Any) -> int:
-    """Return the maximum number of positions.
-
-    Some YaRN checkpoints state only the length before YaRN. It is multiplied by YaRN's factor.
-    """
     trained: int = config.max_position_embeddings
     rope = _rope(config)
     rope = rope.get("full_attention", rope)
-    if rope.get("rope_type") == "yarn":
+    if rope.get("rope_type") == "yarn":  # some checkpoints state only the length before YaRN
         return max(trained, int(rope["factor"] * (rope.get("original_max_position_embeddings") or trained)))
     return trained

@@ -1,8 +1,7 @@
 """One decoder layer without its attention: norms, MLP, residual stream, and the projections of the attention module.
 
-The structure is recognised by the names of the layer's modules. Projections may be separate or fused. Norms of queries
-and keys may apply to each head or to all heads together. If a parameter of the layer would not be used, the model is
-refused.
+The structure is recognised by the names of the layer's modules. If a parameter of the layer would not be used, the
+model is refused.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 
 @dataclass(frozen=True)
 class Norms:
-    """Attribute names of a layer's norms before and after attention and MLP. None means that there is no such norm.
+    """Attribute names of a layer's norms before and after attention and MLP, or None if there is no such norm.
 
-    If `parallel` is set, the MLP reads the layer's input instead of the residual stream after attention. If the MLP has
-    no norm, it reads the attention's normed input.
+    If `parallel` is set, attention and MLP both read the layer's input. If the MLP then has no norm, it uses the norm
+    of the attention.
     """
 
     before_attention: str | None
@@ -73,7 +72,7 @@ class DecoderLayer:
     def __init__(self, module: Any) -> None:
         """Find attention, MLP and norms among the submodules of `module`.
 
-        Raise ModelError if the norms match no known placement, or if a submodule with weights would be unused.
+        Raise ModelError if the norms have an unknown placement, or if a submodule with weights would not be used.
         """
         self.attention = attention_of(module)
         attention_only = self.attention is getattr(module, "mixer", None)
@@ -115,10 +114,10 @@ class DecoderLayer:
     def after_attention(
         self, hidden: torch.Tensor, projected: torch.Tensor, run_mixer: Callable[[Any, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the residual stream `[T, D]`: the sum of the layer's input and its projected attention, both `[T, D]`.
+        """Return the residual stream `[T, D]`: the layer's input `hidden` plus its projected attention, both `[T, D]`.
 
-        If attention and MLP run in parallel, it includes the output of the MLP. If the layer also has a Mamba mixer in
-        parallel to the attention (Falcon-H1), `run_mixer` runs it on the normed input.
+        If attention and MLP run in parallel, the output of the MLP is added too. `run_mixer` runs a Mamba mixer that is
+        parallel to the attention (Falcon-H1).
         """
         if self._mixer is not None:
             mixer_output = run_mixer(self._mixer, self.before_attention(hidden)) * self._mixer_multiplier
@@ -127,9 +126,10 @@ class DecoderLayer:
         return residual + self._run_mlp(hidden) if self._parallel else residual
 
     def mlp(self, residual: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-        """Return the layer's output `[T, D]`, computed from the residual stream after its attention.
+        """Return the layer's output `[T, D]`, computed from the residual stream after attention.
 
-        `layer_input` returns the layer's embeddings of the tokens `[T, P]`, or is None (`LayerEmbeddings`).
+        `layer_input` returns the embeddings `[T, P]` of the tokens for this layer (`LayerEmbeddings`), if there are
+        any.
         """
         if self._parallel or self._mlp is None:
             return residual
@@ -152,7 +152,7 @@ class DecoderLayer:
 
 
 class ParallelExperts:
-    """Experts of a layer that run in parallel to its dense MLP, with their own norms and router (Gemma 4)."""
+    """Experts that run in parallel to the dense MLP of a layer, with their own norms and router (Gemma 4)."""
 
     MODULES = (
         "router", "experts", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1",
@@ -181,13 +181,12 @@ def _names(norms: Norms) -> set[str]:
 
 
 def _norm_of(module: nn.Module, name: str | None, multiplier: float = 1.0) -> Norm:
-    """Return a function that applies the norm `name` of a layer, if it is not None, and multiplies by `multiplier`."""
     norm = nn.Identity() if name is None else fused_norm(getattr(module, name))
     return norm if multiplier == 1 else lambda x: norm(x) * multiplier
 
 
 def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that applies the norm `module`. On CUDA, copies of `LlamaRMSNorm` run as one kernel."""
+    """Return a function that applies the norm `module`. On CUDA, norms like Llama's run as one kernel."""
     if not _is_llama_norm(module):
         return module
     llama_norm: Any = module
@@ -202,7 +201,7 @@ def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_llama_norm(module: nn.Module) -> bool:
-    """Return whether the bytecode of the module's `forward` equals that of `LlamaRMSNorm.forward`."""
+    """Return whether `module` computes the same as `LlamaRMSNorm`, which many model files copy."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
@@ -218,20 +217,19 @@ _HEADS_FIRST: Norm = partial(torch.transpose, dim0=0, dim1=1)
 class Projections:
     """The q, k, v and output projections of one layer. Queries, keys and values are `[heads, T, d]`, after RoPE.
 
-    If keys and values have different widths, the narrower vectors are padded with zeros. Zeros do not change scores,
-    and `output` removes them from attention outputs.
+    If keys and values have different widths, the narrower vectors are padded with zeros, which do not change scores.
+    `output` removes the padding from attention outputs.
 
-    Some models multiply attention outputs by an output gate before the output projection. The gate is computed by
-    `q_proj` (Qwen 3.5, after the query of each head) or by `g_proj` (LFM3, one number per head).
+    Some models multiply attention outputs by an output gate. The gate is computed by `q_proj` (Qwen 3.5, after the
+    query of each head) or by `g_proj` (LFM3, one number per head).
     """
 
     value_dim: int | None = None  # values are not part of keys (`ModelGeometry.value_dim`)
 
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
-        """Find the projections of an attention module.
+        """Find the projections of an attention module with `heads` query heads and `kv_heads` KV heads.
 
-        Raise ModelError if the module is not supported, or if its numbers of heads differ from the configuration's
-        numbers `heads` and `kv_heads`.
+        Raise ModelError if the module is not supported, or has other numbers of heads.
         """
         self.heads, self.kv_heads = heads, kv_heads
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
@@ -266,12 +264,12 @@ class Projections:
             self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used),
             self._norm(attention, ("v_norm",), kv_heads, used),
         )
-        self.widen(max(self._key_dim, self._value_dim))
+        self.pad_to(max(self._key_dim, self._value_dim))
         refuse_unused(attention, used)
         self._check_widths(attention)
 
-    def widen(self, head_dim: int) -> None:
-        """Pad queries, keys and values with zeros to `head_dim`."""
+    def pad_to(self, head_dim: int) -> None:
+        """Pad the vectors of queries, keys and values with zeros to `head_dim` elements."""
         assert head_dim >= max(self._key_dim, self._value_dim)
         self.head_dim = head_dim
         self._query_norm, self._key_norm, self._value_norm = (self._padded(norm) for norm in self._norms)
@@ -283,7 +281,7 @@ class Projections:
         return rotate(self._query_norm(q)), rotate(self._key_norm(k)), self._value_norm(v)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return q `[H, T, d]`. If the projection is fused, k and v are computed too and discarded."""
+        """Return q `[H, T, d]`. A fused projection also computes k and v, which are discarded."""
         if self._split is not None:
             return rotate(self._query_norm(self._split(self._q(x))[0]))
         rows = self._q(x).view(len(x), self.heads, -1)
@@ -297,7 +295,7 @@ class Projections:
         return rotate(self._query_norm(q)), torch.sigmoid(gate)
 
     def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v `[Hkv, T, d]`. If the projection is fused, q is computed too and discarded."""
+        """Return k and v `[Hkv, T, d]`. A fused projection also computes q, which is discarded."""
         if self._split is not None:
             _, k, v = self._split(self._q(x))
         else:
@@ -312,7 +310,7 @@ class Projections:
         return rotate(k)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply attention outputs `[T, H * d]` by `gate` if given, and apply the output projection: `[T, D]`."""
+        """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
         if gate is not None:
             attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
         if self._value_dim < attended.shape[-1] // self.heads:
@@ -321,7 +319,6 @@ class Projections:
         return out
 
     def _padded(self, norm: Norm) -> Norm:
-        """Return a function like `norm` that also pads the last axis of its result with zeros to `head_dim`."""
         if self._key_dim == self._value_dim == self.head_dim:
             return norm
 
@@ -332,33 +329,30 @@ class Projections:
         return pad
 
     def _split_blocks(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`: all queries, all keys, all values (Phi-3)."""
+        """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`. The order is all q, all k, all v (Phi-3)."""
         rows = fused.view(len(fused), -1, self._key_dim)
         q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return q, k, v
 
     def _split_groups(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split `[T, Hkv (G + 2) d]` into q, k and v `[T, heads, d]`: G queries, key, value (GPT-NeoX, Falcon)."""
+        """Split `[T, Hkv (G + 2) d]` into q, k and v `[T, heads, d]`. A group has G queries, k and v (GPT-NeoX)."""
         rows = fused.view(len(fused), self.kv_heads, -1, self._key_dim)
         return rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
 
     def _norm(self, attention: Any, names: Collection[str], heads: int, used: set[str]) -> Norm:
-        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the first norm in `names`, if any.
-
-        A weight `[d]` normalises each head with the same weight, `[heads, d]` each head with a separate weight, and
-        `[heads * d]` all heads together.
-        """
+        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the first norm in `names`, if any."""
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
             return _HEADS_FIRST
         module = getattr(attention, name)
         used.add(name)
         shape = tuple(module.weight.shape) if hasattr(module, "weight") else None
+        # one weight for each head
         if shape == (self._key_dim,) or getattr(module, "with_scale", True) is False:
             return lambda rows: module(rows.transpose(0, 1))
-        if shape == (heads * self._key_dim,):
+        if shape == (heads * self._key_dim,):  # one norm over all heads
             return lambda rows: module(rows.flatten(1)).view_as(rows).transpose(0, 1)
-        if shape == (heads, self._key_dim):
+        if shape == (heads, self._key_dim):  # a separate weight for each head
             return lambda rows: module(rows).transpose(0, 1)
         raise ModelError(
             f"{type(attention).__name__}.{name} has weights of shape {shape}; expected one or {heads} heads of "

@@ -44,12 +44,12 @@ _NEUTRAL = frozenset(
 def fingerprint(model: Any) -> str:
     """Return the fingerprint of a loaded transformers model: a digest as 64 hexadecimal digits.
 
-    The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of every
-    weight and of every buffer in the checkpoint. For a multimodal model, it covers only the language model.
+    The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of each
+    weight and stored buffer. For a multimodal model, it covers only the language model.
 
-    The digest does not depend on the device or the checkpoint's file layout. It does not depend on the dtype either if
-    the dtype represents the weights exactly. For example, a bfloat16 checkpoint has the same digest when it is loaded
-    in float32. Data that depends on the compute dtype, such as stored KV, must be marked with that dtype as well.
+    The digest is the same on every device, for every file layout, and in every dtype that represents the weights
+    exactly (such as float32 for a bfloat16 checkpoint). Data that depends on the dtype, such as stored KV, must be
+    marked with the dtype too.
     """
     digest = hashlib.sha256(f"offload-rt model {VERSION}\n{_architecture(model)}\n".encode())
     unused = unused_modules(model)
@@ -62,10 +62,8 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name, including buffers that are in the checkpoint, such as `layer_scalar` of Gemma 4.
-
-    All buffers of packed models are included, because any of them may contain weights.
-    """
+    # Stored buffers, such as `layer_scalar` of Gemma 4, count as weights. In packed models, any buffer may contain
+    # weights.
     buffers = dict(model.named_buffers())
     if packing_of(model) is None:
         stored = set(model.state_dict(keep_vars=True))
@@ -83,26 +81,22 @@ def _architecture(model: nn.Module) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """Return `value` without None entries and with all numbers as float, because checkpoints write 10000 or 10000.0."""
     if isinstance(value, dict):
         return {str(key): _canonical(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
         return [_canonical(item) for item in value]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):  # checkpoints write 10000 or 10000.0
         return float(value)
     return value
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Return a digest of the elements of `weight`. It is the same for all strides, devices and wider dtypes.
-
-    All blocks are digested as bfloat16. Blocks that bfloat16 cannot represent exactly are also digested in a wider
-    dtype.
-    """
+    """Return a digest of the elements of `weight`. It is the same in every dtype that represents them exactly."""
     narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start, block in _blocks(weight):
         rounded = block.bfloat16() if block.is_floating_point() else block
         narrow.update(_bytes(rounded))
+        # Blocks that bfloat16 cannot represent exactly are also digested in a wider dtype.
         if rounded.dtype != block.dtype and not torch.equal(rounded.to(block.dtype), block):
             single = block.float()
             exact = single if torch.equal(single.to(block.dtype), block) else block
@@ -112,7 +106,6 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield blocks of rows of `weight`, flattened and on the CPU, each with the index of its first row."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), rows_per_block):
@@ -151,7 +144,7 @@ class WeightChangeDetector:
         self._last_state = self._state()
 
     def changes(self) -> int:
-        """Count one change if any weights differ from those in the previous call. Return the number of changes so far.
+        """Return the number of changes so far. Each call counts at most one change since the previous call.
 
         Raise ModelError if a module was replaced.
         """

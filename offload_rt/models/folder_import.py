@@ -42,7 +42,7 @@ class FolderImport:
 
     @functools.cached_property
     def _local(self) -> ModelSource:
-        """The source as a local folder. A checkpoint on the hub is downloaded at the first access."""
+        """The source as a local folder. The first access downloads a checkpoint from the hub."""
         if self.source.folder is not None:
             return self.source
         from huggingface_hub import snapshot_download
@@ -86,7 +86,6 @@ class FolderImport:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Convert CannotPackError and errors of damaged files to ModelError."""
         try:
             with as_model_error(f"cannot read the packed weights of {self.source}"):
                 yield
@@ -103,13 +102,13 @@ class _Layers:
     """The tensors of a checkpoint, grouped by module.
 
     Attributes:
-        modules: For each module name, its tensors by name suffix, such as "qweight".
+        modules: Tensors of each module, by name suffix such as "qweight".
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
         """Group the tensors of `source` by module.
 
-        Raise CannotPackError if names in the checkpoint differ from names in transformers' model.
+        Raise CannotPackError if the checkpoint has tensors that transformers' model does not have.
         """
         method = packing(config)
         assert method is not None
@@ -131,7 +130,6 @@ class _Layers:
             self.modules[module][part] = stored
 
     def packed_format(self, name: str) -> PackedFormat | None:
-        """Return the packed format of a module, or None if its weights are not packed."""
         parts = self.modules[name]
         if (shape := self._shape(name)) is None or parts.keys().isdisjoint(self._importer.suffixes):
             return None
@@ -142,7 +140,7 @@ class _Layers:
             raise CannotPackError(f"{name} lacks {error}") from error
 
     def _shape(self, name: str) -> tuple[int, int] | None:
-        """Return (outputs, inputs) of a linear layer or of one expert. None for other modules."""
+        """Return (outputs, inputs) of a linear layer or of one expert, or None for other modules."""
         parent, _, child = name.rpartition(".")
         experts = self._skeleton.get_submodule(parent)
         if is_stacked(experts, child):
@@ -152,7 +150,6 @@ class _Layers:
         return (module.out_features, module.in_features) if type(module) is nn.Linear else None
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, PackedFormat]]:
-        """Return the tensors of the packed checkpoint by name, and the formats of its packed modules."""
         from safetensors import safe_open
 
         tensors: dict[str, torch.Tensor] = {}

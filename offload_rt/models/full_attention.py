@@ -1,4 +1,4 @@
-"""Compute single layers with full causal attention, for prefill, calibration, verification and teacher forcing."""
+"""Full causal attention of single layers, for prefill, calibration, verification and teacher forcing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def keys_and_values(
 ) -> Iterator[KVPart]:
     """Yield k and v `[Hkv, m, d]` of each slice of m tokens.
 
-    `inputs` has the normed layer inputs `[m, D]` of each slice, and `positions` its positions `[m]`.
+    For each slice, `inputs` has the attention inputs `[m, D]`, and `positions` the positions `[m]`.
     """
     for attention_input, slice_positions in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, slice_positions))
@@ -33,12 +33,10 @@ def query_and_kv(
     """Return q `[H, T, d]` of a layer, and the K and V `[Hkv, T, d]` that it attends to.
 
     Args:
-        adapter: The model.
-        layer: The layer index.
         inputs: Attention inputs `[T, D]`.
         positions: Positions `[T]`.
-        shared: K and V of layers that later layers use, by layer. Begin with an empty dictionary, and pass it for each
-            layer of the same tokens.
+        shared: K and V that later layers use, by layer. Pass the same dictionary, empty at first, for all layers of the
+            tokens.
     """
     if (source := adapter.geometry.kv_layer(layer)) != layer:
         return adapter.lone_query(layer, inputs, positions), shared[source]
@@ -50,9 +48,9 @@ def query_and_kv(
 
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
-    """Return exact causal attention `[H, m, d]` of the last m of n tokens, with queries q `[H, m, d]`.
+    """Return exact causal attention `[H, m, d]` of the last m of n tokens, for their queries q `[H, m, d]`.
 
-    `kv` has K and V of all n tokens. `position` is the position of the first query token.
+    `kv` has K and V of all n tokens. `position` is the position of the first query.
     """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks[layer]
     scale, cap = geometry.scales[layer], geometry.softcap
@@ -77,15 +75,13 @@ def residual_after_attention(
     stop: int,
     position: int | None = None,
 ) -> torch.Tensor:
-    """Return the residual stream `[m, D]` after a layer's attention, for the last m of the first `stop` tokens in `kv`.
+    """Return the residual stream `[m, D]` after a layer's attention, for the last m of the first `stop` tokens.
 
     Args:
-        adapter: The model.
-        layer: The layer index.
         hidden: The layer's input `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
         kv: K and V of n >= stop tokens, each `[Hkv, n, d]`.
-        stop: End (exclusive) of the query tokens in `kv`. Later tokens are not attended to.
+        stop: Index in `kv` after the last query token. Later tokens are not attended to.
         position: Position of the first query. Required if `kv` does not begin at the first token.
     """
     part = KVPart(kv.k[:, :stop], kv.v[:, :stop])

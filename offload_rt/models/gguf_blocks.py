@@ -1,7 +1,7 @@
-"""Conversion of quantised GGUF tensors to packed weights (`PackedFormat`).
+"""Exact conversion of quantised GGUF tensors to packed weights (`PackedFormat`).
 
-The conversion is exact. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Scales and minima of Q4_K,
-Q5_K and Q6_K are whole numbers of 6 or 8 bits with a float16 factor for each 256 weights.
+Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Scales and minima of Q4_K, Q5_K and Q6_K are whole
+numbers of 6 or 8 bits, with a float16 factor for each 256 weights.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ def _float16_at(blocks: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the lower 4 bits of each of `size` bytes, followed by their upper 4 bits."""
+    """Return the lower 4 bits of each of `size` bytes, then their upper 4 bits."""
     pairs = data.reshape(len(data), -1, 1, size)
     return torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
 def _bits(data: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """Unpack fields of `bits` bits from groups of `size` bytes.
+    """Unpack numbers of `bits` bits from groups of `size` bytes.
 
-    For each group, return the lowest field of every byte, then the second-lowest field of every byte, and so on.
+    For each group, return the lowest number of every byte, then the second-lowest number of every byte, and so on.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
-    """Unpack each group of 4 bytes to 32 numbers, one per bit."""
     return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
 def _q4(blocks: torch.Tensor) -> Parts:
-    """Convert Q4_0 blocks (a scale and nibbles) or Q4_1 blocks (a scale, a minimum and nibbles)."""
+    """Convert Q4_0 blocks (scale, 4-bit codes) or Q4_1 blocks (scale, minimum, 4-bit codes)."""
     start = blocks.shape[1] - 16
     return _nibbles(blocks[:, start:], 16), *(_float16_at(blocks, at) for at in range(0, start, 2))
 
 
 def _q5(blocks: torch.Tensor) -> Parts:
-    """Convert Q5_0 or Q5_1 blocks, which are Q4_0 or Q4_1 blocks with 4 bytes of fifth bits before the nibbles."""
+    """Convert Q5_0 or Q5_1 blocks: Q4_0 or Q4_1 blocks with the fifth bits of the codes, 4 bytes, before the codes."""
     start = blocks.shape[1] - 20
     codes, *parts = _q4(torch.cat((blocks[:, :start], blocks[:, start + 4 :]), dim=1))
     return codes | _fifth_bits(blocks[:, start : start + 4]) << 4, *parts
@@ -58,10 +57,7 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _sub_scales(blocks: torch.Tensor) -> Parts:
-    """Return the scales and minima of Q4_K and Q5_K blocks, `[n, 8]` each, and their factors, `[n, 1]` each.
-
-    They are 6-bit numbers in bytes 4 to 16.
-    """
+    """Return the scales and minima `[n, 8]` of Q4_K and Q5_K blocks, and their factors `[n, 1]`."""
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)

@@ -1,7 +1,7 @@
 """Read the header of a GGUF file, and check that the file is complete.
 
-transformers uses this reader in place of `gguf.GGUFReader` (`fast_gguf`). That reader creates several numpy arrays for
-each of the 300,000 tokens and merges of a vocabulary, which takes about ten seconds.
+transformers uses this reader in place of `gguf.GGUFReader` (`fast_gguf`), which takes about ten seconds for the 300,000
+tokens and merges of a vocabulary.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class _EarlyEndError(Exception):
 
 
 class GGUFField(NamedTuple):
-    """A metadata value. It has the attributes of `gguf.ReaderField` that transformers reads.
+    """A metadata value, with the attributes of `gguf.ReaderField` that transformers reads.
 
     Attributes:
         types: The GGUF value type. For arrays, the array type and the type of the elements.
-        parts: The elements (one, if the value is no array): a string as bytes, a number as an array with one element.
+        parts: The elements, or the single value. A string is bytes, and a number an array with one element.
     """
 
     types: list[int]
@@ -58,23 +58,14 @@ class GGUFField(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a GGUF file. Only its header has been read.
-
-    Attributes:
-        path: The file.
-        name: Name of the tensor in the file.
-        shape: Lengths of the axes in reverse order: `(in, out)` for a matrix.
-        kind: GGUF type, such as "Q4_K".
-        start: Offset in bytes of the tensor's data in the file.
-        size: Size in bytes of the tensor's data.
-    """
+    """A tensor of a GGUF file. Only its header has been read."""
 
     path: Path
     name: str
-    shape: tuple[int, ...]
-    kind: str
-    start: int
-    size: int
+    shape: tuple[int, ...]  # lengths of the axes in reverse order: `(in, out)` for a matrix
+    kind: str  # GGUF type, such as "Q4_K"
+    start: int  # offset in bytes of the data in the file
+    size: int  # in bytes
 
     @property
     def tensor_type(self) -> Any:
@@ -84,7 +75,7 @@ class GGUFTensor:
 
     @property
     def data(self) -> npt.NDArray[Any]:
-        """The tensor's data, mapped from the file: an array of numbers, or of bytes for quantised types."""
+        """The tensor's data, mapped from the file: numbers, or bytes for quantised types."""
         dtype = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
         mapped = np.memmap(self.path, np.uint8, "r", self.start, (self.size,))
         return mapped.view(dtype.get(self.kind, np.uint8)).reshape(*self.shape[:0:-1], -1)
@@ -103,7 +94,7 @@ class GGUFHeader:
         return "" if field is None or field.types != [_STRING] else bytes(field.parts[0]).decode(errors="replace")
 
     def check(self, name: object) -> None:
-        """Raise ModelError if the file `name` has no tensors, or does not state the architecture of its model."""
+        """Raise ModelError if the file has no tensors or does not state its architecture. `name` is the file's name."""
         if not self.tensors:
             raise ModelError(f"{name} has no tensors, only metadata; expected a GGUF file with the weights of a model")
         required = ["general.architecture", *(f"{self.architecture}.{key}" for key in _REQUIRED if self.architecture)]
@@ -114,17 +105,13 @@ class GGUFHeader:
 
 
 def require_gguf(name: object) -> None:
-    """Raise ModelError if the package gguf, which is needed to read the model `name`, is not installed."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f"reading {name} needs the package gguf: {install_command('gguf')}")
 
 
 @contextmanager
 def fast_gguf() -> Iterator[None]:
-    """Let transformers read GGUF files with `read_header` while the body of the `with` statement runs.
-
-    transformers' map of tensor names is then computed only once per architecture.
-    """
+    """Let transformers read GGUF files with `read_header` while the body of the `with` statement runs."""
     import gguf
 
     with _PATCHING, ExitStack() as stack:
@@ -139,7 +126,7 @@ def fast_gguf() -> Iterator[None]:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Return the header of a GGUF file, after checking that the file is complete.
+    """Return the header of a GGUF file.
 
     Raises:
         ModelError: The file is not a GGUF file, or ends before the end of its last tensor.
@@ -174,7 +161,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, GGUFField], list[tuple[str, tuple[int, ...], int, int]], int]:
-    """Return the metadata, the tensors (name, shape, type, offset), and the offset at which tensor data starts."""
+    """Return the metadata, the tensors (name, shape, type, offset), and the offset of the first tensor's data."""
     if file.read(4) != b"GGUF":
         raise ModelError(
             f"'{file.name}' is not a GGUF file: it does not begin with GGUF; pass a GGUF file, or a folder with "

@@ -29,13 +29,11 @@ Order = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class GGUFImport:
-    """Converts a GGUF file to a packed checkpoint."""
-
     source: ModelSource
 
     @functools.cached_property
     def path(self) -> Path:
-        """The local path of the file. A file on the hub is downloaded at the first access."""
+        """The local path of the file, which is downloaded on the first access."""
         assert self.source.gguf is not None
         if self.source.folder is not None:
             return self.source.folder / self.source.gguf
@@ -82,7 +80,7 @@ class GGUFImport:
 
 
 class _TensorMap:
-    """Mapping from the weights of a transformers model to the tensors of a GGUF file.
+    """Maps the weights of a transformers model to the tensors of a GGUF file.
 
     Attributes:
         by_weight: Tensor of the file for each weight, by the name of the weight in transformers.
@@ -97,7 +95,7 @@ class _TensorMap:
 
         loader: Any = modeling_gguf_pytorch_utils
         if not any(can_pack(tensor.kind) for tensor in header.tensors):
-            raise CannotPackError("its tensors have no type that is computed as it is packed")
+            raise CannotPackError("none of its tensors has a type that can stay packed")
         processor_of = loader.TENSOR_PROCESSORS.get(header.architecture, loader.TensorProcessor)
         self._skeleton, self._processor = skeleton, processor_of(config=skeleton.config.to_dict())
         try:
@@ -107,12 +105,12 @@ class _TensorMap:
             raise CannotPackError(str(error)) from error
         self.by_weight = {names[tensor.name]: tensor for tensor in header.tensors if tensor.name in names}
         if not self.by_weight.keys() >= {name for name, _ in skeleton.named_parameters()}:
-            raise CannotPackError("several tensors of the file make one of the model")
+            raise CannotPackError("transformers merges several tensors of the file into one weight")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
         """Apply transformers' conversion of a GGUF tensor, such as reordering its rows.
 
-        Return None if transformers splits the tensor into several weights.
+        Return None if transformers makes several weights of the tensor.
         """
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
@@ -120,7 +118,7 @@ class _TensorMap:
         return np.asarray(result.weights) if result.name == tensor.name else None
 
     def format_and_order(self, tensor: GGUFTensor, name: str) -> tuple[PackedFormat, Order] | None:
-        """Return the packed format of a weight and the order of its rows, or None if it must be dequantised."""
+        """Return the packed format of a weight and the order of its rows, or None if the weight cannot stay packed."""
         module = self._skeleton.get_submodule(name.rpartition(".")[0])
         if not can_use_packed_weights(module) or not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
@@ -143,7 +141,6 @@ class _TensorMap:
         return form, order.astype(np.int64)
 
     def packed(self, tensor: GGUFTensor, name: str) -> tuple[torch.Tensor, PackedFormat] | None:
-        """Return the packed rows of a tensor and their format, or None if it must be dequantised."""
         if (packing := self.format_and_order(tensor, name)) is None:
             return None
         form, order = packing

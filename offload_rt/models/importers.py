@@ -31,10 +31,9 @@ class PackedLayer:
     """A linear layer, or stacked experts, with packed weights.
 
     Attributes:
-        form: Format of the rows.
         rows: Packed rows, uint8 `[out, form.row_bytes]`, or `[experts, out, form.row_bytes]`.
-        order: Order of the inputs, int32 `[ins]`, if `form.permuted`: packed input i is input `order[i]` of the layer.
-            Otherwise None.
+        order: Order of the inputs, int32 `[ins]`: packed input i is input `order[i]` of the layer. None if the order is
+            unchanged.
     """
 
     form: PackedFormat
@@ -46,8 +45,8 @@ class Importer(ABC):
     """Converts the layers of one kind of checkpoint. All methods raise CannotPackError for unsupported variants.
 
     Attributes:
-        method: Quantisation method: the value of `quant_method` in the configurations of these checkpoints.
-        suffixes: Last parts of the names of tensors that are converted to packed weights. Other tensors are copied.
+        method: The value of `quant_method` in the configurations of these checkpoints.
+        suffixes: Last parts of the names of tensors that are converted. Other tensors are copied.
     """
 
     method: ClassVar[str]
@@ -66,22 +65,24 @@ class Importer(ABC):
     def packed_format(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         """Return the packed format of a layer with `ins` inputs, or None if the layer is not packed.
 
-        Only the size of its rows is final. `pack` may still change the exponent and `permuted`, which depend on the
-        values.
+        `pack` may change the exponent and `permuted`, which depend on the values.
         """
 
     @abstractmethod
     def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
-        """Return the packed layer. `form` is the result of `packed_format` for this layer."""
+        """Return the packed layer. `form` is the result of `packed_format`."""
 
 
 class GPTQ(Importer):
-    """4-bit and 8-bit checkpoints of AutoGPTQ and GPTQModel.
+    """4-bit and 8-bit checkpoints of AutoGPTQ and GPTQModel. Weights are `scale * (code - zero)`.
 
-    Each layer has four tensors: qweight, int32 `[in * bits / 32, out]`, with the codes of consecutive inputs in a word;
-    scales `[groups, out]`; qzeros, int32 `[groups, out * bits / 32]`; and g_idx, the group of each input. Weights are
-    `scale * (code - zero)`. In `checkpoint_format` "gptq", qzeros has the zeros minus 1 (AutoGPTQ,
-    auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
+    A layer has these tensors:
+
+    * qweight, int32 `[in * bits / 32, out]`. A word has the codes of consecutive inputs.
+    * scales `[groups, out]`.
+    * qzeros, int32 `[groups, out * bits / 32]`. In `checkpoint_format` "gptq", the zeros minus 1 are stored (AutoGPTQ,
+      auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
+    * g_idx, the group of each input.
     """
 
     method = "gptq"
@@ -111,11 +112,13 @@ class GPTQ(Importer):
 
 
 class AWQ(Importer):
-    """4-bit checkpoints in the GEMM layout of AutoAWQ.
+    """4-bit checkpoints in the GEMM layout of AutoAWQ. Weights are `(code - zero) * scale`.
 
-    Each layer has three tensors. qweight, int32 `[in, out / 8]`, has eight codes in a word, in the order of outputs 0,
-    2, 4, 6, 1, 3, 5, 7. qzeros, int32 `[groups, out / 8]`, has the same order. scales is `[groups, out]`. Weights are
-    `(code - zero) * scale` (AutoAWQ, awq/utils/packing_utils.py).
+    A layer has these tensors (AutoAWQ, awq/utils/packing_utils.py):
+
+    * qweight, int32 `[in, out / 8]`. A word has the codes of outputs 0, 2, 4, 6, 1, 3, 5, 7.
+    * qzeros, int32 `[groups, out / 8]`, in the same order.
+    * scales `[groups, out]`.
     """
 
     method = "awq"
@@ -148,12 +151,12 @@ class AWQ(Importer):
 class CompressedTensors(Importer):
     """compressed-tensors checkpoints (llm-compressor) with 4-bit or 8-bit weights and 16-bit activations.
 
-    In the format "pack-quantized", a layer has weight_packed, int32 `[out, in * bits / 32]`, with the codes of
-    consecutive inputs in a word; 2^(bits - 1) has been added to each code. Its weight_zero_point, int32
-    `[out * bits / 32, groups]`, has consecutive outputs in a word. In the format "int-quantized", weight and
-    weight_zero_point are int8. weight_scale is `[out, groups]`, `[out, 1]` or `[1]`. Weights are
-    `(code - zero) * scale` (compressed-tensors, compressors/pack_quantized/helpers.py,
-    quantization/lifecycle/forward.py).
+    Weights are `(code - zero) * scale`, and weight_scale is `[out, groups]`, `[out, 1]` or `[1]`. The other tensors
+    depend on the format (compressed-tensors, compressors/pack_quantized/helpers.py, quantization/lifecycle/forward.py):
+
+    * "pack-quantized": weight_packed, int32 `[out, in * bits / 32]`, has the codes of consecutive inputs in a word,
+      plus 2^(bits - 1). weight_zero_point, int32 `[out * bits / 32, groups]`, has consecutive outputs in a word.
+    * "int-quantized": weight and weight_zero_point are int8.
     """
 
     method = "compressed-tensors"
@@ -197,16 +200,15 @@ class CompressedTensors(Importer):
 
     @staticmethod
     def _groups(scale: tuple[int, ...]) -> int:
-        """Return the number of groups per output in the checkpoint. The packed format may have more."""
         return scale[1] if len(scale) == 2 else 1
 
 
 class MXFP4Experts(Importer):
     """MXFP4 checkpoints of gpt-oss: the stacked experts of each layer in 4-bit floating point.
 
-    A projection has blocks, uint8 `[experts, out, groups, 16]`, with inputs 2i and 2i + 1 of a group in the lower and
-    upper half of byte i, and scales, uint8 `[experts, out, groups]`. Weights are `number[code] * 2^(scale - 127)`
-    (transformers, integrations/mxfp4.py). Twice each number is an integer, so the packed codes have 5 bits.
+    Weights are `number[code] * 2^(scale - 127)` (transformers, integrations/mxfp4.py). A projection has blocks, uint8
+    `[experts, out, groups, 16]`, and scales, uint8 `[experts, out, groups]`. Byte i of a group has input 2i in its
+    lower half and input 2i + 1 in its upper half.
     """
 
     method = "mxfp4"
@@ -231,6 +233,7 @@ class MXFP4Experts(Importer):
             raise CannotPackError(f"{groups} groups of {self._group} do not cover {ins} inputs")
         if not PackedFormat.fits(ins, 5, self._group):
             raise CannotPackError(f"{ins} inputs; a multiple of 64 is supported")
+        # Twice each number is an integer from -12 to 12, so the packed codes have 5 bits.
         return PackedFormat(ins, 5, self._group, offset=self._zero)
 
     def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
@@ -256,7 +259,7 @@ IMPORTERS: dict[str, Importer] = {
 
 
 def _format(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat:
-    """Return the format of a layer with `ins` inputs, `bits`-bit codes, and scale and zero for `groups` groups per row.
+    """Return the format of a layer with `ins` inputs, `bits`-bit codes and `groups` groups per row.
 
     `permuted` tells whether the inputs are stored in another order. Raise CannotPackError if no format fits.
     """
@@ -274,7 +277,7 @@ def _format(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat
 
 
 def _unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack the codes in int32 words `[n, m]`, lowest bits first. Return uint8 `[n, m * 32 / bits]`."""
+    """Unpack the codes in int32 words `[n, m]`, lowest bits first, to uint8 `[n, m * 32 / bits]`."""
     data = words.contiguous().view(torch.uint8)
     return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
 
@@ -282,17 +285,13 @@ def _unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 def _pack_layer(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, form: PackedFormat, groups: torch.Tensor | None
 ) -> PackedLayer:
-    """Pack a layer whose weights are `(code - zero) * scale`.
+    """Pack a layer whose weights are `(code - zero) * scale`. Raise CannotPackError if the values do not fit.
 
     Args:
         codes: Codes, uint8 `[out, ins]`.
         scales: Scales `[out, n]` of n groups.
         zeros: Zeros `[out, n]`, whole numbers.
-        form: The packed format.
         groups: Index of each input's group, `[ins]`. None means groups of adjacent inputs.
-
-    Raises:
-        CannotPackError: The values do not fit the format.
     """
     if int(zeros.min()) < 0 or int(zeros.max()) > 255:
         raise CannotPackError("zero points outside 0 to 255")
@@ -309,11 +308,7 @@ def _pack_layer(
 
 
 def _half_scales(scales: torch.Tensor, form: PackedFormat) -> tuple[PackedFormat, torch.Tensor]:
-    """Return `form` with an exponent, and `scales` divided by 2^exponent in float16, which is exact.
-
-    Raises:
-        CannotPackError: float16 cannot represent all scales with a common exponent.
-    """
+    """Return `form` with an exponent, and `scales` divided by 2^exponent as float16. Raise CannotPackError."""
     wide = scales.float()
     if not bool(wide.isfinite().all()):
         raise CannotPackError("scales that are not finite")

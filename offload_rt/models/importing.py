@@ -1,6 +1,6 @@
-"""Choose how a quantised checkpoint is loaded: converted once to a packed checkpoint, or by transformers.
+"""Choose how a quantised checkpoint is loaded: as a packed checkpoint, or by transformers.
 
-Packed checkpoints are kept in a cache folder.
+A packed checkpoint is made once and kept in a cache folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Conversion(Protocol):
     def source(self) -> ModelSource: ...
 
     def files(self) -> list[Path]:
-        """Return the files that determine the result. Download those on the hub.
+        """Return the files that determine the result. Files on the hub are downloaded.
 
         Raise ModelError if a file is missing.
         """
@@ -47,15 +47,15 @@ class Conversion(Protocol):
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
         """Return the formats of the weights that stay packed, by module name. Only the headers of files are read.
 
-        `skeleton` is the model on the meta device. Raise CannotPackError if the weights cannot stay packed, so that
-        transformers must load this checkpoint, or ModelError if it is damaged.
+        `skeleton` is the model on the meta device. Raise CannotPackError if transformers must load the checkpoint, or
+        ModelError if it is damaged.
         """
 
     def write(self, folder: Path) -> None: ...
 
 
 def conversion_of(source: ModelSource, quantize: Quantize) -> Conversion | None:
-    """Return the conversion of a checkpoint whose weights stay packed; None if transformers loads it.
+    """Return the conversion to a packed checkpoint, or None if transformers must load the checkpoint.
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.
@@ -78,7 +78,7 @@ def _folder(conversion: Conversion) -> Path:
 
 
 def converted_source(conversion: Conversion) -> ModelSource | None:
-    """Return the packed checkpoint if an earlier conversion is in the cache, else None."""
+    """Return the packed checkpoint if it is already in the cache, else None."""
     folder = _folder(conversion)
     return replace(conversion.source, name_or_path=str(folder), gguf=None) if is_complete(folder) else None
 

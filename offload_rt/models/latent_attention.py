@@ -1,14 +1,14 @@
 """Projections of multi-head latent attention (MLA, DeepSeek-V2 §2.1) in absorbed form.
 
-K and V of all heads are linear functions of one latent vector c per token. In addition, all heads share one rotated key
-r. Head h has the key (W_UK,h c, r) and the value W_UV,h c. Attention therefore needs only one KV head, with the key
-(c, r) and the value c:
+K and V of all heads are linear functions of one latent vector c per token. All heads also share one rotated key r. Head
+h has the key (W_UK,h c, r) and the value W_UV,h c. In absorbed form, attention needs only one KV head, with the key (c,
+r) and the value c:
 
-* The query of head h is (W_UK,h^T q, r_q). Its product with (c, r) equals that of (q, r_q) with the head's own key.
-* W_UV,h is applied to the sum of latent vectors, after attention.
+* Head h has the query (W_UK,h^T q, r_q). Its product with (c, r) equals the original score.
+* W_UV,h is applied after attention, to the weighted sum of latent vectors.
 
-The attention scale stays that of the original heads. The KV cache stores only the keys. Attention uses them as values
-too, and `output` ignores the sum of the rotated keys.
+The attention scale is unchanged. The KV cache stores only keys, which attention also uses as values. `output` ignores
+the part of the sum that belongs to r.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ class LatentProjections:
         self._unpacked_weights: torch.Tensor | None = None
 
     def qkv(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q `[H, T, d]`, k and v `[1, T, d]`, computed from attention inputs `[T, D]`."""
         return self.query(x, rotate), *self.key_value(x, rotate)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return queries in absorbed form, `[H, T, d]`: (W_UK,h^T q, r_q) for head h."""
+        """Return queries in absorbed form, `[H, T, d]`."""
         for project in self._query_modules:
             x = project(x)
         q_nope, q_rope = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._nope_dim, self._rope_dim], dim=-1)
@@ -75,22 +74,18 @@ class LatentProjections:
         raise AssertionError("latent attention has no output gate")
 
     def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return cached keys `[1, n, d]` with their rotated part rotated again."""
+        """Return cached keys `[1, n, d]` after rotating their part with RoPE again."""
         return torch.cat((k[..., : self._rank], rotate(k[..., self._rank :])), dim=-1)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output projection `[T, D]` of attention outputs `[T, H * d]`."""
         latent = attended.view(len(attended), self.heads, -1)[..., : self._rank].transpose(0, 1)
         values = torch.bmm(latent, self._kv_b_weights(latent)[:, self._nope_dim :].mT)
         out: torch.Tensor = self._o_proj(values.transpose(0, 1).flatten(1))
         return out
 
     def _kv_b_weights(self, like: torch.Tensor) -> torch.Tensor:
-        """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, in the dtype and on the device of `like`.
-
-        A plain weight is read in each call, because it may be streamed or changed. If the weight is packed or has
-        another dtype, the first call makes an unpacked copy, which is kept.
-        """
+        """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, in the dtype and on the device of `like`."""
+        # A plain weight is read in each call, because it may be streamed or changed.
         weight: torch.Tensor | None = absorbable_weight(self._kv_b_proj, like.dtype)
         if weight is None:
             if self._unpacked_weights is None:
@@ -99,7 +94,7 @@ class LatentProjections:
         return weight.view(self.heads, -1, self._rank)
 
     def _unpack(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the weight of a linear layer of any format, computed as its output for the identity matrix."""
+        """Return the weight of `kv_b_proj` in any format, computed as its output for the identity matrix."""
         identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
         expanded: torch.Tensor = self._kv_b_proj(identity)
         return expanded.T.contiguous()

@@ -46,10 +46,10 @@ class LearnedPositionsAdapter(ModelAdapter):
 
 
 class OPTAdapter(LearnedPositionsAdapter):
-    """`ModelAdapter` for `OPTForCausalLM`: norms before attention, or after it (OPT-350m).
+    """`ModelAdapter` for `OPTForCausalLM`. Norms are before attention, or after it (OPT-350m).
 
-    transformers multiplies OPT's queries by 1/sqrt(d) before attention. Here queries are unscaled, and the factor is in
-    `geometry.scales`. If a checkpoint has no embedding projections or no final norm, the identity is used instead.
+    transformers multiplies OPT's queries by 1/sqrt(d). Here queries are unscaled, and the factor is in
+    `geometry.scales`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -57,7 +57,7 @@ class OPTAdapter(LearnedPositionsAdapter):
         self._positions = decoder.embed_positions
         self._project_in = decoder.project_in or nn.Identity()
         self._norm_first = bool(model.config.do_layer_norm_before)
-        self._norm = decoder.final_layer_norm or nn.Identity()
+        self._norm = decoder.final_layer_norm or nn.Identity()  # some checkpoints have none, and no projections
         self._project_out = decoder.project_out or nn.Identity()
         layers = list(decoder.layers)
         super().__init__(model, decoder.embed_tokens, layers, [layer.self_attn for layer in layers])
@@ -96,11 +96,7 @@ class OPTAdapter(LearnedPositionsAdapter):
 
 
 class GPT2Adapter(LearnedPositionsAdapter):
-    """`ModelAdapter` for `GPT2LMHeadModel`.
-
-    One Conv1D computes q, k and v. Its weight is the transpose of a linear layer's weight. `geometry.scales` accounts
-    for `scale_attn_by_inverse_layer_idx` and `scale_attn_weights=False`.
-    """
+    """`ModelAdapter` for `GPT2LMHeadModel`, in which one Conv1D computes q, k and v."""
 
     def __init__(self, model: Any) -> None:
         refuse_packed(model, "GPT-2's queries, keys and values are slices of one matrix")
@@ -136,11 +132,7 @@ class GPT2Adapter(LearnedPositionsAdapter):
         return self._split_heads(k), self._split_heads(v)
 
     def _qkv_columns(self, layer: int, attention_input: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Return the given columns of q, k and v, which one Conv1D computes, for inputs `[T, D]`.
-
-        Its weight is not copied.
-        """
-        c_attn = self._attentions[layer].c_attn
+        c_attn = self._attentions[layer].c_attn  # its weight is the transpose of a linear layer's weight
         return torch.addmm(c_attn.bias[columns], attention_input, c_attn.weight[:, columns])
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -64,8 +64,6 @@ class LoadedModel:
     """A model that is ready to run, as returned by `load_model`.
 
     Attributes:
-        adapter: Computes the layers.
-        tokenizer: The tokenizer, or None.
         fingerprint: Digest of configuration and weights.
         name: Name for messages.
         eos_token_ids: Tokens that end a text.
@@ -88,18 +86,15 @@ class LoadedModel:
     weight_changes: WeightChangeDetector | None = None
 
     def weights_provenance(self) -> str:
-        """Return the part of the KV provenance key that depends on changes of weights by the caller.
+        """Return a part of the KV provenance key that changes when the caller changes weights.
 
-        It is "" as long as nothing has changed. Raise ModelError if a module of the model was replaced.
+        It is "" before the first change. Raise ModelError if a module of the model was replaced.
         """
         changes = 0 if self.weight_changes is None else self.weight_changes.changes()
         return f"weights-{changes} " if changes else ""
 
     def check_weights_unchanged(self) -> None:
-        """Raise ModelError if the weights have changed since the fingerprint was computed.
-
-        Stored sessions are valid only for weights with this fingerprint.
-        """
+        """Raise ModelError if the weights have changed since the fingerprint was computed."""
         if self.weights_provenance():
             raise ModelError(
                 "the model's weights were changed after this LLM was created, and its sessions belong to the previous "
@@ -122,8 +117,8 @@ def load_model(
     """Load a model, or prepare a loaded transformers model.
 
     Args:
-        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file (a path, a folder that
-            contains one GGUF file, or "owner/name/file.gguf" on the hub). A loaded model is put into eval mode and
+        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file. A GGUF file is a path, a
+            folder with one GGUF file, or "owner/name/file.gguf" on the hub. A loaded model is put into eval mode and
             keeps its device and dtype.
         tokenizer: A tokenizer, or the name or folder of one. None uses the tokenizer of the checkpoint, if it has one.
         device: See `EngineConfig`.
@@ -192,9 +187,9 @@ def _read_checkpoint(
 
 
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torch.device) -> None:
-    """Quantise linear layers in place, computed on `device`, if `quantize` is "int4" or "int8".
+    """Quantise linear layers in place on `device`, if `quantize` is "int4" or "int8".
 
-    Raise ConfigError if they already are quantised.
+    Raise ConfigError if they are already quantised.
     """
     if quantize not in ("int4", "int8"):
         return
@@ -204,7 +199,7 @@ def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torc
 
 
 def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:
-    """Raise ModelError before the weights are read, if the architecture of the checkpoint is not supported."""
+    """Raise ModelError if the architecture of the checkpoint is not supported, before the weights are read."""
     name = architecture_of(config)
     refuse_unverified(name, verify)
     if name not in architectures() or is_multimodal(config):
@@ -214,7 +209,7 @@ def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify,
 
 
 def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> None:
-    """Put a model that the caller loaded into eval mode. Raise ConfigError or ModelError if it cannot run as it is."""
+    """Check a model that the caller loaded, and put it into eval mode. Raise ConfigError or ModelError."""
     if placement:
         raise ConfigError(
             "weights of a loaded model cannot be placed in host memory, which device_memory, experts_on_device or "
@@ -230,9 +225,11 @@ def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: 
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
-    """Raise ModelError if a loaded model cannot run as it is, or has another device or dtype than requested.
+    """Raise an error if a loaded model cannot run as it is.
 
-    Raise ConfigError if `model` is not a loaded transformers model.
+    Raises:
+        ConfigError: `model` is not a loaded transformers model.
+        ModelError: The model has PEFT adapters, is on several devices, or differs from `device` or `dtype`.
     """
     if not (hasattr(model, "config") and hasattr(model, "device")):
         raise ConfigError(
@@ -261,10 +258,7 @@ def _verify(
     verify: Verify,
     identify: Callable[[Any], str],
 ) -> LoadedModel:
-    """Create the adapter and compare its results with transformers, as requested by `verify`.
-
-    `identify` computes the fingerprint.
-    """
+    """Create the adapter and verify its results, as requested by `verify`. `identify` computes the fingerprint."""
     adapter = adapter_for(model)  # Refuses unsupported models before their weights are digested.
     report("computing the fingerprint of the weights")
     identity = identify(model)
@@ -298,10 +292,6 @@ def _move_to_device(loaded: LoadedModel, model: Any, device: torch.device, place
 
 
 def _resolve_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
-    """Return `tokenizer`, or load it if it is a name.
-
-    Raise ConfigError for other types, or ModelError if loading fails.
-    """
     if isinstance(tokenizer, str):
         loaded = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
         if loaded is None:
@@ -313,7 +303,6 @@ def _resolve_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> Pr
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the end-of-text ids of the generation configuration, the configuration or the tokenizer, in this order."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for source in sources:
@@ -324,7 +313,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def sampling_defaults(generation_config: Any) -> SamplingParams:
-    """Return `SamplingParams` with the values of a generation configuration. Warn of invalid values and ignore them."""
+    """Return the sampling parameters in a generation configuration. Warn of invalid values and ignore them."""
     parameters: dict[str, Any] = {}
     for name, parameter in _SAMPLING.items():
         value = getattr(generation_config, name, None)

@@ -1,7 +1,6 @@
 """The language model of a multimodal checkpoint, loaded without the modules for images and audio.
 
-The transformers class of the checkpoint is instantiated without its vision and audio modules, so that their weights are
-never read. Results for text do not change.
+The weights of the removed modules are never read. Results for text do not change.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ def is_multimodal(config: Any) -> bool:
 
 
 def text_config(config: Any) -> Any:
-    """Return the configuration of the language model. It is a part of `config`, or `config` itself for text models."""
+    """Return the configuration of the language model, which is `config` itself for text models."""
     return config.get_text_config(decoder=True)
 
 
@@ -27,7 +26,7 @@ def text_decoder(model: Any) -> Any:
 
 
 def unused_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of all modules that are not used for text, even if `without_unused` has removed them."""
+    """Return the names of all modules that are not used for text, including modules that were removed."""
     return (*getattr(model, _REMOVED, ()), *(name for name, _, _ in _unused(model)))
 
 
@@ -38,7 +37,7 @@ def belongs_to(module: str, weight: str) -> bool:
 
 
 def without_unused(model_class: type[Any]) -> type[Any]:
-    """Return a subclass of a multimodal transformers class whose constructor removes all modules not used for text."""
+    """Return a subclass of a multimodal transformers class without the modules that are not used for text."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
@@ -54,7 +53,7 @@ _REMOVED = "_offload_rt_removed"
 
 
 def _unused(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name in the model, parent module, name in the parent) of each module that text does not use."""
+    """Yield each module that text does not use: name in the model, parent module, name in the parent."""
     if not is_multimodal(model.config):
         return
     decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model

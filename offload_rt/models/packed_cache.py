@@ -1,4 +1,4 @@
-"""Cache of packed checkpoints on disk: one folder for each converted checkpoint, either complete or missing."""
+"""Cache of packed checkpoints on disk. Each checkpoint has one folder, which is either complete or missing."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def cache_limit() -> int:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether `folder` contains a complete packed checkpoint. Its digest is not verified."""
+    """Return whether `folder` contains a complete packed checkpoint, without verifying its digest."""
     return (folder / DIGEST).exists()
 
 
 def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> Path:
     """Return the cached checkpoint `folder`. If it does not exist, create it first with `write`.
 
-    `origin` is the name of the original checkpoint. Only one process writes at a time; others wait and use the result.
-    Raise OSError if the folder cannot be written.
+    `origin` is the name of the original checkpoint. Only one process writes at a time, and other processes wait. Raise
+    OSError if the folder cannot be written.
     """
     if is_complete(folder):
         os.utime(folder)  # the modification time is the time of the last use
@@ -71,7 +71,7 @@ def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> P
 
 
 def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
-    """Write a checkpoint under a temporary name, and rename it after all its files are on the disk."""
+    """Write a checkpoint to a temporary folder, and rename the folder when all files are on the disk."""
     new = folder.with_name(f"{_NEW}{folder.name}")
     make_private_folder(new)
     try:
@@ -89,7 +89,7 @@ def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether the files of a cached checkpoint have the digest that was computed when they were written."""
+    """Return whether the files of a cached checkpoint have the digest that was stored with them."""
     try:
         return (folder / DIGEST).read_text() == _digest(folder)
     except OSError:
@@ -109,7 +109,6 @@ def _digest(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Lock the cache while the body of the `with` statement runs. The lock ends with the process."""
     make_private_folder(home)
     handle = open_private(home / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
@@ -150,7 +149,6 @@ def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
 
 
 def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[PackedEntry]:
-    """Delete the checkpoints for which `chosen` returns True. Return them."""
     if not home.is_dir():
         return []
     with _locked(home):
@@ -161,10 +159,7 @@ def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[Pac
 
 
 def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
-    """Delete the least recently used folders except `keep` until at most `limit` bytes remain.
-
-    Return the deleted ones.
-    """
+    """Delete the least recently used folders, except `keep`, until at most `limit` bytes remain. Return them."""
     entries, deleted = packed_entries(home), []
     total = sum(entry.size for entry in entries)
     for entry in entries:
@@ -176,7 +171,7 @@ def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
 
 
 def _delete(entry: PackedEntry) -> None:
-    """Delete a checkpoint. Running processes that have mapped its weights can continue to use them."""
+    # Running processes that have mapped the weights can continue to use them.
     (entry.folder / DIGEST).unlink(missing_ok=True)
     shutil.rmtree(entry.folder, ignore_errors=True)
     _log.info("deleted the packed weights of %s", entry.origin)

@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 
 
 class CannotPackError(Exception):
-    """The weights of a checkpoint cannot stay packed, so transformers must load it."""
+    """The weights of a checkpoint cannot stay packed, so transformers must load the checkpoint."""
 
 
 def write_checkpoint(
@@ -38,8 +38,7 @@ def write_checkpoint(
 ) -> None:
     """Write config.json and the weights of a packed checkpoint to an existing folder.
 
-    `tensors` has all parameters by name, including those of packed modules, such as `packed`. `formats` has the formats
-    of packed weights by module name.
+    `tensors` has all parameters by name. `formats` has the formats of packed weights by module name.
     """
     from safetensors.torch import save_file
 
@@ -59,10 +58,7 @@ def declared_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
 
 
 def use_packed_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
-    """Replace weights of a model on the meta device by uninitialised packed weights.
-
-    Keys of `formats` are module names.
-    """
+    """Replace weights of a model on the meta device by uninitialised packed weights. `formats` is by module name."""
     if not formats:
         return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

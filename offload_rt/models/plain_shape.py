@@ -1,8 +1,7 @@
 """Dimensions and weight shapes of plain decoders, computed from config.json without torch and transformers.
 
-Building a model on the meta device takes four seconds of processor time, most of it for imports. `plain_shape` handles
-Llama, Mistral, Qwen2 and Qwen3 without options that change shapes, and leaves all other models to `load_shape`. The
-tests compare its results with those of models on the meta device.
+Building a model on the meta device takes four seconds, mostly for imports. `plain_shape` handles Llama, Mistral, Qwen2
+and Qwen3 without options that change shapes. `load_shape` handles all other models.
 """
 
 from __future__ import annotations
@@ -36,19 +35,12 @@ _ROPE = frozenset({
 
 @dataclass(frozen=True)
 class _Family:
-    """Options of the models with one `model_type`.
+    """Options of the models with one `model_type`."""
 
-    Attributes:
-        architecture: Name of the transformers class.
-        required: Entries whose default value differs from that of Llama.
-        bias: Whether the query, key and value projections have biases.
-        norms: Whether queries and keys are normalised.
-    """
-
-    architecture: str
-    required: tuple[str, ...] = ()
-    bias: bool = False
-    norms: bool = False
+    architecture: str  # name of the transformers class
+    required: tuple[str, ...] = ()  # entries of config.json whose default differs from Llama's
+    bias: bool = False  # the query, key and value projections have biases
+    norms: bool = False  # queries and keys are normalised
 
 
 _FAMILIES = {
@@ -61,8 +53,6 @@ _FAMILIES = {
 
 
 class PlainShape(NamedTuple):
-    """Shape of a plain decoder, in any dtype."""
-
     geometry: ModelGeometry
     tied: bool
     layer: Mapping[str, tuple[int, ...]]  # shapes of the weights of a decoder layer, by name
@@ -79,7 +69,7 @@ class PlainShape(NamedTuple):
 
 
 def plain_shape(source: ModelSource) -> PlainShape | None:
-    """Return the shape of a plain decoder in a local folder. None if it may be anything else, or is damaged."""
+    """Return the shape of a plain decoder in a local folder, or None for any other or damaged checkpoint."""
     folder = source.folder
     if folder is None or source.gguf is not None or (folder / "adapter_config.json").exists():
         return None
@@ -90,9 +80,9 @@ def plain_shape(source: ModelSource) -> PlainShape | None:
 
 
 def check_shapes(source: ModelSource) -> None:
-    """Raise ModelError if the files of a plain decoder lack a weight, or have another shape than config.json states.
+    """Raise ModelError if the files of a plain decoder lack a weight, or have other shapes than config.json states.
 
-    Only headers are read. Files of other models, and files with other names of weights, are not checked.
+    Only headers are read. Other models, and files with other weight names, are not checked.
     """
     if (plain := plain_shape(source)) is None:
         return
@@ -156,7 +146,7 @@ def _shape_of(config: Mapping[str, Any]) -> PlainShape | None:
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Return whether all entries are known, and those that could change shapes have values that do not."""
+    """Return whether all entries are known, and no entry changes shapes."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window") is not False
     known = {

@@ -23,7 +23,7 @@ from .weights import attention_of
 
 
 class StateSlots:
-    """Recurrent states of all running sequences of a hybrid model. Each sequence has the same slot in all layers.
+    """Recurrent states of all running sequences of a hybrid model. Each sequence has one slot, the same in all layers.
 
     The lowest free slot is used first, so that the sequences of a batch usually have adjacent slots and need no copy.
     """
@@ -48,7 +48,7 @@ class StateSlots:
         return sum(states.nbytes for tensors in (self.conv, self.recurrent) for states in tensors.values())
 
     def allocate(self, origin: int | None = None) -> int:
-        """Allocate a slot with a copy of the state of slot `origin`, or with the state of an empty sequence."""
+        """Allocate a slot with a copy of the state in slot `origin`, or with the state of an empty sequence."""
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
         slot = min(self._free)
@@ -63,7 +63,7 @@ class StateSlots:
         return slot
 
     def copy(self, slot: int, source: StateSlots, origin: int) -> None:
-        """Copy the state of a sequence to `slot` from slot `origin` of `source`, which may be another object."""
+        """Copy the state of a sequence from slot `origin` of `source` to `slot`."""
         for targets, sources in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
             for layer, states in targets.items():
                 states[slot] = sources[layer][origin]
@@ -91,7 +91,7 @@ class StateSlots:
         return RecurrentState(self, slots, on_finished, counts=counts)
 
     def layer_state(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return views of the recurrent state (or None) and the convolution state of one decoder layer in a slot."""
+        """Return views of the recurrent state (or None) and the convolution state of a decoder layer in a slot."""
         return self.recurrent[layer][slot] if layer in self.recurrent else None, self.conv[layer][slot]
 
     def check(self, slot: int, tokens: int) -> None:
@@ -100,14 +100,13 @@ class StateSlots:
         assert not wrong, f"recurrent layers saw {wrong} tokens instead of {tokens}"
 
     def check_integrity(self) -> None:
-        """Assert that every layer has a state and a counter of tokens for each slot."""
         assert self._free <= set(range(self._size))
         assert self.conv.keys() == self.processed.keys() >= self.recurrent.keys()
         assert all(len(states) == self._size for states in (*self.conv.values(), *self.recurrent.values()))
         assert all(len(counts) == self._size for counts in self.processed.values())
 
     def _grow(self, size: int) -> None:
-        """Allocate memory for `size` slots and copy the existing slots. If memory is exhausted, nothing changes."""
+        # All tensors are allocated first, so that nothing changes if memory is exhausted.
         conv = {
             shape.layer: self._resized(self.conv, shape.layer, (size, *shape.conv), self._dtype)
             for shape in self._shapes
@@ -138,8 +137,7 @@ class RecurrentState:
     If the slots are adjacent, the state is a view of them. Otherwise it is a copy, which `finish` writes back.
 
     Attributes:
-        inputs: Inputs `[T, D]` of the linear attention, Mamba or convolution module of each decoder layer in this step,
-            or None if they are not recorded.
+        inputs: Recorded inputs `[T, D]` of each decoder layer's recurrent mixer in this step, or None.
     """
 
     def __init__(
@@ -172,7 +170,7 @@ class RecurrentState:
         return len(self._slots)
 
     def groups(self) -> Iterator[tuple[slice, RecurrentState]]:
-        """Yield groups of adjacent sequences that have equally many tokens in this step.
+        """Yield groups of adjacent sequences that have the same number of tokens in this step.
 
         Each item has the slice of the group's tokens within the T tokens of the step, and the state of the group.
         """
@@ -193,10 +191,7 @@ class RecurrentState:
             self._finished(layer)
 
     def _state(self, kind: str, layer: int) -> torch.Tensor:
-        """Return the convolution or recurrent state `[B, ...]` of a layer.
-
-        It may be modified in place until `finish`.
-        """
+        """Return the convolution or recurrent state `[B, ...]` of a layer, which may be modified until `finish`."""
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
             if self._adjacent:
@@ -224,28 +219,26 @@ class RecurrentState:
         return self._state("recurrent", layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Append inputs `[B, channels, T]` of a convolution. Return old and new inputs `[B, channels, kernel + T]`."""
+        """Append convolution inputs `[B, channels, T]`. Return old and new inputs `[B, channels, kernel + T]`."""
         state = self._state("conv", layer_idx)
         inputs = torch.cat([state, conv_states.to(state.dtype)], dim=-1)
         state.copy_(inputs[..., -state.shape[-1] :])
         return inputs
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Replace the recurrent state of a layer by `recurrent_states` `[B, ...]` and return it."""
         state = self._state("recurrent", layer_idx)
         assert state.shape == recurrent_states.shape
         return state.copy_(recurrent_states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False, because states of earlier tokens are not kept."""
         return False
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A decoder layer without attention.
+    """A decoder layer without attention. Every token must pass through it exactly once.
 
-    `run` computes the layer's output `[T, D]` from its input. Every token must pass through it exactly once.
+    `run` computes the layer's output `[T, D]` from its input.
     """
 
     layer: int
@@ -254,24 +247,19 @@ class Stage:
 
 @dataclass(eq=False)
 class RollbackState:
-    """A copy of a sequence's recurrent state, made before draft tokens and restored if they are rejected.
-
-    Attributes:
-        slot: Slot of the copy.
-        tokens: Number of tokens that the sequence had when the copy was made.
-        inputs: Inputs `[n, D]` of each decoder layer's recurrent mixer for the n tokens after the copy. The state after
-            the accepted tokens is computed from them. None if they are not recorded.
-    """
+    """A copy of a sequence's recurrent state before draft tokens. It is restored if draft tokens are rejected."""
 
     slot: int
-    tokens: int = 0
+    tokens: int = 0  # number of tokens of the sequence when the copy was made
+    # Inputs `[n, D]` of each decoder layer's recurrent mixer for the n tokens after the copy, or None if they are not
+    # recorded. The state after the accepted tokens is computed from them.
     inputs: dict[int, torch.Tensor] | None = field(default=None, repr=False)
 
 
 def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
     """Return the output `[T, D]` of a decoder layer without attention, for inputs `[T, D]`.
 
-    `module` may also be the recurrent mixer of a layer that has attention as well (Falcon-H1).
+    `module` can also be the recurrent mixer of a layer with attention (Falcon-H1).
     """
     if state is None:
         return _call(module, hidden, 1, None)
@@ -288,7 +276,6 @@ def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentSta
 
 
 def _call(module: Any, hidden: torch.Tensor, sequences: int, state: RecurrentState | None) -> torch.Tensor:
-    """Call `module` for `sequences` sequences that have the same number of tokens."""
     parameters = inspect.signature(module.forward).parameters
     kwargs: dict[str, Any] = {"attention_mask": None, "position_ids": None, "position_embeddings": None}
     kwargs |= {"past_key_values": state, "cache_params": state}
@@ -305,7 +292,7 @@ def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _InputRecorder:
-    """Records the inputs `[n, D]` of the linear attention, Mamba or convolution module within a decoder layer."""
+    """Records the inputs `[n, D]` of the recurrent mixer in a decoder layer."""
 
     def __init__(self, module: nn.Module) -> None:
         self._mixer = recurrent_mixer(module)
@@ -326,8 +313,8 @@ class _InputRecorder:
 def state_shapes(name: str, layers: Sequence[nn.Module], attention_indices: Sequence[int]) -> tuple[StateShape, ...]:
     """Return the shapes of one sequence's recurrent states in all decoder layers.
 
-    `attention_indices` has the indices of the decoder layers with attention. Raise ModelError with the model class
-    `name` if no layer has attention or if the state of a layer is not supported.
+    `attention_indices` has the indices of the decoder layers with attention. Raise ModelError with the class `name` if
+    no layer has attention, or if the state of a layer is not supported.
     """
     mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
@@ -345,7 +332,7 @@ def state_shapes(name: str, layers: Sequence[nn.Module], attention_indices: Sequ
 
 
 def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
-    """Return the shapes of a module's convolution and recurrent state, or None if its class is not supported."""
+    """Return the shapes of a mixer's convolution state and recurrent state, or None if it is not supported."""
     conv, kernel = _convolution(mixer), getattr(mixer, "conv_kernel_size", None)
     if conv is None or kernel is None:
         return None
@@ -362,7 +349,7 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
 
 
 def recurrent_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the module of a decoder layer that has recurrent state (it has a causal convolution), or None."""
+    """Return the module of a decoder layer that has recurrent state, or None. It is recognised by its convolution."""
     return next((module for module in layer.modules() if _convolution(module) is not None), None)
 
 

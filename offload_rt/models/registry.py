@@ -53,7 +53,6 @@ def register_architecture(architecture: str, adapter: str) -> None:
 
 
 def architectures() -> tuple[str, ...]:
-    """Return the names of the supported transformers classes."""
     return tuple(_adapters)
 
 
@@ -65,8 +64,8 @@ def has_external_adapters() -> bool:
 def adapter_for(model: Any) -> ModelAdapter:
     """Return a new adapter for a loaded transformers model, chosen by its class.
 
-    If the class is not registered, `DecoderAdapter` is used, provided that the model's modules are recognised. The
-    model must then pass load-time verification before it runs.
+    For classes that are not registered, `DecoderAdapter` is used if it recognises the model's modules. Such a model
+    must pass load-time verification before it runs.
 
     Raises:
         ModelError: The architecture, or one of its options, is not supported.

@@ -1,12 +1,10 @@
-"""Rotary position embedding with cos and sin from the model's own rotary module.
+"""Rotary position embedding (RoPE) with cos and sin from the model's own rotary module.
 
-RoPE rotates pairs of dimensions of a head: all dimensions or only the first ones. Models form pairs in one of two
-layouts. To detect the layout, `apply_rotary_pos_emb` of the model's source file is applied to random queries, and the
-result is compared with both layouts. Models that match neither layout are refused.
+RoPE rotates pairs of dimensions of a head. Models form pairs in one of two layouts, half-split or interleaved. The
+layout is detected by applying the model's own function to random queries. Models that match neither layout are refused.
 
-Some kinds of RoPE scaling use frequencies that depend on the text length. They are fixed to the frequencies for the
-longest supported text, as in vLLM. Keys are rotated before they are cached, so a later change of frequencies would
-invalidate cached keys.
+Some kinds of RoPE scaling use frequencies that depend on the text length. As in vLLM, the frequencies for the longest
+supported text are always used. If frequencies changed later, they would invalidate cached keys.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class HalfSplit:
 
     @staticmethod
     def per_dimension(values: torch.Tensor) -> torch.Tensor:
-        """Repeat the value of each pair, `[..., w/2]`, for both dimensions of the pair, `[..., w]`."""
+        """Repeat the value of each pair, `[..., w/2]`, for both dimensions of the pair: `[..., w]`."""
         return torch.cat((values, values), dim=-1)
 
     @staticmethod
@@ -99,8 +97,8 @@ class Rotation:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the first w dimensions of `x` `[heads, T, d]`. The other dimensions are unchanged.
 
-        The result is bitwise equal to `x cos + rotate_half(x) sin`, but takes fewer kernels. If cos and sin have a
-        wider dtype than `x` (OLMo), the computation uses the wider dtype. The result has the dtype of `x`.
+        The result is bitwise equal to `x cos + rotate_half(x) sin`. If cos and sin have a wider dtype than `x` (OLMo),
+        the computation uses the wider dtype. The result has the dtype of `x`.
         """
         cos, sin, width = self.cos, self.sin, self.cos.shape[-1]
         if x.is_cuda and self.layout is HalfSplit and width == x.shape[-1]:
@@ -119,8 +117,8 @@ def unrotated(x: torch.Tensor) -> torch.Tensor:
 class Rotary:
     """Applies RoPE to queries and keys in all layers, with cos and sin from the model's rotary module.
 
-    Layer 0 computes cos and sin of a tensor of positions, and later layers reuse them. They must be called with the
-    same tensor object, which must not change during a pass.
+    Layer 0 computes cos and sin for a tensor of positions. Later layers reuse them if they are called with the same
+    tensor object, which must not change during a pass.
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attentions: Sequence[Any]) -> None:
@@ -128,9 +126,9 @@ class Rotary:
 
         Args:
             module: The decoder's rotary module.
-            kinds: For each layer, the layer type whose frequencies it uses; "" if all layers have the same ones, and
-                None if the layer has no RoPE.
-            attentions: The attention modules of the model. Their source file has the layout of the rotation.
+            kinds: For each layer, the layer type whose frequencies it uses, or None without RoPE. The type is "" if all
+                layers have the same frequencies.
+            attentions: The attention modules of the model. Their source file has the model's rotation function.
         """
         self._module, self._kinds = module, tuple(kinds)
         self._norms: list[Rotate | None] = [getattr(attention, "qk_norm", None) for attention in attentions]
@@ -145,7 +143,6 @@ class Rotary:
             self._detect(used[0], attentions[0])
 
     def _detect(self, kind: str, attention: Any) -> None:
-        """Detect the layout of the model's rotation, and the layout in which the rotary module returns cos and sin."""
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -157,7 +154,7 @@ class Rotary:
     def rotation_to(self, layer: int, positions: torch.Tensor, like: torch.Tensor) -> Rotate:
         """Return the function that rotates queries and keys of a layer to `positions` `[T]`.
 
-        `like` is a tensor with the dtype and the device of the layer's input.
+        `like` is a tensor with the dtype and device of the layer's input.
         """
         rotations = None
         for cached_positions, cached_rotations in self._cached if layer else ():
@@ -179,20 +176,16 @@ class Rotary:
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _new_entry(self, positions: torch.Tensor) -> dict[str | None, Rotate]:
-        """Add an empty entry for `positions` to the cache, and return it.
-
-        Drop the oldest entry if there are too many, and the entries of freed tensors.
-        """
+        """Add an empty entry for `positions` to the cache, and return it. Drop old entries."""
         others = [cached for cached in self._cached if (tensor := cached[0]()) is not None and tensor is not positions]
         entry: dict[str | None, Rotate] = {}
         self._cached = [(ref(positions), entry), *others[: MAX_CACHED_POSITIONS - 1]]
         return entry
 
     def rotation_by(self, layer: int, offset: int, like: torch.Tensor) -> Rotate:
-        """Return the function that moves keys `[Hkv, n, d]`, which already have RoPE, to positions higher by `offset`.
+        """Return the function that moves rotated keys `[Hkv, n, d]` to positions higher by `offset`.
 
-        Angles are computed in float64. Products are computed in float32, or in the dtype of the tensor `like` if it is
-        wider.
+        Angles are computed in float64. Products are computed in float32, or in a wider dtype of the tensor `like`.
         """
         kind = self._kinds[layer]
         if kind is None:
@@ -205,7 +198,7 @@ class Rotary:
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """Return the inverse frequencies `[w/2]` of the layers of this kind."""
+        """Return the inverse frequencies `[w/2]` of the layers of type `kind`."""
         frequencies: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return frequencies
 
@@ -224,15 +217,13 @@ class Rotary:
 def _layout_of(attention: Any, cos_and_sin: Tables) -> Layout:
     """Return the layout of the rotation in the source file of `attention`.
 
-    `cos_and_sin` are tables of one value per pair, each `[1, T, w/2]`. If the file has no `apply_rotary_pos_emb`, the
-    layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else `HalfSplit`. DeepSeek V3 states the layout in
-    its configuration. Load-time verification detects a wrong layout.
+    `cos_and_sin` are tables with one value per pair, each `[1, T, w/2]`.
     """
     file = sys.modules[type(attention).__module__]
-    if getattr(getattr(attention, "config", None), "rope_interleave", False):
+    if getattr(getattr(attention, "config", None), "rope_interleave", False):  # DeepSeek V3
         return Interleaved
     apply = getattr(file, "apply_rotary_pos_emb", None)
-    if apply is None:
+    if apply is None:  # Llama 4 has `apply_rotary_emb`. Load-time verification detects a wrong layout.
         return Interleaved if hasattr(file, "apply_rotary_emb") else HalfSplit
     cos, sin = (wave.float() for wave in cos_and_sin)
     width = 2 * cos.shape[-1]
@@ -255,14 +246,10 @@ def _layout_of(attention: Any, cos_and_sin: Tables) -> Layout:
 
 
 def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
-    """Make length-dependent rotary frequencies of `model` constant, for texts of up to `max_model_len` tokens.
+    """Make length-dependent RoPE frequencies of `model` constant, for texts of up to `max_model_len` tokens.
 
-    If `max_model_len` is at most the training length, `max_position_embeddings` is set to the training length. Models
-    whose frequencies do not depend on the length, or that have several RoPE types, stay unchanged.
-
-    Args:
-        model: A loaded transformers model.
-        max_model_len: Length of the longest text in tokens. None means `max_position_embeddings`.
+    If `max_model_len` (default: `max_position_embeddings`) is at most the training length, `max_position_embeddings` is
+    set to the training length. Other models stay unchanged.
 
     Raises:
         ModelError: No single set of frequencies is valid up to `max_model_len`.

@@ -52,15 +52,13 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions and weight sizes of a model, determined before its weights are read. Returned by `load_shape`.
+    """Dimensions and weight sizes of a model, determined before its weights are read (`load_shape`).
 
     Attributes:
-        geometry: Dimensions.
-        weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`), without
-            weights that `placement` keeps in host memory. Tied weights count once.
+        weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`). Weights in
+            host memory are not included. Tied weights count once.
         sizes: Division of `weight_bytes` into layers, experts, embedding and the rest.
         dtype: Dtype of the computation.
-        device: Device of the model.
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.
         placement: Experts and embedding that stay in host memory.
@@ -78,7 +76,7 @@ class ModelShape:
     host_bytes: int = 0
 
     def with_placement(self, placement: Placement) -> ModelShape:
-        """Return a copy in which experts and embedding are placed according to `placement`."""
+        """Return a copy with experts and embedding in the memory that `placement` states."""
         assert not self.placement and not placement.layers, "layers are placed by a plan"
         sizes, on_host = self.sizes.on_device(placement), self.sizes.on_host(placement)
         weights = self.weight_bytes - on_host
@@ -96,7 +94,7 @@ def load_shape(
     max_model_len: int | None = None,
     quantize: Quantize = "auto",
 ) -> ModelShape:
-    """Return the shape of a model, computed from its configuration (config.json or GGUF header) or from a loaded model.
+    """Return the shape of a model, from its configuration (config.json or GGUF header) or from a loaded model.
 
     For arguments and errors, see `load_model`.
     """
@@ -118,7 +116,6 @@ def load_shape(
 
 
 def _plain_shape(source: ModelSource, target: torch.device, dtype: str | torch.dtype) -> ModelShape | None:
-    """Return the shape of a plain decoder, computed without transformers, or None for any other model."""
     plain = plain_shape(source)
     declared = None if plain is None or plain.dtype is None else getattr(torch, plain.dtype, None)
     if plain is None or (plain.dtype is not None and not isinstance(declared, torch.dtype)):
@@ -138,10 +135,8 @@ def _plain_shape(source: ModelSource, target: torch.device, dtype: str | torch.d
 
 
 def _code_versions() -> list[object]:
-    """Return the versions of this package's files (their newest change) and of the packages that it uses.
-
-    The shape of a model depends on them in addition to its files and arguments.
-    """
+    """Return the time of the newest change to this package's code, and the versions of the packages it uses."""
+    # The shape of a model depends on this code, in addition to the model's files.
     package = Path(__file__).parents[1]
     # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
     folders = [path for top in (package, package / "kernels") for path, *_ in os.walk(top)]
@@ -203,10 +198,6 @@ def _read_shape(
 
 
 def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
-    """Return the packed format of each module, by name.
-
-    Empty if the checkpoint is not packed and will not be converted to a packed one.
-    """
     if packing(skeleton.config) == PACKED.method:
         return declared_formats(skeleton.config)
     if conversion is None:
@@ -218,7 +209,7 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the size in bytes of a packed checkpoint's weights outside of decoder layers, and of each decoder layer.
+    """Return the size in bytes of a packed checkpoint's weights outside of decoder layers, and of each layer.
 
     Packed weights count with their size in the file, other weights with their size in `dtype`. Raise ModelError if the
     files cannot be read.
@@ -245,6 +236,6 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
 
 
 def _unprefixed(name: str) -> str:
-    """Return the name of a weight without the prefixes of multimodal models, which differ between files and modules."""
+    """Return the name of a weight without prefixes, which differ between files and modules of multimodal models."""
     match = _LAYER.search(name)
     return name[match.start() :].removeprefix(".") if match else ".".join(name.split(".")[-2:])

@@ -59,12 +59,11 @@ DEFAULT_HUB = Hub()
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the files of a checkpoint are. Created by `find_source`.
+    """Location of the files of a checkpoint, as returned by `find_source`.
 
     Attributes:
         name_or_path: Folder or hub id, as accepted by transformers.
-        gguf: Name of a GGUF file in `name_or_path` that has configuration, weights and tokenizer; None if there is
-            none.
+        gguf: Name of the GGUF file in `name_or_path` with configuration, weights and tokenizer, or None.
         shipped: Whether the checkpoint ships with the package.
         hub: Download options.
     """
@@ -88,7 +87,7 @@ class ModelSource:
     def check_files(self) -> None:
         """Raise ModelError if a local folder contains no model, or if a local GGUF file is damaged or incomplete.
 
-        This is fast, because it imports neither torch nor transformers.
+        The check is fast, because it imports neither torch nor transformers.
         """
         folder = self.folder
         if self.gguf is not None:
@@ -110,7 +109,7 @@ class ModelSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint may have a tokenizer: False only for a local folder without tokenizer files."""
+        """Whether the checkpoint may have a tokenizer. It is False for a local folder without tokenizer files."""
         folder = self.folder
         return folder is None or self.gguf is not None or any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
@@ -146,7 +145,6 @@ class ModelSource:
 
 
 def _check_config(path: Path) -> None:
-    """Raise ModelError if a config.json is damaged or states no architecture."""
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
@@ -167,15 +165,15 @@ def _check_config(path: Path) -> None:
 
 
 def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelSource:
-    """Return where the checkpoint `model` is, without network access.
+    """Return the location of the checkpoint `model`, without network access.
 
     Args:
         model: A shipped name, a folder, a GGUF file, a hub id ("name" or "owner/name"), or a GGUF file on the hub
-            ("owner/name/file.gguf"). A folder with one GGUF file and no safetensors stands for that file.
+            ("owner/name/file.gguf"). A folder with one GGUF file and no safetensors means this file.
         hub: Download options.
 
     Raises:
-        ModelError: `model` is none of these. A name that is not a valid hub id is never looked up on the hub.
+        ModelError: `model` is none of these.
     """
     name = os.fspath(model)
     if name in SHIPPED:
@@ -198,7 +196,7 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
         return ModelSource(str(path.parent), path.name, hub=hub)
     if (file := _HUB_FILE.fullmatch(name)) and not Path(name.partition("/")[0]).exists():
         return ModelSource(file[1], file[2], hub=hub)
-    if not _HUB_ID.fullmatch(name):
+    if not _HUB_ID.fullmatch(name):  # never looked up on the hub
         what = "file" if path.suffix.lower() == ".gguf" else "folder"
         raise ModelError(f"model {what} {name!r} does not exist")
     return ModelSource(name, hub=hub)

@@ -1,4 +1,4 @@
-"""Names and sizes of the tensors in the safetensors files of a checkpoint, read from the headers of the files."""
+"""Names and sizes of the tensors in the safetensors files of a checkpoint, read from the headers."""
 
 from __future__ import annotations
 
@@ -77,10 +77,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def check_complete(path: Path) -> Path:
-    """Return `path`, after checking that this safetensors file is complete.
-
-    Raise ModelError if the file is damaged, or does not end with its last tensor.
-    """
+    """Return `path`. Raise ModelError if this safetensors file is damaged or incomplete."""
     try:
         if (foreign := foreign_file(path, "a safetensors file")) is None:
             missing = _missing_bytes(path)
@@ -100,7 +97,7 @@ def check_complete(path: Path) -> Path:
 
 
 def _missing_bytes(path: Path) -> int:
-    """Return how many bytes a safetensors file lacks, 0 if it is complete. For errors, see `stored_tensors`."""
+    """Return the number of bytes that a safetensors file lacks. For errors, see `stored_tensors`."""
     end, header = 0, _header(path)
     for name, entry in header.items():
         if name == "__metadata__":
@@ -139,7 +136,6 @@ def check_weights(source: ModelSource) -> None:
 
 
 def _check_packed(folder: Path, source: ModelSource) -> None:
-    """Raise ModelError if config.json states packed weights and the files have none."""
     stated = read_json(folder / "config.json").get("quantization_config")
     method = None if stated is None else stated.get("quant_method")
     part = _PACKED_PART.get(str(method))

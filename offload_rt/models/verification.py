@@ -1,9 +1,9 @@
 """Load-time verification: an adapter is compared with transformers' own forward on random tokens, layer by layer.
 
-Results must be equal within the rounding of the dtype. Each layer of the adapter gets the same input as the layer in
-transformers. Rounding errors therefore do not accumulate, and the first layer that differs is known. The last tokens
-are computed one by one, as in decoding. transformers runs its "eager" attention, whose arguments are recorded. If an
-argument is unknown, the model is refused even if the results are equal.
+Results must be equal within the rounding of the dtype. Each layer of the adapter gets the same input as in
+transformers, so rounding errors do not accumulate. The last tokens are computed one by one, as in decoding.
+transformers runs its "eager" attention, whose arguments are recorded. If an argument is unknown, the model is refused
+even if results are equal.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ _log = logging.getLogger(__name__)
 def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     """Call `verify_model`, unless the cache folder has a record of an earlier success.
 
-    A success is valid for the same model, adapter and configuration, with the same versions of this package and
-    transformers.
+    A record is valid for the same model, adapter, configuration, and versions of this package and transformers.
     """
     # The complete configuration is part of the record, because the fingerprint ignores some entries.
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
@@ -111,7 +110,7 @@ class _Observed:
 
 
 class _Verification:
-    """Compares an adapter with transformers on `length` random tokens, the first of which has position `start`."""
+    """Compares an adapter with transformers on `length` random tokens, at positions from `start` on."""
 
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
         self._model, self._name = model, type(model).__name__
@@ -173,10 +172,6 @@ class _Verification:
         return observed
 
     def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output `[T, D]` of an attention layer of the adapter for its input `[T, D]`.
-
-        The last tokens are computed one by one, and all earlier tokens together (in two pieces for hybrid models).
-        """
         adapter, outs, parts = self._adapter, [], list[KVPart]()
         for s, shared in zip(self._slices, self._shared, strict=True):
             inputs = adapter.attention_input(layer, hidden[s])
@@ -188,7 +183,6 @@ class _Verification:
         return torch.cat(outs)
 
     def _run_stages(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the decoder layers without attention that follow attention layer `layer` to its output `[T, D]`."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._slices])
         return hidden
@@ -196,8 +190,8 @@ class _Verification:
     def _compare(self, what: str, layer_input: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding errors.
 
-        `what` names the compared result in the message. The tolerance is relative to the layer's contribution: the
-        difference between `expected` and the layer's input `layer_input`.
+        `what` names the result in the message. The tolerance is relative to the layer's contribution: the difference
+        between `expected` and `layer_input`.
         """
         wide = torch.promote_types(actual.dtype, torch.float32)
         actual, expected, layer_input = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, layer_input))
@@ -217,7 +211,6 @@ class _Verification:
                 )
 
     def _compare_arguments(self, arguments: list[dict[str, Any]]) -> None:
-        """Raise ModelError if a layer's attention was called with arguments that this package does not support."""
         geometry = self._adapter.geometry
         # The model does not call its attention through transformers' attention interface.
         if len(arguments) != geometry.layers:
@@ -251,7 +244,6 @@ def _has_effect(value: Any) -> bool:
 
 
 def _tensor(out: Any) -> torch.Tensor:
-    """Return a copy of the hidden states `[T, D]` of one sequence, from the input or output of a layer."""
     hidden: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0].detach().clone()
     return hidden
 
@@ -277,7 +269,7 @@ _NAME = "offload_rt_recording"
 
 
 def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
-    """Record the arguments. Then run the eager attention of the model's module, or torch's attention if it has none."""
+    """Record the arguments. Then run the eager attention of the module's file, or torch's attention."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     recorded = _recorded.get()

@@ -24,9 +24,9 @@ class Placement:
 
     Attributes:
         layers: Indices of decoder layers whose weights are copied to the device in every pass.
-        experts: Number of experts per layer that stay on the device: the most recently used experts. Other experts are
-            copied when the router chooses them. None keeps all experts on the device.
-        embedding: Whether embeddings are looked up in host memory, and only the results are copied to the device.
+        experts: Number of most recently used experts per layer that stay on the device. Other experts are copied when
+            the router chooses them. None keeps all experts on the device.
+        embedding: Whether embeddings are looked up in host memory, and only the results are copied.
     """
 
     layers: tuple[int, ...] = ()
@@ -52,25 +52,16 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Sizes of a model's weights in bytes.
+    """Sizes of a model's weights in bytes."""
 
-    Attributes:
-        fixed: Embedding, head (not counted if tied to the embedding), final norm, all buffers, and the unpacked copies
-            of latent attention.
-        layers: Aligned size of the weights of each decoder layer.
-        widest: Largest number of inputs or outputs per token of any matrix in a layer.
-        experts: Sizes of the experts in `layers`, which may stay in host memory; None if there are none.
-        embedding: Size of the embedding in `fixed` if it may stay in host memory; else 0.
-    """
-
-    fixed: int
-    layers: tuple[int, ...]
-    widest: int
-    experts: ExpertSizes | None = None
-    embedding: int = 0
+    fixed: int  # all weights outside of decoder layers, all buffers, and the unpacked copies of latent attention
+    layers: tuple[int, ...]  # aligned size of the weights of each decoder layer
+    widest: int  # largest number of inputs or outputs per token of any matrix in a layer
+    experts: ExpertSizes | None = None  # experts in `layers`, which may stay in host memory
+    embedding: int = 0  # size of the embedding in `fixed`, if it may stay in host memory
 
     def on_device(self, placement: Placement) -> WeightSizes:
-        """Return the sizes of the weights that are on the device if `placement` is used.
+        """Return the sizes of the weights on the device with this placement.
 
         `fixed` then includes the buffers for experts that are copied from host memory.
         """
@@ -88,16 +79,14 @@ class WeightSizes:
 
 
 class HostEmbedding(nn.Module):
-    """Looks up embeddings in host memory and copies only the results to `device`. Replaces the model's embedding.
-
-    `weight` is an empty tensor `[0, D]`, only for callers that read the device and dtype.
-    """
+    """Looks up embeddings in host memory and copies only the results to `device`. Replaces the model's embedding."""
 
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.inner = embedding
         self.bytes = 0  # copied to the device so far
         weight: torch.Tensor = embedding.weight  # type: ignore[assignment]  # of packed weights, too
+        # for callers that read the device and dtype of the embedding
         self.weight = weight.new_empty((0, *weight.shape[1:]), device=device)
 
     device_bytes = 0
@@ -113,19 +102,13 @@ class HostEmbedding(nn.Module):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a transformers model in order.
-
-    They are the outermost `ModuleList` of its decoder.
-    """
+    """Return the decoder layers of a transformers model: the outermost `ModuleList` of its decoder."""
     stack = next(module for module in text_decoder(model).modules() if isinstance(module, nn.ModuleList))
     return list(stack)
 
 
 def attention_layers(layers: list[nn.Module]) -> list[int]:
-    """Return the indices of the decoder layers that have an attention module.
-
-    If no layer has a module with a known name, return all indices.
-    """
+    """Return the indices of the decoder layers with an attention module, or all indices if none is found."""
     indices = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
     return indices or list(range(len(layers)))
 
@@ -139,9 +122,9 @@ def attention_of(layer: nn.Module) -> Any:
 
 
 def experts_of(layer: nn.Module) -> Any:
-    """Return the module with the stacked experts of a decoder layer, or None if it has none.
+    """Return the module with the stacked experts of a decoder layer, or None.
 
-    Each parameter is `[num_experts, ...]`, the format of transformers' classes with `use_experts_implementation`.
+    Each of its parameters is `[num_experts, ...]`.
     """
     for name, module in layer.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())
@@ -153,10 +136,8 @@ def experts_of(layer: nn.Module) -> Any:
 
 
 def untied_embedding(model: Any) -> nn.Module | None:
-    """Return the token embedding, or None if the head uses the same weight.
-
-    Every step reads the whole matrix of the head, so a tied embedding must stay on the device.
-    """
+    """Return the token embedding, or None if the head uses the same weight."""
+    # Every step reads the whole matrix of the head, so a tied embedding must stay on the device.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embedding_ids = {id(weight) for weight in embedding.parameters()}
     tied = head is None or any(id(weight) in embedding_ids for weight in head.parameters())
@@ -194,7 +175,7 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
 def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
     """Return the size in bytes of the unpacked copies of weights that latent attention makes.
 
-    With `all_packed`, `model` is on the meta device, and its linear layers will be packed when it is loaded.
+    `all_packed` means that the linear layers of `model` will be packed when it is loaded.
     """
     dtype = model.get_input_embeddings().weight.dtype
     expansions = [getattr(attention_of(layer), "kv_b_proj", None) for layer in decoder_layers(model)]
@@ -225,10 +206,7 @@ def _experts_per_token(layer: nn.Module) -> int:
 
 
 def _widest_side(layer: nn.Module) -> int:
-    """Return the largest number of inputs or outputs per token of any matrix in a layer, packed or not.
-
-    For experts, it is the sum of the inputs and outputs of all experts that a token uses.
-    """
+    """Return the largest number of inputs or outputs per token of any matrix in a layer, packed or not."""
     sides, top_k = [0], _experts_per_token(layer)
     for module in layer.modules():
         features = [getattr(module, name, None) for name in ("in_features", "out_features")]
@@ -237,6 +215,7 @@ def _widest_side(layer: nn.Module) -> int:
         else:
             parameters = list(module.parameters(recurse=False))
             sides += [size for w in parameters if w.dim() == 2 for size in w.shape]
+            # inputs and outputs of all experts that a token uses
             sides += [top_k * sum(w.shape[1:]) for w in parameters if w.dim() == 3]
     return max(sides)
 

@@ -1,11 +1,10 @@
-"""Plan of the device memory for a limit (`device_memory`), made before the model is loaded.
+"""Plan of the device memory within a limit (`device_memory`), made before the model is loaded.
 
-If the limit is too small for all data, the plan moves data to host memory in this order:
+If not all data fits, the plan moves data to host memory in this order:
 
-1. Experts of a mixture of experts. All are in host memory, and each layer caches as many on the device as fit.
-2. Decoder layers. Their weights are streamed through two buffers. The streamed layers are evenly spaced, so that
-   transfers overlap with computation. In hybrid models, layers without attention are streamed first.
-3. Scoring keys, if even two decoder layers and the scoring keys do not fit together. The host then computes the scores
+1. Experts of a mixture of experts. Each layer caches as many experts on the device as fit.
+2. Decoder layers. Their weights are streamed through two buffers.
+3. Scoring keys, if two decoder layers and the scoring keys do not fit together. The host then computes the scores
    (InfiniGen §6.2), which is slower than any transfer.
 """
 
@@ -32,7 +31,7 @@ from .memory_model import DeviceCosts
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A division of `limit` bytes of device memory between weights and running sequences. Made by `plan_device`."""
+    """Division of `limit` bytes of device memory between weights and running sequences (see `plan_device`)."""
 
     limit: int
     costs: DeviceCosts
@@ -50,7 +49,7 @@ class DevicePlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Size in bytes of the weights of streamed layers, which every step copies to the device once."""
+        """Size in bytes of the weights that every step copies to the device."""
         return sum(self.costs.shape.sizes.layers[layer] for layer in self.streamed)
 
     @property
@@ -68,30 +67,29 @@ class DevicePlan:
 
     @property
     def free_bytes(self) -> int:
-        """Size in bytes of the device memory that weights leave free."""
         return self.limit - self.weights
 
     def same_weights_as(self, other: DevicePlan) -> bool:
-        """Return whether both plans have the same weights on the device, and scoring keys in the same memory."""
+        """Return whether both plans keep the same weights on the device, and the scoring keys in the same memory."""
         return self.placement == other.placement and self.keys_on_host == other.keys_on_host
 
     def check(self, contexts: Sequence[int]) -> None:
-        """Raise DeviceFullError if concurrent sequences with `contexts` tokens each could exceed the limit."""
+        """Raise DeviceFullError if concurrent sequences with these context lengths could exceed the limit."""
         needed = self.costs.total([_round_to_blocks(context) for context in contexts]) if contexts else 0
         if needed > self.free_bytes:
             subject = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
             raise DeviceFullError(
                 f"device_memory={format_size(self.limit)} leaves {format_size(self.free_bytes)} after the weights, and "
                 f"{subject} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, "
-                f"shorten the prompt, or give a larger max_model_len, for which more layers' weights would stay on the "
-                f"host (this plan is for {self.context:,} tokens)"
+                f"shorten the prompt, or set a larger max_model_len, so that more weights stay in host memory (this "
+                f"plan is for {self.context:,} tokens)"
             )
 
 
 def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     """Return the plan with the most weights on the device for one sequence of `context` tokens.
 
-    Raises MemoryLimitError, with the missing bytes and the longest context that fits, if no plan fits `limit` bytes.
+    Raises MemoryLimitError if no plan fits `limit` bytes.
     """
     layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
@@ -128,7 +126,6 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
 
 
 def check_device_kv(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if `device_kv_memory` is set for a CPU."""
     if config.device_kv_memory is not None and device.type == "cpu":
         raise ConfigError(
             "device_kv_memory keeps copies of KV in the memory of a GPU, and this device is a CPU, which reads KV in "
@@ -168,19 +165,21 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
     """Return the placement that `config` requests. Raise ConfigError if the model has no such weights."""
     sizes, slots = shape.sizes, config.experts_on_device
     if slots is not None and sizes.experts is None:
-        packed = f" that can be told apart: its weights are packed ({shape.packing})" if shape.packing else ""
-        raise ConfigError(f"experts_on_device={slots}, but this model has no mixture of experts{packed}; leave it out")
+        packed = f" with separate weights (they are packed: {shape.packing})" if shape.packing else ""
+        raise ConfigError(
+            f"experts_on_device={slots}, but this model has no mixture of experts{packed}: remove experts_on_device"
+        )
     if config.embedding_on_host and not sizes.embedding:
         raise ConfigError(
-            "embedding_on_host, but this model's head is its embedding (tied), and every token reads all of it on the "
-            "device: leave it out"
+            "embedding_on_host is not possible, because this model's head is its embedding (tied weights), which every "
+            "token reads on the device: remove embedding_on_host"
         )
     resident_experts = None if slots is None or sizes.experts is None or slots >= sizes.experts.count else slots
     return Placement(experts=resident_experts, embedding=config.embedding_on_host)
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield placements of weights to try, beginning with the most weights on the device."""
+    """Yield the placements to try, from the most to the fewest weights on the device."""
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
     if config.experts_on_device is None and experts is not None:
@@ -189,19 +188,16 @@ def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
 
 
 def _plans_within(limit: int, candidates: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
-    """Yield the plan for each of the `candidates` that fits `limit` bytes."""
     for costs in candidates:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)
 
 
 def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Choose `count` of the first `layers` layers to stream, and return them in ascending order.
-
-    Layers without attention are chosen before layers with attention. Within each of these kinds, the chosen layers are
-    evenly spaced. To predict a query, the weights of the next attention layer are needed several layers early. If they
-    were streamed, they would replace those of a layer before it, and both would be copied twice.
-    """
+    """Choose `count` evenly spaced layers to stream, first among the layers without attention."""
+    # Transfers of evenly spaced layers overlap with computation. The weights of the next attention layer are needed
+    # several layers early, to predict its query. If they were streamed, they would replace the weights of an earlier
+    # layer, and both would be copied twice.
     attention = geometry.attention_at or tuple(range(layers))
     chosen, remaining = list[int](), count
     for kind in ([layer for layer in range(layers) if layer not in attention], attention):
@@ -239,7 +235,7 @@ def _too_small_message(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest_fitting(available: int, costs: DeviceCosts, context: int) -> int:
-    """Return the length, below `context`, of the longest sequence that fits `available` bytes, or 0."""
+    """Return the largest length below `context` that fits `available` bytes, or 0."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

@@ -32,7 +32,7 @@ class HostMemory:
     Attributes:
         kv: Memory for the KV cache.
         snapshots: Memory for snapshots of recurrent state.
-        snapshot_slots: Number of snapshots that fit. 0 if the model has no recurrent state or prefixes are not shared.
+        snapshot_slots: Number of snapshots that fit; 0 without recurrent state or prefix caching.
     """
 
     kv: int
@@ -57,10 +57,10 @@ def divide_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: tor
 
 
 def check_conversion(model: str | os.PathLike[str], dtype: torch.dtype, config: EngineConfig) -> None:
-    """Raise MemoryLimitError if weights that are quantised when they are loaded do not fit into host memory before.
+    """Raise MemoryLimitError if the host memory is too small to convert weights to `dtype` before they are quantised.
 
-    Weights in `dtype` are mapped from their files, which needs no memory, and quantised one by one. Other weights are
-    converted to `dtype` first, all of them.
+    Weights that are stored in `dtype` need no memory: they are mapped from their files and quantised one by one. All
+    other weights are converted together.
     """
     source = find_source(model, hub_of(config))
     if source.folder is None or source.gguf is not None or config.quantize not in ("int4", "int8"):

@@ -34,38 +34,24 @@ CUDA_WORKSPACE = 64 * 2**20  # bytes that cuBLAS allocates through torch for two
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Upper bounds of the device memory for sequences, without weights. All sizes are in bytes.
-
-    Attributes:
-        shape: Dimensions of the model and sizes of its weights.
-        demand: Memory demand of the policy.
-        slice_tokens: Number of prompt tokens whose queries, attention and MLP are computed together.
-        kv_quantised: Whether the KV cache is quantised, so that fetched KV must be decoded.
-        keys_on_host: Whether scoring keys are in host memory and tokens are scored by the host.
-        working_set: Number of fetched KV entries that stay on the device for each KV head of a layer that selects
-            tokens.
-        graphs: Whether steps with padded batch sizes are captured as CUDA graphs. `total` then includes the memory of a
-            second graph.
-        draft_tokens: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
-        device_kv: Size in bytes of the memory for copies of KV blocks.
-    """
+    """Upper bounds of the device memory for sequences, without weights. All sizes are in bytes."""
 
     shape: ModelShape
-    demand: MemoryDemand
-    slice_tokens: int
-    kv_quantised: bool = False
-    keys_on_host: bool = False
-    working_set: int = 0
-    graphs: bool = False
-    draft_tokens: int | None = None
-    device_kv: int = 0
+    demand: MemoryDemand  # memory demand of the policy
+    slice_tokens: int  # number of prompt tokens that are computed together
+    kv_quantised: bool = False  # fetched KV must be decoded
+    keys_on_host: bool = False  # scoring keys are in host memory, and the host scores tokens
+    working_set: int = 0  # fetched KV entries per KV head that stay on the device, in layers that select tokens
+    graphs: bool = False  # CUDA graphs of padded batches are captured; `total` then includes a second graph
+    draft_tokens: int | None = None  # maximum number of draft tokens per sequence; None without lossless mode
+    device_kv: int = 0  # memory for copies of KV blocks
 
     def basis(self) -> int:
-        """Return the size in bytes of the bases of scoring keys and the corrections of predicted queries."""
+        """Return the size of the matrices that all scoring keys share, and of the corrections of predicted queries."""
         return self.demand.correction_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the size in bytes of data that every context needs: `basis`, RoPE of one slice, cuBLAS workspaces."""
+        """Return the size of data that does not depend on the context: `basis`, RoPE of a slice, cuBLAS workspaces."""
         workspace = CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0
         return self.basis() + self._rope_bytes(self.slice_tokens) + workspace
 
@@ -79,27 +65,23 @@ class DeviceCosts:
         return max((geometry.rows(layer) for layer in range(geometry.layers)), key=lambda rows: rows.bytes(size))
 
     def scoring(self, context: int) -> int:
-        """Return the size in bytes of a sequence's scoring keys, if it shares none with other sequences.
-
-        Keys are in pages or in growing buffers. A growing buffer has spare capacity. While it grows, the old buffer
-        exists too.
-        """
+        """Return the size of the scoring keys of a sequence that shares none with other sequences."""
         if self.keys_on_host:
             return 0
         layers = self.demand.scored_layers(self.shape.geometry)
         if page := self.demand.page_tokens:
             return self.demand.scoring_bytes(layers, -(-context // page) * page)
+        # Each layer has a growing buffer with spare capacity. While one buffer grows, its old memory exists too.
         return self.demand.scoring_bytes(layers + 1, max_capacity(context, TOKENS_PER_BYTE))
 
     @property
     def working_set_bytes(self) -> int:
-        """Size in bytes of the working sets of a sequence, one per layer that selects tokens."""
         geometry = self.shape.geometry
         return self.demand.scored_layers(geometry) * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
     @property
     def resident(self) -> int:
-        """Size in bytes of a sequence's sinks, recent window, sliding windows and working sets."""
+        """Size of a sequence's sinks, recent window, sliding windows and working sets."""
         geometry = self.shape.geometry
         rows = (
             sum(geometry.resident(layer, 0, self.demand.resident)) * geometry.rows(layer).bytes(self.shape.dtype)
@@ -108,10 +90,9 @@ class DeviceCosts:
         return sum(rows) + self.working_set_bytes
 
     def states(self, sequences: int) -> int:
-        """Return the size in bytes of the recurrent state of `sequences` sequences.
+        """Return the size of the recurrent state of `sequences` sequences.
 
-        In lossless mode, this includes copies of the state before draft tokens (`RollbackStates`), and inputs of the
-        recurrent layers in a verification pass.
+        Lossless mode needs a second state per sequence (`RollbackState`), and inputs of the recurrent layers.
         """
         geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
         # The number of slots grows by a quarter at a time (`StateSlots`).
@@ -121,7 +102,7 @@ class DeviceCosts:
         return 2 * slots + sequences * (self.draft_tokens + 1) * len(geometry.states) * geometry.hidden * itemsize
 
     def fetched(self, context: int, layer: int) -> int:
-        """Return the maximum number of tokens that a layer fetches; 0 for sliding layers and beyond the last layer."""
+        """Return the maximum number of tokens that `layer` fetches; 0 for sliding layers and after the last layer."""
         if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
             return 0
         if layer in self.demand.dense:
@@ -129,23 +110,23 @@ class DeviceCosts:
         return max(1, int(self.demand.fetched_fraction * context), min(context, self.demand.always_dense_until))
 
     def h2d_bytes(self, context: int) -> int:
-        """Return the maximum size in bytes of the KV that a step of one sequence copies to the device."""
+        """Return the maximum size of the KV that a step of one sequence copies to the device."""
         geometry = self.shape.geometry
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
         return rows * geometry.full_rows.bytes(self.shape.dtype)
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return the context lengths of a batch, padded to the longest one (`model_runner/batched.py`)."""
+        """Return the context lengths of a batch after padding (`model_runner/batched.py`)."""
         if self.shape.device.type == "cpu" or self.keys_on_host or len(self.demand.dense) == self.shape.geometry.layers:
             return contexts
         sequences = padded_batch(len(contexts)) if self.graphs else len(contexts)
         return sequences * [bucket(max(contexts))]
 
     def staging(self, contexts: Sequence[int]) -> int:
-        """Return the size in bytes of the fetched KV of the current and the next layer, with its indices.
+        """Return the size of the KV that is fetched for the current and the next layer, with its indices.
 
-        It includes a buffer for fetched and resident KV of one sequence together. If the KV cache is quantised, it also
-        includes dequantised KV of this sequence (on CUDA, of all sequences).
+        It includes a buffer that joins fetched and resident KV of one sequence. If the KV cache is quantised, it
+        includes decoded KV of this sequence (on CUDA, of all sequences).
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -161,13 +142,12 @@ class DeviceCosts:
         return max_entries * entry_bytes
 
     def prefill(self, context: int) -> int:
-        """Return the size in bytes of a prefill's temporary memory, with RoPE tables except those in `fixed`."""
-        return self._prefill_layer_bytes(context) + self._rope_bytes(
+        return self._prefill_layer_bytes(context) + self._rope_bytes(  # `fixed` contains the RoPE of one slice
             max(0, min(context, MAX_CACHED_POSITIONS * self.slice_tokens) - self.slice_tokens)
         )
 
     def _prefill_layer_bytes(self, context: int) -> int:
-        """Return the size in bytes of a layer's hidden states, new KV, merged KV and temporary tensors in a prefill."""
+        """Return the size of a layer's hidden states, new KV, merged KV and temporary tensors in a prefill."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._widest_itemsize
         rows = context * (2 * self._largest_rows.bytes(self.shape.dtype) + geometry.hidden * size + 16)
         # KV that later layers use stays in memory until the last layer.
@@ -195,7 +175,7 @@ class DeviceCosts:
         return rows + weight_bytes + work + self._logits_bytes(1) + self._unpacked_bytes()
 
     def _unpacked_bytes(self) -> int:
-        """Return the size in bytes of a tile of weights that a GPU unpacks for many rows, and of its products."""
+        """Return the size of a tile of weights that a GPU unpacks, and of its products."""
         shape = self.shape
         if shape.packing != PACKED.method or shape.device.type == "cpu":
             return 0
@@ -204,14 +184,14 @@ class DeviceCosts:
         return (tile + self.slice_tokens * -(-tile // shape.geometry.hidden)) * shape.dtype.itemsize
 
     def calibration(self) -> int:
-        """Return the size in bytes that calibration needs at the first start; 0 if there is no calibration."""
+        """Return the size of the memory for calibration at the first start; 0 without calibration."""
         # The float64 sums of a slice need no additional memory, because attention and MLP need more.
         if not self.demand.correction_bytes + self.demand.basis_bytes:
             return 0
         return replace(self, slice_tokens=max(self.slice_tokens, SLICE))._prefill_layer_bytes(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
-        """Return the size in bytes of a decode step's hidden states, logits, scores and attention weights."""
+        """Return the size of a decode step's hidden states, logits, scores and attention weights."""
         geometry, compute, contexts = self.shape.geometry, self._widest_itemsize, self._padded(contexts)
         elements = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
@@ -234,7 +214,7 @@ class DeviceCosts:
         )
 
     def total(self, contexts: Sequence[int]) -> int:
-        """Return the size in bytes for concurrent sequences with `contexts` tokens, and a prefill of the longest."""
+        """Return the size for concurrent sequences with `contexts` tokens, including a prefill of the longest."""
         permanent = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         permanent += self.states(len(contexts)) + self.device_kv
         step = self.staging(contexts) + self.decode(contexts)
@@ -245,7 +225,6 @@ class DeviceCosts:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits_bytes(self, sequences: int) -> int:
-        """Return the size in bytes of a batch's logits and of the temporary tensors that sample tokens from them."""
         vocab, wide = self.shape.geometry.vocab, self._widest_itemsize
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * wide) + 6 * wide + 16)
 
@@ -271,7 +250,7 @@ class Requirements:
 
     @property
     def device(self) -> int:
-        """Required device memory in bytes: the larger of the requirements of prefill and decoding."""
+        """Required device memory: the larger of the requirements of prefill and decoding."""
         permanent = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
         permanent += self.device_kv
         return permanent + max(self.prefill, self.staging + self.decode)
@@ -309,7 +288,7 @@ class DiskPlan:
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
-    """Return the plan of the KV cache on disk, if there is one. Raise MemoryLimitError if a limit does not fit."""
+    """Return the plan of the KV cache on disk, or None. Raise MemoryLimitError if a limit does not fit."""
     if config.disk is None:
         return None
     host = divide_host_memory(config, shape.geometry, shape.dtype).kv
@@ -331,7 +310,7 @@ class SystemMemory:
 
     @classmethod
     def measure(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:
-        """Return the free memory of this system. If `host_memory` is None, `pool_limit` is half of it."""
+        """Return the free memory. If `host_memory` is None, `pool_limit` is half of the free host memory."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
         if device.type == "cpu":
@@ -341,7 +320,7 @@ class SystemMemory:
 
 
 def obstacles(needed: Requirements, memory: SystemMemory, on_host: int = 0) -> list[str]:
-    """Return one sentence for each reason why the requirements exceed the system's `memory`.
+    """Return one sentence for each kind of memory that is too small for the requirements.
 
     `on_host` is the size in bytes of weights and scoring keys in host memory.
     """

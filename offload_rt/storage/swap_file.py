@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
-from ..kv_cache.disk.direct_file import nameless_file
+from ..kv_cache.disk.direct_file import unnamed_file
 from ..kv_cache.prefix_tree import root_key
 from .block_file import BlockWriter, StoredBlock
 from .naming import NamedBlock
@@ -37,7 +37,7 @@ class SwapFile:
         self._pending = 0
         self._free: list[int] = []
         try:
-            self.handle = nameless_file(folder)
+            self.handle = unnamed_file(folder)
         except OSError as error:
             raise StoreError(
                 f"cannot use the folder {str(folder)!r} for preempted requests: {error.strerror or error}; choose a "

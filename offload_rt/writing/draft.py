@@ -35,7 +35,7 @@ class Draft:
         path: Text file of the document. If it exists but has no session folder, its text is the beginning.
         folder: Folder of settings and KV. None means `path` with ".session" appended.
         sampling: Sampling parameters. They must equal the parameters that the document was begun with.
-        **given: Fields of `Settings`. Empty fields are taken from the document's settings.
+        **given: Fields of `Settings`. Empty fields are taken from the stored settings.
 
     Raises:
         InputError: The document was begun with other settings, or a file cannot be read or written.
@@ -95,7 +95,7 @@ class Draft:
         )
 
     def chapter_count(self, wanted: int = 0) -> int:
-        """Return `wanted`, or by default the number of headings, but at least the number of begun chapters."""
+        """Return `wanted`, or by default the number of headings or begun chapters, whichever is larger."""
         return wanted or max(len(self.settings.headings), len(self.written.chapters))
 
     def is_complete(self, max_tokens: int, chapters: int = 0) -> bool:
@@ -109,7 +109,7 @@ class Draft:
 
 
 def saved_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return the seed, and the fields of sampling parameters that differ from the defaults."""
+    """Return the seed, and all sampling parameters that differ from the defaults."""
     values = asdict(params) | {"max_tokens": _default("max_tokens")}
     found = {name: value for name, value in values.items() if value != _default(name)}
     _check_supported(found)

@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Write a file atomically, even if the machine stops. Raises InputError if this fails."""
+    """Replace a file atomically, even if the machine stops. Raises InputError if this fails."""
     temporary = path.with_name(f"{path.name}.part")
     try:
         # The name of the temporary file is fixed, so that the next write replaces the file of a killed process.
@@ -32,9 +32,8 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 class TextFile:
     """The text file of a document.
 
-    The text and its tokens are saved separately. After a restart, the file may be shorter or longer than the text of
-    the saved tokens. If it is shorter, `restore` appends the missing text. While it is longer, `append` compares new
-    text with the file instead of writing it.
+    Text and tokens are saved separately. After a restart, the file may end before or after the text of the saved
+    tokens. `restore` appends missing text. `append` compares new text with text that the file already has.
 
     Args:
         path: The text file.
@@ -47,7 +46,7 @@ class TextFile:
         self._handle: int | None = None
 
     def restore(self, saved: str) -> None:
-        """Open the file, and append the part of `saved` (the text of the saved tokens) that is missing.
+        """Open the file. If it lacks the end of `saved`, the text of the saved tokens, append this text.
 
         Raises InputError if the file was edited, or cannot be read or written.
         """
@@ -69,11 +68,11 @@ class TextFile:
 
     @property
     def ahead(self) -> bool:
-        """Whether the file contains more text than the tokens that were saved, and appended since."""
+        """Whether the file has text after the current position."""
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
-        """Append a piece of text. If the file already has text at this position, compare instead of writing."""
+        """Append a piece of text, or compare it with text that the file already has at this position."""
         data = text.encode()
         known = min(len(data), len(self._ahead))
         if data[:known] != self._ahead[:known]:
@@ -92,7 +91,7 @@ class TextFile:
         os.lseek(self._handle, at + len(data) - known, os.SEEK_SET)
 
     def _replace_rest(self) -> None:
-        """Copy the file, then truncate it at the current position, because the rest differs from the new text."""
+        """Save a copy of the file, and truncate the file at the current position."""
         assert self._handle is not None
         copy = self.path.with_name(f"{self.path.name}.before")
         replace_file(copy, self.path.read_bytes(), private=False)
@@ -116,53 +115,34 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings that determine a document's text, apart from the model's weights. They are written once.
+    """All settings that determine a document's text, except the model's weights. They are written once."""
 
-    Attributes:
-        model: Name of the model, for messages.
-        fingerprint: Fingerprint of the model, its number format and its policy.
-        prompt: Instruction for the model. It is not part of the text.
-        system: System message.
-        beginning: Text that the document begins with.
-        headings: Headings of the chapters (an outline).
-        chapter_tokens: Length of a chapter in tokens.
-        sampling: Fields of `SamplingParams` that differ from the defaults, and the seed.
-    """
-
-    model: str = ""
-    fingerprint: str = ""
-    prompt: str = ""
-    system: str = ""
-    beginning: str = ""
-    headings: tuple[str, ...] = ()
-    chapter_tokens: int = 0
+    model: str = ""  # for messages
+    fingerprint: str = ""  # model, number format and policy
+    prompt: str = ""  # instruction for the model; not part of the text
+    system: str = ""  # system message
+    beginning: str = ""  # text that the document begins with
+    headings: tuple[str, ...] = ()  # chapters (an outline)
+    chapter_tokens: int = 0  # length of each chapter
+    # Fields of `SamplingParams` that differ from the defaults, and the seed.
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Written:
-    """The tokens written so far, and the progress of a document.
+    """The tokens of a document so far, and its progress."""
 
-    Attributes:
-        tokens: All tokens in order: the prompt and the beginning, then headings and generated tokens.
-        given: Number of tokens in the prompt and the beginning.
-        chapters: Index in `tokens` of the first token of each heading.
-        unread: Number of tokens at the start of the beginning that the model does not get, because its context is too
-            short.
-        new_tokens: Number of generated tokens, including tokens that are only in the text file.
-        complete: Finish reason if the document is complete, else "".
-    """
-
+    # The prompt and the beginning, then headings and generated tokens.
     tokens: list[int] = field(default_factory=list)
-    given: int = 0
-    chapters: list[int] = field(default_factory=list)
-    unread: int = 0
-    new_tokens: int = 0
-    complete: str = ""
+    given: int = 0  # number of tokens in the prompt and the beginning
+    chapters: list[int] = field(default_factory=list)  # index in `tokens` of the first token of each heading
+    unread: int = 0  # number of first tokens of the beginning that do not fit in the model's context
+    new_tokens: int = 0  # generated tokens, including tokens that are only in the text file
+    complete: str = ""  # finish reason if the document is complete
 
 
 class DocumentFolder:
-    """The folder `NAME.session` next to a document `NAME`: settings, progress, and the session's KV cache."""
+    """The folder `NAME.session` of a document `NAME`, with its settings, progress and KV cache."""
 
     def __init__(self, document: Path, folder: Path | None = None) -> None:
         self.document = document
@@ -215,7 +195,6 @@ class DocumentFolder:
 
 
 def _check_fields(value: Settings | Written) -> None:
-    """Raise ValueError if a field does not have the type of its default. Convert JSON lists to tuples if necessary."""
     for one in fields(value):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
         found = getattr(value, one.name)

@@ -17,8 +17,8 @@ class WritingProgress:
         total_tokens: Number of generated tokens of the complete document.
         chapter: Number of the current chapter; 0 if the document has none.
         tokens_per_second: Speed of the latest tokens. 0 before the first measurement.
-        repeated: Whether the token is already in the file, because an interrupted turn is being repeated.
-        prefilled: Fraction of the layers that have prefilled the context. 1 from the first generated token on.
+        repeated: Whether the file already has this token, because an interrupted turn is being repeated.
+        prefilled: Fraction of layers that have prefilled the context. 1 from the first generated token on.
     """
 
     new_tokens: int
@@ -45,8 +45,7 @@ class Document:
         chapters: Number of chapters.
         finish_reason: "length", or "stop" if the model ended the text or a stop string was found.
         context_tokens: Number of tokens in the context at the end.
-        removed_tokens: Number of oldest tokens that were removed, because the context would have exceeded the model's
-            context length.
+        removed_tokens: Number of oldest tokens that were removed to keep the model's context length.
         stats: Statistics of the last turn, or None if no turn ran.
     """
 

@@ -1,8 +1,8 @@
-"""Write a long document in turns of a session. Each turn ends at a fixed token position.
+"""Write a long document in turns of a session, so that an interrupted run can be repeated exactly.
 
-The text of a turn depends only on the stored session, the settings and the seed, because the random numbers for a token
-depend on its absolute position, and each turn ends when the number of tokens is one more than a multiple of the block
-size. If a turn is interrupted, its tokens are discarded. The next run repeats the turn and gives the same text.
+A turn ends at a fixed position: when the number of tokens is one more than a multiple of the block size. The random
+numbers for a token depend only on the seed and its position. If a turn is interrupted, its tokens are discarded, and
+the next run generates the same tokens again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def write_draft(
     chapters: int = 0,
     on_progress: Callable[[WritingProgress], None] = lambda progress: None,
 ) -> Document:
-    """Write a document whose settings have already been checked by `Draft`. See `write_document`."""
+    """Write a document whose settings `Draft` has checked. See `write_document`."""
     fingerprint = _fingerprint(llm)
     if draft.new:
         params = llm.get_default_sampling_params(**draft.sampling)
@@ -184,7 +184,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------ resuming
 
     def _restore(self) -> Written:
-        """Return the progress of the stored session, and append the text that the file lacks."""
+        """Return the progress of the stored session, and append missing text to the file."""
         written = self._draft.written
         written.tokens = self._all_tokens(written.tokens)
         # The heading of an interrupted turn is written again.
@@ -196,14 +196,15 @@ class _Writer:
         return written
 
     def _all_tokens(self, saved: list[int]) -> list[int]:
-        """Return all tokens of the document: the oldest tokens of `saved`, then the tokens of the session.
+        """Return all tokens of the document: the oldest from `saved`, the others from the session.
 
-        A truncated session lacks the oldest tokens. Session and progress are saved one after the other, so one of them
-        may be a turn ahead. Raises InputError if they do not belong to the same document.
+        A truncated session lacks the oldest tokens. Raises InputError if both do not belong to the same document.
         """
         history = self._session.history
         since = history.shift + history.sinks if history.shift else 0
-        common = min(len(saved), history.shift + len(history.tokens)) - 1  # the next turn may replace the last token
+        # Session and progress are saved one after the other, so one of them may be a turn ahead. The next turn may
+        # replace the last token.
+        common = min(len(saved), history.shift + len(history.tokens)) - 1
         tail = history.tokens[history.sinks :] if history.shift else history.tokens
         if saved[since : max(since, common)] != tail[: max(0, common - since)]:
             raise InputError(
@@ -231,7 +232,6 @@ class _Writer:
 
     @property
     def _text_complete(self) -> bool:
-        """Whether the text is complete: the model ended it, or a stop string was found."""
         tokens = self._written.tokens
         return self._text.stopped is not None or (bool(tokens) and tokens[-1] in self._ends)
 
@@ -245,12 +245,7 @@ class _Writer:
         self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
 
     def _check_fits(self) -> None:
-        """Raise an error if the document cannot be completed.
-
-        Raises:
-            PoolFullError: The KV would exceed host memory before the context reaches the model's context length.
-            ModelError: The context would exceed the model's context length, and the model does not support truncation.
-        """
+        """Raise PoolFullError or ModelError if the memory or the context length does not suffice for the document."""
         length = len(self._written.tokens) or len(self._context())
         longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
         self._llm.runner.check_fits(longest if self._llm.geometry.absolute_positions else min(longest, self._positions))
@@ -258,10 +253,10 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _next_turn(self) -> tuple[list[int], list[int]] | None:
-        """Return the first tokens of the next turn: tokens without KV, and tokens of a new heading. None at the end.
+        """Return the tokens that begin the next turn: tokens without KV, and a new heading. Return None at the end.
 
-        The tokens without KV are the whole context in the first turn. In later turns they are the last token, unless it
-        is an end-of-text token. The progress is saved before a turn that begins the document or a chapter.
+        In the first turn, no token of the context has KV. Later, only the last token has none; if it is an end-of-text
+        token, it is left out. The progress is saved before a turn that begins the document or a chapter.
         """
         written = self._written
         heading: list[int] = []
@@ -293,7 +288,7 @@ class _Writer:
         return length >= self._settings.chapter_tokens
 
     def _write_turn(self, kept: list[int], heading: list[int]) -> FinishReason | None:
-        """Write one turn that begins with the tokens of `_next_turn`. Return the finish reason after the last turn."""
+        """Write one turn that begins with `kept` and `heading`. Return the finish reason if it is the last turn."""
         written, new, added = self._written, self._new_tokens, [*kept, *heading]
         before, replaced = written.tokens[:-1], int(bool(written.tokens))
         self._file.append("".join(self._decode(token) for token in heading))
@@ -323,7 +318,7 @@ class _Writer:
         return "stop" if reason == "length" and self._text_complete else reason
 
     def _turn_length(self, added: int, replaced: int) -> int:
-        """Return how many tokens a turn generates after removing `replaced` tokens and appending `added` tokens."""
+        """Return how many tokens a turn generates, if it first removes `replaced` tokens and appends `added` tokens."""
         kv = self._session.kv
         held = len(kv.history.tokens)
         room = _to_boundary(held - replaced + added)
@@ -342,7 +337,7 @@ class _Writer:
         return self._headings[number]
 
     def _context(self) -> list[int]:
-        """Return the tokens of the prompt and the beginning. If they do not fit, the oldest tokens are left out."""
+        """Return the tokens of the prompt and the beginning. Leave out the oldest tokens of a long beginning."""
         llm, settings = self._llm, self._settings
         prompt = self._prompt()
         beginning = llm.encode(settings.beginning, special_tokens=not prompt) if settings.beginning else []
@@ -370,14 +365,12 @@ class _Writer:
 
 
 def _has_heading(tokens: Sequence[int], place: int, ends: frozenset[int]) -> bool:
-    """Return whether the tokens contain the heading of the chapter that begins at `place`.
-
-    If not, the next turn adds the heading. It replaces an end token at the end of the tokens.
-    """
+    """Return whether `tokens` contain the heading of the chapter that begins at index `place`."""
     return place < len(tokens) - (bool(tokens) and tokens[-1] in ends)
 
 
 def _to_boundary(length: int) -> int:
-    """Return how many tokens to add to `length` tokens, so that the sum is one more than a multiple of BLOCK_SIZE."""
+    """Return how many tokens a turn adds to `length` tokens."""
+    # A turn ends when the number of tokens is one more than a multiple of the block size.
     more = BLOCK_SIZE * (length // LONGER_TURNS)
     return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

@@ -1,8 +1,4 @@
-"""Files with direct I/O.
-
-Direct I/O bypasses the operating system's page cache. The KV pool uses an unnamed temporary file, which the operating
-system deletes when the process ends.
-"""
+"""Files with direct I/O, which bypasses the operating system's page cache."""
 
 from __future__ import annotations
 
@@ -32,8 +28,9 @@ NAMED = ".offload-rt-"  # prefix of temporary file names, used if the file syste
 class BlockFile:
     """An open file that is read and written in whole disk blocks. Thread-safe.
 
-    `handle` is the file descriptor. It is closed when the object is deleted. `direct` is True if reads and writes
-    bypass the page cache. If the file system does not support direct I/O, the kernel is advised to drop the pages.
+    Attributes:
+        handle: The file descriptor. It is closed when the object is deleted.
+        direct: Whether reads and writes bypass the page cache. If not, the kernel is advised to drop the pages.
     """
 
     def __init__(self, handle: int) -> None:
@@ -53,7 +50,7 @@ class BlockFile:
             os.ftruncate(self.handle, offset + size)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write whole disk blocks, uint8 from `aligned`, at byte `offset`. Raise OSError."""
+        """Write whole disk blocks `data`, uint8 from `aligned`, at byte `offset`. Raise OSError."""
         write_all(self.handle, offset, data.numpy().data)
         if not self.direct:
             os.fdatasync(self.handle)
@@ -64,12 +61,10 @@ class BlockFile:
 
 
 class DirectFile(BlockFile):
-    """An unnamed file in `folder` that the operating system deletes when this process ends, even after a crash.
-
-    `files` is the table of files that `read` can access. Entry 0 is this file.
+    """A temporary file in `folder`, which the operating system deletes when this process ends.
 
     Args:
-        readers: Function that creates a reader for each reading thread. None selects the fastest available reader.
+        readers: Creates a reader for each reading thread. None selects the fastest available reader.
 
     Raises:
         ConfigError: The folder cannot be used.
@@ -78,7 +73,7 @@ class DirectFile(BlockFile):
     def __init__(self, folder: Path, readers: Callable[[], Reader] | None = None) -> None:
         self.folder = folder
         try:
-            handle = nameless_file(folder)
+            handle = unnamed_file(folder)
         except OSError as error:
             raise ConfigError(
                 f"cannot store KV in {str(folder)!r}: {error.strerror or error}; choose a writable folder on a "
@@ -86,12 +81,12 @@ class DirectFile(BlockFile):
             ) from error
         super().__init__(handle)
         self._readers, self._local = readers or reader, threading.local()
-        self.files = FileTable(handle, direct=self.direct)
+        self.files = FileTable(handle, direct=self.direct)  # files that `read` can access; entry 0 is this file
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
-        """Read whole disk blocks of `files` into `buffer` (uint8, from `aligned`). Raise OSError.
+        """Read whole disk blocks of the open `files` into `buffer` (uint8, from `aligned`). Raise OSError.
 
-        The rows `copies` are copied from the buffer, some of them while other requests are still being read.
+        Rows are copied from `buffer` as `copies` describes, partly while other requests are still being read.
         """
         if not hasattr(self._local, "reader"):
             self._local.reader = self._readers()
@@ -109,8 +104,8 @@ def aligned(size: int) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8))
 
 
-def nameless_file(folder: Path) -> int:
-    """Create a file without a name, which is deleted when the process ends. Return its handle. Raise OSError."""
+def unnamed_file(folder: Path) -> int:
+    """Create an unnamed file. Return its handle. Raise OSError."""
     make_private_folder(folder)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -125,7 +120,6 @@ def nameless_file(folder: Path) -> int:
 
 
 def _enable_direct_io(handle: int) -> bool:
-    """Return False if the file system does not support direct I/O."""
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
         os.pread(handle, 0, 0)

@@ -1,8 +1,8 @@
 """Extents: the location of each block's KV on disk.
 
-Every block has an extent in the pool's own file. A *stored extent*, in a file of a session store, can replace it, so
-that KV of a session is written only once. In both files, an extent consists of the storage layers (`layer_groups`) of
-the block, each `[Hkv, 64, planes, width]` and padded to whole disk blocks (`file_layout.py`).
+Every block has an extent in the pool's own file. A block of a session can use a *stored extent* instead, in a file of
+the session store. Its KV is then written only once. An extent contains the storage layers (`layer_groups`) of the
+block, each `[Hkv, 64, planes, width]` and padded to whole disk blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPARE_FILES = 512  # number of file handles that the pool leaves to the rest of 
 
 
 def ignore(layer: int, block: memoryview) -> None:
-    """Do nothing: the default of `StoredExtent.written`."""
+    """Do nothing."""
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class StoredExtent:
 
     Attributes:
         offset: Offset in bytes of the first storage layer.
-        written: Function that the writer thread calls with the index and bytes of a storage layer after writing it.
+        written: Called by the writer thread with the index and the bytes of a storage layer that it has written.
     """
 
     file: BlockFile
@@ -49,22 +49,16 @@ class StoredExtent:
 
 @dataclass(eq=False)
 class _OpenExtent:
-    """A stored extent in use. `storage_layers` are written or queued, and `number` is its file number (`FileTable`)."""
-
     extent: StoredExtent
-    number: int
-    storage_layers: set[int] = field(default_factory=set)
+    number: int  # file number (`FileTable`)
+    storage_layers: set[int] = field(default_factory=set)  # written or queued
 
 
 class Extents:
-    """Maps each block to its extent, and KV entries to positions in open files.
+    """Maps blocks to their extents, and KV entries to positions in open files.
 
-    The caller must hold the arena's lock for all calls, and read files only inside `with extents:`.
-
-    When a block is released from its stored extent, the extent's file stays open until all reads that started earlier
-    have ended. These reads use its file number, and a newly opened file could otherwise get the same number. Pending
-    writes (`WriteBehind`) also keep the file open. Open files count against the process limit, which is raised to its
-    maximum. When the limit is reached, additional blocks stay in the pool's file.
+    The caller must hold the arena's lock for all calls, and read files only inside `with extents:`. If the process
+    cannot open more files, additional blocks stay in the pool's file.
     """
 
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
@@ -73,6 +67,8 @@ class Extents:
         # File position (`requests`) of storage layer 0 of each block, and the distance in bytes between storage layers.
         self._base = layout.block_offset(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.layer_stride, np.int64)
+        # A file keeps its number until all reads that started before its release have ended: they use the number, and
+        # a newly opened file could get the same one. Pending writes (`WriteBehind`) also keep the file open.
         self._released: list[_OpenExtent] = []
         self._reading = 0
         self._mutex = threading.Lock()
@@ -94,7 +90,7 @@ class Extents:
         return len(self._stored) + len(self._released) < self._most
 
     def assign(self, block: int, extent: StoredExtent, storage_layers: Sequence[int] = ()) -> None:
-        """Let a block without KV use a stored extent, which already contains the given storage layers."""
+        """Let `block`, which has no KV, use a stored extent that already contains `storage_layers`."""
         assert block not in self._stored and extent.layer_bytes == self._layout.layer_bytes
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
@@ -110,14 +106,11 @@ class Extents:
             self._close_released()
 
     def accepts(self, block: int, storage_layer: int) -> bool:
-        """Return whether the storage layer may be written now.
-
-        In a file of a session store, each is written only once.
-        """
+        """Return whether a storage layer can be written now. In a stored extent, each layer is written only once."""
         return (opened := self._stored.get(block)) is None or storage_layer not in opened.storage_layers
 
     def target(self, block: int, storage_layer: int) -> tuple[StoredExtent | DirectFile, int]:
-        """Return the file and byte offset for writing a storage layer, and record that it is written."""
+        """Return the file and byte offset for writing a storage layer, which from then on counts as written."""
         if (opened := self._stored.get(block)) is None:
             return self._file, int(self.layer_positions(block, storage_layer))
         assert storage_layer not in opened.storage_layers
@@ -125,22 +118,19 @@ class Extents:
         return opened.extent, opened.extent.offset + storage_layer * opened.extent.layer_bytes
 
     def layer_positions(self, blocks: Offsets | int, storage_layer: Offsets | int) -> Offsets:
-        """Return the file positions (`requests.file_position`) at which a storage layer of each block begins."""
+        """Return the file position of a storage layer in each block (`requests.file_position`)."""
         found: Offsets = self._base[blocks] + storage_layer * self._step[blocks]
         return found
 
     def entry_positions(self, ids: Offsets, storage_layer: int) -> Offsets:
-        """Return the file positions (`requests.file_position`) of KV entries, given their `FileLayout.entry_ids`."""
+        """Return the file positions of the KV entries with the given `ids` (`FileLayout.entry_ids`)."""
         rows = ids % self._layout.layer_entries
         return self.layer_positions(ids // self._layout.block_entries, storage_layer) + rows * self._layout.entry_bytes
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def __enter__(self) -> None:
-        """Begin a read.
-
-        File positions stay valid until the context ends, even if blocks are released from their extents.
-        """
+        """Begin a read. File positions stay valid until the context ends, even if blocks leave their extents."""
         with self._mutex:
             self._reading += 1
 
@@ -170,7 +160,7 @@ class Extents:
 
 
 def most_files() -> int:
-    """Raise the limit of open files of this process to its maximum. Return the maximum."""
+    """Raise the limit of open files of this process to its maximum, and return the maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):

@@ -31,19 +31,17 @@ LARGEST_READ = 1 << 20  # bytes per request: copying from one request overlaps w
 
 
 class FileArena:
-    """KV storage in a file, with the interface of `Arena`.
+    """KV storage in a file, with the interface of `Arena`. Methods raise DiskError if an I/O operation fails.
 
-    Partly filled blocks are buffered in memory until another block needs the buffer. Full blocks are written
-    asynchronously. KV entries read by `gather` are cached in memory (`RowCache`).
+    The KV of a block is either in a memory buffer or in its extent on disk (`extents.py`). Partly filled blocks are
+    buffered until another block needs the buffer. Full blocks are written asynchronously. KV entries that `gather`
+    reads are cached (`RowCache`). `view` and `planes_of` return copies.
 
-    The KV of a block is in exactly one location: a memory buffer, or its extent on disk (`extents.py`). An extent is a
-    part of the pool's file or a file of a session store. A layer can be written to a store file once, and only as a
-    whole. Before any other write, the KV of the block is copied back to a buffer, and the block leaves the store file.
-    Store files are therefore never modified.
+    Files of a session store are never modified. Before a block in such a file is overwritten, its KV is copied to a
+    buffer, and the block leaves the file.
 
     Thread-safe under three conditions. Only one thread at a time fills a block or assigns it an extent. Only one thread
-    per layer calls `gather`. No KV entry is read while it is being written. Methods raise DiskError if an I/O operation
-    fails.
+    per layer calls `gather`. No KV entry is read while it is being written.
 
     Args:
         limit: Limit on host memory in bytes.
@@ -72,7 +70,7 @@ class FileArena:
     def create(
         cls, disk: DiskTier, geometry: ModelGeometry, format: KVFormat, host_bytes: int, slab_tokens: int
     ) -> FileArena:
-        """Create the file of a KV cache, and use up to `host_bytes` of host memory.
+        """Create the file of a KV cache. Use up to `host_bytes` of host memory.
 
         Raises ConfigError if the folder cannot be used, and MemoryLimitError if a limit is too large or too small.
         """
@@ -105,7 +103,7 @@ class FileArena:
         return self._writer.lost
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Drop the content of freed blocks, with their pending writes and write errors."""
+        """Drop the KV of freed blocks, and the errors of their writes."""
         with self._mutex:
             for block in blocks:
                 self._buffers.pop(block, None)
@@ -117,13 +115,13 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------ stored extents
 
     def extent(self, block: int) -> StoredExtent | None:
-        """Wait for pending writes of a block. Return its stored extent, or None if it has none. Raise DiskError."""
+        """Wait for pending writes of a block. Return its stored extent, or None. Raise DiskError."""
         self._wait(block)
         with self._mutex:
             return self._extents.get(block)
 
     def is_empty(self, block: int) -> bool:
-        """Return whether `attach` accepts the block: it has no KV yet, and another file can be opened."""
+        """Return whether `attach` accepts the block: it has no KV, and another file can be opened."""
         with self._mutex:
             nowhere = block not in self._extents and block not in self._buffers and not self._written[block]
             return nowhere and self._extents.can_open_file()
@@ -134,9 +132,9 @@ class FileArena:
             return block in self._buffers and self._extents.can_open_file()
 
     def attach(self, block: int, extent: StoredExtent, storage_layers: range = range(0)) -> bool:
-        """Give an empty block a stored extent, which already contains the given storage layers.
+        """Let an empty block use a stored extent that already contains `storage_layers`.
 
-        Return False, without a change, if the block has KV or no more files can be opened.
+        Return False if the block has KV, or if no more files can be opened.
         """
         with self._mutex:
             if blank := self.is_empty(block):
@@ -145,9 +143,9 @@ class FileArena:
             return blank
 
     def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
-        """Write the first `layers` storage layers of a buffered full block to a stored extent.
+        """Move a full block from its buffer to a stored extent, by writing its first `layers` storage layers.
 
-        Return False if the block is no longer in a buffer.
+        Return False if the block has no buffer, or if no more files can be opened.
         """
         with self._mutex:
             if buffered := self.is_buffered(block):
@@ -160,7 +158,6 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def fill(self, slab: int, storage_layer: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to token slots [offset, offset + n)."""
         done, total = 0, k.shape[1]
         while done < total:
             slot, first = divmod(offset + done, BLOCK_SIZE)
@@ -185,7 +182,6 @@ class FileArena:
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` token slots of a block, in all its layers."""
         with self._mutex:
             data = self._read_block(source) if source in self._extents else self._buffer_of(source)
             rows = self._as_vectors(data)[:, :, :tokens].clone()
@@ -193,10 +189,7 @@ class FileArena:
             self._forget_all(target)
 
     def _count_writable(self, block: int, storage_layer: int, most: int) -> int:
-        """Return how many of at most `most` consecutive blocks, from `block` on, can be written directly to disk.
-
-        These blocks have no buffer, and their extents accept the storage layer.
-        """
+        """Return how many of the next `most` blocks, from `block` on, can be written to disk without a buffer."""
         with self._mutex:
             following = range(block, block + most)
             blocked = (b in self._buffers or not self._extents.accepts(b, storage_layer) for b in following)
@@ -207,7 +200,7 @@ class FileArena:
         self._cache.remove(range(block * count, (block + 1) * count))
 
     def _queue_layer_write(self, blocks: range, storage_layer: int, data: torch.Tensor) -> None:
-        """Queue a write of one storage layer of full blocks, uint8 `[blocks, layer bytes]`."""
+        """Queue the write of one storage layer of full blocks, uint8 `[blocks, layer bytes]`."""
         with self._mutex:
             stored = [range(block, block + 1) for block in blocks if block in self._extents]
             own = list(ranges_of(block for block in blocks if block not in self._extents))
@@ -222,14 +215,13 @@ class FileArena:
         self._writer.add([(block, storage_layer) for block in blocks], pieces)
 
     def _queue_block_write(self, block: int, data: torch.Tensor) -> None:
-        """Queue a write of all layers of a block, uint8 `[layers, layer bytes]`."""
         for storage_layer, own in enumerate(data):
             self._queue_layer_write(range(block, block + 1), storage_layer, own[None])
 
     def _buffer_of(self, block: int) -> torch.Tensor:
-        """Return the memory buffer of a block, filled from the disk if it is new.
+        """Return the memory buffer of a block, with the KV that the block has on disk.
 
-        This may write the oldest buffers to the disk.
+        If there are too many buffers, the oldest are written to disk.
         """
         if block in self._buffers:
             self._buffers.move_to_end(block)
@@ -256,17 +248,13 @@ class FileArena:
         self._writer.wait([(block, storage_layer) for storage_layer in range(self.layout.layers)])
 
     def _as_vectors(self, data: torch.Tensor) -> torch.Tensor:
-        """View n storage layers, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, planes (K, V), width]`."""
+        """View storage layers, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, planes, width]`."""
         own = data[:, : self.file_layout.layer_entries * self.file_layout.entry_bytes].view(self.dtype)
         return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, self.layout.planes, self.layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
-        """Return copies of K and V `[Hkv, size, width]` of one storage layer.
-
-        `offset` is the first token slot of the slab.
-        """
         first, stop = offset // BLOCK_SIZE, -(-(offset + size) // BLOCK_SIZE)
         start, count, heads = slab * self.layout.slab_blocks + first, stop - first, self.layout.kv_heads
         with self._extents:
@@ -285,12 +273,11 @@ class FileArena:
         return KVPart.of(stored.flatten(1, 2)[:, offset - first * BLOCK_SIZE :][:, :size], dim=2)
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return stored K and V as a copy `[p, size, width]`: one plane per storage layer, KV head, and K or V."""
         parts = [self.view(slab, storage_layer, offset, size) for storage_layer in storage_layers]
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 
     def gather(self, storage_layer: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
-        """Read KV entries of one storage layer, from the cache, the buffers or the disk.
+        """Read KV entries of one storage layer into rows of `out`, from memory or from the disk.
 
         Args:
             ids: Distinct ids of KV entries (`FileLayout.entry_ids`), int64 `[n]`.
@@ -322,10 +309,9 @@ class FileArena:
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Read n pieces of open files, each with r adjacent rows, into rows of `out` `[m, width]`.
+        """Read n pieces of r adjacent rows each, and copy row j of piece i to row `into[i, j]` of `out` `[m, width]`.
 
-        `offsets` `[n]` are the file positions of the pieces. Row j of piece i is copied to row `into[i, j]` of `out`.
-        The pieces are read in batches that fit in the staging buffer.
+        `offsets` `[n]` has the file position of each piece.
         """
         own, row, staging = into.shape[1], out.shape[1] * out.itemsize, self._staging.get()
         try:

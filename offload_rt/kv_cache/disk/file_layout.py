@@ -1,13 +1,12 @@
 """Options and layout of the file of a KV cache on disk, and the division of its host memory.
 
-The pool's file consists of equal slabs, each
+The pool's file consists of slabs with the shape
 
     [storage layer, slab_blocks, kv_head, 64 tokens, 2 (K, V), d]
 
-K and V of a token are adjacent, because they are always read together and a disk reads whole disk blocks. The 64 tokens
-of one head are contiguous, because a head often selects adjacent tokens. The storage layers (`layer_groups`) of a block
-are aligned to disk blocks. A file of a session store contains the storage layers of one block in the same format, one
-after the other. If keys contain the values (latent attention), only K is stored.
+K and V of a token are adjacent, because they are always read together. The 64 tokens of a head are contiguous, because
+a head often selects adjacent tokens. The storage layers (`layer_groups`) of a block are aligned to disk blocks. A file
+of a session store contains the storage layers of one block in the same format. With latent attention, only K is stored.
 """
 
 from __future__ import annotations
@@ -51,10 +50,9 @@ class DiskTier:
 
 
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
-    """Return the maximum size in bytes of the KV file in `folder`, which need not exist yet.
+    """Return `limit`, or the default maximum size in bytes of the KV file (`DiskTier`).
 
-    If `limit` is None, return the default (see `DiskTier`). Raises MemoryLimitError if `limit` exceeds the free disk
-    space.
+    `folder` need not exist yet. Raises MemoryLimitError if `limit` exceeds the free disk space.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)
@@ -71,15 +69,15 @@ def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Byte offsets and sizes in the file of a KV cache on disk. `arena` has the number and shape of the blocks."""
+    """Sizes and byte offsets in the file of a KV cache. `arena` has the number and shape of the blocks."""
 
     arena: ArenaLayout
 
     @classmethod
     def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
-        """Return the layout of a file of at most `limit` bytes. Raises MemoryLimitError if not even one block fits.
+        """Return the layout with the most blocks in a file of `limit` bytes. Raises MemoryLimitError if no block fits.
 
-        The head dimensions in `geometry` must be the numbers of stored elements per vector (`stored_geometry`).
+        The head dimensions in `geometry` must be widths of stored vectors (`stored_geometry`).
         """
         own = BLOCK_SIZE * geometry.full_rows.bytes(format.storage)
         rows = limit * own // round_up_to_page(own)
@@ -87,7 +85,6 @@ class FileLayout:
 
     @cached_property
     def entry_bytes(self) -> int:
-        """Size in bytes of K and V of one token, layer and head."""
         return self.arena.entry_bytes
 
     @cached_property
@@ -97,7 +94,7 @@ class FileLayout:
 
     @cached_property
     def layer_stride(self) -> int:
-        """Distance in bytes from one storage layer of a block to the next in the pool's file."""
+        """Distance in bytes between consecutive storage layers of a block in the pool's file."""
         return self.arena.slab_blocks * self.layer_bytes
 
     @cached_property
@@ -117,15 +114,15 @@ class FileLayout:
         return block // self.arena.slab_blocks * self.slab_bytes + block % self.arena.slab_blocks * self.layer_bytes
 
     def entry_ids(self, storage_layer: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
-        """Return the ids of KV entries, given the block, the token within the block, and the head of each.
+        """Return the ids of the KV entries of token slots `slots` in `blocks`, for KV heads `heads`.
 
-        The arrays are int64 and are broadcast. Entries in one storage layer of a block have consecutive ids.
+        The arrays are int64 and are broadcast. The entries of one storage layer of a block have consecutive ids.
         """
         first: Offsets = (blocks * self.arena.layers + storage_layer) * self.layer_entries + slots
         return first + heads * BLOCK_SIZE
 
     def by_layer(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Yield each storage layer that has entries among `ids`, with their indices in `ids`."""
+        """Yield each storage layer that has entries among `ids`, with the indices of these entries in `ids`."""
         layers = ids // self.layer_entries % self.arena.layers
         for storage_layer in np.unique(layers).tolist():
             yield storage_layer, np.flatnonzero(layers == storage_layer)
@@ -137,22 +134,13 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Division of the host memory of a KV cache on disk.
+    """Division of the host memory of a KV cache on disk."""
 
-    Attributes:
-        staged: Size in bytes of each of three kinds of temporary memory: data being read, requested entries, and
-            pending writes.
-        block_buffers: Maximum number of buffers for partly filled blocks.
-        blocks: Total size in bytes of these buffers.
-        slots: Number of KV entries in the row cache, which keeps copies of entries of the file in host memory.
-        slot_bytes: Size in bytes of a slot of the row cache, including metadata.
-    """
-
-    staged: int
-    block_buffers: int
-    blocks: int
-    slots: int
-    slot_bytes: int
+    staged: int  # bytes of each kind of temporary memory: data read, requested entries, and pending writes
+    block_buffers: int  # maximum number of buffers for partly filled blocks
+    blocks: int  # total bytes of these buffers
+    slots: int  # number of KV entries in the row cache (`RowCache`)
+    slot_bytes: int  # bytes of a slot of the row cache, including metadata
 
     @classmethod
     def divide(cls, limit: int, layout: FileLayout) -> MemoryBudget:
@@ -169,7 +157,7 @@ class MemoryBudget:
             least = 3 * staged + buffers * block + slot
             raise MemoryLimitError(
                 f"host_memory={format_size(limit)} ({limit} bytes) is too little for a KV cache on disk: "
-                f"{format_size(least)} ({least} bytes) are needed, of them {format_size(block)} for a block of "
+                f"{format_size(least)} ({least} bytes) are needed, including {format_size(block)} for a block of "
                 f"{BLOCK_SIZE} tokens; raise host_memory"
             )
         return cls(staged, buffers, buffers * block, slots, slot)
@@ -180,9 +168,9 @@ def round_up_to_page(size: int) -> int:
 
 
 def block_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
-    """Return the size in bytes of one storage layer `[Hkv, tokens, planes, width]` of a block with `tokens` tokens.
+    """Return the size in bytes of one storage layer `[Hkv, tokens, planes, width]` of a block.
 
-    The size of a full block is padded to whole disk blocks, so that it can be read with direct I/O.
+    The size of a full block is padded to whole disk blocks for direct I/O.
     """
     own = arena.kv_heads * tokens * arena.entry_bytes
     return round_up_to_page(own) if tokens == BLOCK_SIZE else own

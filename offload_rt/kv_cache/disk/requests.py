@@ -1,7 +1,6 @@
-"""Read scattered pieces of open files. Adjacent pieces are merged into requests, which run concurrently.
+"""Read pieces of open files. Nearby pieces are merged into one request, and requests run concurrently.
 
-Reading a short gap between two pieces is cheaper than a separate request. Requests use io_uring if it is available,
-else threads.
+Requests use io_uring if it is available, else threads.
 """
 
 from __future__ import annotations
@@ -35,17 +34,11 @@ Handles = NDArray[np.int32]
 
 @dataclass
 class DiskUse:
-    """Counters of disk reads and writes.
+    """Counters of disk reads and writes."""
 
-    Attributes:
-        wanted: Number of KV entries (K and V of a token, layer and head) requested by `gather`.
-        cached: Number of these entries that were in memory.
-        requests: Number of read requests sent to the disk.
-    """
-
-    wanted: int = 0
-    cached: int = 0
-    requests: int = 0
+    wanted: int = 0  # KV entries requested by `FileArena.gather`
+    cached: int = 0  # requested KV entries that were in memory
+    requests: int = 0  # read requests sent to the disk
     bytes_read: int = 0
     bytes_written: int = 0
 
@@ -54,9 +47,9 @@ class DiskUse:
 
 
 class FileTable:
-    """Handles of open files by file number. `direct` is True if all files bypass the page cache.
+    """Handles of open files by file number. `direct` tells whether all files bypass the page cache.
 
-    File numbers are reused, so a file must not be removed while a pending read refers to it.
+    Numbers are reused. A file must not be removed while a pending read refers to its number.
     """
 
     def __init__(self, first: int, *, direct: bool) -> None:
@@ -85,9 +78,9 @@ def file_position(number: int, byte: int = 0) -> int:
 
 
 class Requests(NamedTuple):
-    """n read requests, as int64 arrays `[n]`.
+    """Read requests, as int64 arrays `[n]`.
 
-    Request i reads `size[i]` bytes from file position `offset[i]` (see `file_position`) to byte `at[i]` of the buffer.
+    Request i reads `size[i]` bytes at file position `offset[i]` (`file_position`) into the buffer at byte `at[i]`.
     """
 
     offset: Offsets
@@ -96,7 +89,7 @@ class Requests(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Requests of whole disk blocks into consecutive parts of a buffer, and the pieces they contain, in file order.
+    """Read requests that fill a buffer, and the location of each piece in the buffer. Pieces are in file order.
 
     Attributes:
         pieces: Index of each piece in the argument `offsets` of `merge_reads`, int64 `[n]`.
@@ -126,11 +119,11 @@ class Reads(NamedTuple):
 
 
 def merge_reads(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
-    """Merge reads of distinct pieces of a file into requests.
+    """Merge reads of distinct pieces of `size` bytes into requests.
 
     Args:
-        offsets: Position of the first byte of each piece, int64 `[n]`, in any order.
-        gap: Largest gap in bytes between two pieces that are read with one request.
+        offsets: File position of each piece, int64 `[n]`, in any order.
+        gap: Largest gap in bytes between two pieces of one request.
         most: Largest size in bytes of a request: a multiple of the disk block size, and larger than a piece.
     """
     if (library := _merge_library()) is None:
@@ -177,10 +170,10 @@ class RingReader:
         return cls(library, ring)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Execute `requests` for the open `files` (`FileTable.handles`), and copy rows from `buffer` to `copies.out`.
+        """Read `requests` of the open `files` (`FileTable.handles`) into `buffer`, and copy rows as `copies` describes.
 
-        Rows of one request may be copied while other requests are still being read. OSError is raised for the first
-        request that fails or reads past the end of a file. After the error, no request writes to `buffer` any more.
+        Rows may be copied while other requests are still being read. Raise OSError if a request fails or reads past the
+        end of a file. After the error, no request writes to `buffer` any more.
         """
         if not (count := len(requests.size)):
             return
@@ -194,14 +187,12 @@ class RingReader:
 
 
 class ThreadReader:
-    """Reader that uses a pool of threads, one request per thread at a time."""
-
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="offload-rt reader")
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Execute `requests` like `RingReader.read`. Rows are copied after all reads have ended."""
+        """Read like `RingReader.read`, but copy rows only after all requests have ended."""
         pieces = zip(*(each.tolist() for each in requests), strict=True)
         jobs = [self._threads.submit(_read, files, offset, buffer[at : at + size]) for offset, size, at in pieces]
         failures = [job.exception() for job in jobs]

@@ -1,12 +1,8 @@
 """In-memory cache for KV entries on disk, shared by all sequences.
 
-Replacement is LRFU (Lee et al. 2001), as in the working set on the device: each use adds 1 to the score of an entry,
-each decode step multiplies all scores by `DECAY`, and the entry with the lowest score is evicted. Instead of decreasing
-all scores, the implementation increases the weight of later uses. The order of the entries is the same, but the cost
-depends only on the number of entries looked up.
-
-The cache is set-associative: the id of an entry determines its set of `WAYS` slots. Lookup and eviction search only
-this set, and entries that are not cached need no memory.
+The cache is set-associative: the id of an entry determines its set of `WAYS` slots, and only these are searched. The
+eviction policy is LRFU (Lee et al. 2001). Each use adds 1 to the score of an entry, and each decode step multiplies all
+scores by `DECAY`. The entry of the set with the lowest score is evicted.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ class _Arrays(ctypes.Structure):
 class RowCache:
     """A set-associative cache of rows of `width` elements. A row is a KV entry and has a non-negative id.
 
-    The cache has `slots` slots, rounded down to whole sets. Each call gets a batch of distinct ids. Not thread-safe.
+    The number of `slots` is rounded down to whole sets. The ids in one call must be distinct. Not thread-safe.
     """
 
     def __init__(self, slots: int, width: int, storage: torch.dtype) -> None:
@@ -75,22 +71,22 @@ class RowCache:
 
     @property
     def occupied(self) -> Ids:
-        """Slots that contain a row, in ascending order."""
         return np.flatnonzero(self._owner)
 
     def owners(self, slots: Ids) -> Ids:
         return self._owner[slots] - 1
 
     def advance(self, steps: float) -> None:
-        """Advance the clock by `steps` decode steps; a fraction for one layer of a step."""
+        """Advance the clock of the scores by `steps` decode steps. One layer of a step is a fraction of a step."""
         self._now = (self._now + 1) & 0xFFFFFFFF
+        # Instead of decreasing all scores, give later uses a larger weight. The order of the scores is the same.
         self._weight *= DECAY**-steps
         if self._weight > MOST_WEIGHT:
             self._score /= np.float32(self._weight)
             self._weight = 1.0
 
     def lookup(self, ids: Ids, out: torch.Tensor, into: Ids) -> tuple[Ids, Ids]:
-        """Copy the cached rows among `ids` to `out`, and count a use of each.
+        """Copy the cached rows among `ids` to `out`, and increase their scores.
 
         Args:
             ids: Ids of the rows, int64 `[n]`.
@@ -125,7 +121,7 @@ class RowCache:
         Args:
             ids: Ids of the rows, int64 `[n]`.
             rows: Contiguous source `[m, width]`.
-            at: Index in `rows` of each id's row, int64 `[n]`.
+            at: Row of `rows` for each id, int64 `[n]`.
         """
         assert rows.is_contiguous() and rows.shape[1] == self.rows.shape[1] and len(ids) == len(at)
         if not len(ids):
@@ -140,7 +136,6 @@ class RowCache:
         self.used += fresh
 
     def remove(self, ids: range) -> None:
-        """Remove rows, because their content has changed."""
         if (library := _library()) is not None:
             self.used -= library.drop(self._arrays, ids.start, ids.stop, ids.step)
             return
@@ -164,12 +159,10 @@ class RowCache:
         return found
 
     def _insert(self, ids: Ids, rows: torch.Tensor, at: Ids) -> int:
-        """Insert rows without C code, at most one per set in each pass.
-
-        Return how many previously empty slots were filled.
-        """
+        """Insert rows without C code. Return how many empty slots were filled."""
         fresh = 0
         while len(ids):
+            # at most one row per set in each pass
             _, turn = np.unique(self._slots_of(ids)[:, 0], return_index=True)
             slots = self._slots_of(ids[turn])
             scores = np.where(self._last[slots] == self._now, np.inf, self._score[slots])

@@ -15,13 +15,13 @@ from ...utils import native_libraries
 
 
 class RowCopies(NamedTuple):
-    """Rows to copy from a read buffer.
+    """Rows to copy from a read buffer to `out`.
 
     Attributes:
         first: Index of the first row of each request, int64 `[requests + 1]`. Request i contains the rows [first[i],
             first[i + 1]).
         at: Byte offset of each row in the buffer, int64 `[n]`.
-        into: Row of `out` that each row is copied to, int64 `[n]`, without duplicates.
+        into: Row of `out` for each row, int64 `[n]`, without duplicates.
         out: Contiguous output `[m, width]`.
     """
 
@@ -37,9 +37,9 @@ def address(array: NDArray[Any]) -> int:
 
 
 def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, into: NDArray[np.int64]) -> None:
-    """Copy rows from byte offsets `at` `[n]` of `source` to rows `into` `[n]` of out `[m, width]`.
+    """Copy rows at byte offsets `at` `[n]` of `source` to the distinct rows `into` `[n]` of `out` `[m, width]`.
 
-    `into` has no duplicates. `source` and `out` must be contiguous and must not overlap.
+    Both tensors must be contiguous and must not overlap.
     """
     assert source.is_contiguous() and out.is_contiguous() and len(at) == len(into)
     size = out.shape[1] * out.itemsize

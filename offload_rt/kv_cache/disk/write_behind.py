@@ -1,4 +1,4 @@
-"""Asynchronous writes to files, with a limit on the number of pending bytes."""
+"""Asynchronous writes to files, with a limit on pending bytes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from .extents import StoredExtent
 
 
 class ExtentWrite(NamedTuple):
-    """A write of whole disk blocks."""
-
     target: BlockFile | StoredExtent
     offset: int
     data: torch.Tensor
 
 
 class WriteBehind:
-    """Writer thread of a KV pool on disk. Writes run in the order of `add`. Error messages name `folder`.
+    """Writer thread of a KV pool on disk. Writes run in the order of `add`.
 
-    Each write contains the KV of some keys `(block, storage layer)`. Before a thread reads the KV of a key from a file,
-    it must call `wait`, which raises DiskError if the write failed.
+    A key is a pair (block, storage layer). Before a thread reads KV from a file, it must call `wait` with its keys.
+
+    Args:
+        folder: Folder of the pool, for messages.
+        limit: Maximum number of pending bytes.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -45,7 +46,7 @@ class WriteBehind:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, keys: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue writes of the complete KV of `keys`. Wait while more than `limit` bytes would be pending."""
+        """Queue writes that contain the KV of `keys`. Wait while more than `limit` bytes would be pending."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -63,7 +64,6 @@ class WriteBehind:
                 raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; the KV of this request is lost")
 
     def wait_layer(self, storage_layer: int, blocks: NDArray[np.int64]) -> None:
-        """Wait until one storage layer of all `blocks` is written."""
         with self._changed:
             quiet = not self._waiting and not self._lost
         if not quiet:
@@ -75,7 +75,7 @@ class WriteBehind:
             return {block for block, _ in self._lost}
 
     def forget_errors(self, blocks: Sequence[int]) -> None:
-        """Discard write errors of freed blocks, including errors of their pending writes."""
+        """Discard the errors of past and pending writes of freed blocks."""
         gone = set(blocks)
         with self._changed:
             self._lost = {key: why for key, why in self._lost.items() if key[0] not in gone}
@@ -98,7 +98,6 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[ExtentWrite]) -> str:
-        """Write `pieces`. Return the reason of a failure, or an empty string."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)

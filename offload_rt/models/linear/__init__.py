@@ -29,7 +29,7 @@ def has_external_formats() -> bool:
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:
-    """Change each plain linear layer of `model` to the first backend that supports it on `device`, in place."""
+    """Give each plain linear layer of `model` the first backend that supports it on `device`, in place."""
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue
@@ -41,10 +41,7 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def computed_in_c(model: nn.Module) -> Iterator[None]:
-    """Context in which C code multiplies few input rows by the plain weights of `model` on a CPU.
-
-    The weights do not change. At its end, the layers get their former classes again.
-    """
+    """Let C code multiply few input rows by the plain weights of `model` on a CPU, while the `with` body runs."""
     layers = [module for module in model.modules() if type(module) is nn.Linear and type(module.weight) is nn.Parameter]
     changed = [layer for layer in layers if DENSE.supports(layer, layer.weight.device)]
     for layer in changed:
@@ -63,16 +60,16 @@ def plain_weight(layer: Any) -> nn.Parameter | None:
 
 
 def absorbable_weight(layer: Any, dtype: torch.dtype) -> nn.Parameter | None:
-    """Return the weight of a linear layer if it is not packed and has this dtype, else None.
+    """Return the weight of a linear layer if latent attention can use it directly, else None.
 
-    Latent attention uses such a weight directly, and makes an unpacked copy of any other.
+    Latent attention needs a weight in `dtype` that is not packed, and makes a copy of any other weight.
     """
     weight = plain_weight(layer)
     return weight if weight is not None and weight.dtype == dtype else None
 
 
 def packing(config: Any) -> str | None:
-    """Return the quantisation method stated in a configuration, such as "bitsandbytes". None if it states none."""
+    """Return the quantisation method in a configuration, such as "bitsandbytes", or None."""
     method = quantization_option(config, "quant_method")
     return None if method is None else str(getattr(method, "value", method))
 
@@ -105,13 +102,12 @@ def refuse_packed(model: Any, why: str) -> None:
 
 
 def tensor_locations(weight: torch.Tensor) -> Iterator[TensorLocation]:
-    """Yield the location of each plain tensor of a weight, such as the codes and scales of a packed weight."""
+    """Yield the locations of the plain tensors of a weight, such as the codes and scales of a packed weight."""
     matches = (locations for backend in BACKENDS if (locations := backend.tensor_locations(weight)) is not None)
     return next(matches, iter((TensorLocation(weight, "data"),)))
 
 
 def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a weight, such as the codes and scales of a packed weight."""
     return (location.tensor for location in tensor_locations(weight))
 
 

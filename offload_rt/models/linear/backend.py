@@ -1,7 +1,6 @@
 """Weight formats: how linear layers store their weights and how they compute with them.
 
-This module has the interface, and the formats that transformers' quantisers load and compute: bitsandbytes, torchao and
-MXFP4.
+This module has the interface, and formats that transformers loads and computes: bitsandbytes, torchao and MXFP4.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A plain tensor that is part of a weight: attribute `name` of the object `owner`."""
+    """Location of a plain tensor that is part of a weight: attribute `name` of the object `owner`."""
 
     owner: Any
     name: str
@@ -31,23 +30,21 @@ class TensorLocation:
 
 
 def quantization_option(config: Any, name: str) -> Any:
-    """Return an entry of `config.quantization_config`, or None if it does not exist."""
     options = getattr(config, "quantization_config", None)  # a dictionary before loading, and an object afterwards
     return options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
 
 
 class BackendLinear(nn.Linear):
-    """A linear layer with the weight format of a `LinearBackend`. Its subclasses override `forward`."""
+    """A linear layer with the weight format of a `LinearBackend`. Subclasses override `forward`."""
 
 
 class LinearBackend:
     """A weight format of linear layers. This base class is the format of plain weights, which torch computes.
 
-    To add a format, override the methods that differ in a new file, and add an instance to `BACKENDS`. A format that
-    computes its own products overrides `supports` and `pack`, and sets `layer_class`. All its tensors must be
-    parameters of the layer, because sizes, placement, streaming and fingerprints cover all parameters. A format that
-    transformers loads into its own modules sets `method`. If needed, it overrides `stays_packed`, `can_stream`,
-    `prepare` and `tensor_locations`.
+    To add a format, override the methods that differ, and add an instance to `BACKENDS`. A format that computes its own
+    products overrides `supports` and `pack`, and sets `layer_class`. All its tensors must be parameters of the layer,
+    because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers loads sets
+    `method`.
     """
 
     layer_class: type[BackendLinear] = BackendLinear
@@ -64,7 +61,7 @@ class LinearBackend:
         """Convert the weight of `layer` to this format in place. On the meta device, only shapes are converted."""
 
     def stays_packed(self, device: torch.device) -> bool:
-        """Return whether the weights of a checkpoint stay packed, or are dequantised when they are loaded."""
+        """Return whether weights stay packed on `device`. If not, they are dequantised when they are loaded."""
         return True
 
     def can_stream(self, config: Any) -> bool:
@@ -81,13 +78,11 @@ class LinearBackend:
         """
 
     def tensor_locations(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
-        """Return the locations of the tensors that `weight` consists of, or None if it has another format."""
+        """Return the locations of the tensors of `weight`, or None if it has another format."""
         return None
 
 
 class BitsAndBytes(LinearBackend):
-    """Weight format of bitsandbytes, with 4 or 8 bits."""
-
     method = "bitsandbytes"
 
     def can_stream(self, config: Any) -> bool:
@@ -119,7 +114,7 @@ class BitsAndBytes(LinearBackend):
 
 
 class TorchAO(LinearBackend):
-    """Weight format of torchao. Its tensor subclasses store their own device, so layers cannot be streamed."""
+    """Weight format of torchao. Its tensors store their own device, so layers cannot be streamed."""
 
     method = "torchao"
 

@@ -1,7 +1,6 @@
 """Linear layers with float32 or bfloat16 weights on a CPU, without quantisation.
 
-For few input rows, C code (`row_products.c`) multiplies as fast as the weights can be read from memory. For bfloat16 on
-processors without bfloat16 instructions, larger products are computed in tiles.
+For few input rows, only the time to read the weights limits the C code (`row_products.c`).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
 class DenseLinear(BackendLinear):
     """Linear layer that multiplies up to `MAX_ROWS` input rows in C, and more rows with torch.
 
-    Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows. Sums are float32.
+    In C, the result of a row does not depend on the number of rows. Sums are float32.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -92,8 +91,7 @@ def product_by_tiles(
 ) -> torch.Tensor:
     """Multiply many rows x `[..., in]` by a weight `[outs, in]` and add the bias. Return `[..., outs]`.
 
-    Weights are converted tile by tile. x is float32 or bfloat16. `weights(rows, dtype)` returns the given rows of the
-    weight in `dtype`.
+    x is float32 or bfloat16. `weights(rows, dtype)` returns rows of the weight in `dtype`, for one tile at a time.
     """
     # Without bfloat16 instructions, torch multiplies bfloat16 slowly, so tiles of the weight are converted to float32.
     converts = x.dtype == torch.bfloat16 and not torch_multiplies_bfloat16()
@@ -114,11 +112,11 @@ def product_by_tiles(
 
 @cache
 def torch_multiplies_bfloat16() -> bool:
-    """Return whether torch multiplies bfloat16 with native instructions (AVX512-BF16 or AMX) on this processor."""
+    """Return whether torch multiplies bfloat16 with native instructions (AVX512-BF16 or AMX) on this CPU."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return processor_level() == "avx512_bf16" and any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def computes_bfloat16() -> bool:
-    """Return whether bfloat16 models are fast on this CPU: the C code is available, or torch uses AMX."""
+    """Return whether bfloat16 models are fast on this CPU, in C code or with AMX."""
     return library(torch.bfloat16) is not None or native.has_tiles()

@@ -24,7 +24,7 @@ Steps in CUDA graphs always use one launch."""
 
 
 class PackedLinear(BackendLinear):
-    """A linear layer with packed weights. If `order` is set, the inputs are reordered by it first."""
+    """A linear layer with packed weights. If `form.permuted`, inputs are first reordered by `order`."""
 
     form: PackedFormat
     packed: nn.Parameter
@@ -39,8 +39,7 @@ class PackedWeights(LinearBackend):
     """Weight format with integer codes and a scale per group of inputs, stored in the layer's parameter `packed`.
 
     For few input rows, C code or a Triton kernel multiplies packed weights. For many rows, for example in prefill,
-    tiles of the weight are unpacked, on a CPU into the processor's cache, and torch multiplies them. The result then
-    equals that of the dequantised weight in the layer's dtype.
+    tiles of the weight are unpacked, and torch multiplies them. The result then equals that of the dequantised weight.
     """
 
     method = "offload-rt"
@@ -54,10 +53,7 @@ PACKED = PackedWeights()
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply x `[..., in]` by packed weights and add `bias`. Return `[..., out]`.
-
-    The inputs of x are already in the order of the packed rows.
-    """
+    """Multiply x `[..., in]`, in the order of the packed inputs, by packed weights. Add `bias`. Return `[..., out]`."""
     plain = torch.is_grad_enabled() or not x.numel()
     if x.is_cuda and not plain:
         return _linear_on_gpu(x.reshape(-1, form.ins), packed, form, bias).view(*x.shape[:-1], len(packed))
@@ -78,7 +74,6 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bia
 def _linear_on_gpu(
     x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply x `[n, in]` by packed weights and add `bias`. Return `[n, out]`."""
     if uses_triton(x):
         from ...kernels import triton_packed
 
@@ -97,7 +92,7 @@ def _linear_on_gpu(
 def unpack_rows(
     packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype, ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return unpacked weights `[n, in]`, of all packed rows or of those with the indices ids `[n]`."""
+    """Return unpacked weights `[n, in]`: all packed rows, or the rows `ids` `[n]`."""
     if uses_triton(packed) and dtype != torch.float64:
         from ...kernels import triton_packed
 
@@ -108,11 +103,7 @@ def unpack_rows(
 
 
 class PackedEmbedding(nn.Embedding):
-    """Embedding with packed weights. It unpacks only the rows of the requested tokens.
-
-    `use_packed_weights` changes existing embeddings to this class in place. Subclasses that scale embeddings (Gemma)
-    still scale them.
-    """
+    """Embedding with packed weights. It unpacks only the rows of the requested tokens."""
 
     form: PackedFormat
     packed: nn.Parameter
@@ -120,7 +111,7 @@ class PackedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """Empty tensor `[0, D]`, only for callers that read the device and dtype of the embedding."""
+        """Empty tensor `[0, D]` with the dtype and device of the embedding."""
         return torch.empty((0, self.form.ins), dtype=self.dtype, device=self.packed.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -130,13 +121,11 @@ class PackedEmbedding(nn.Embedding):
 def use_packed_weights(
     module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows: torch.Tensor | None = None
 ) -> None:
-    """Change `module` in place so that it computes with packed weights.
+    """Change `module`, a plain `nn.Linear` or an `nn.Embedding`, in place so that it computes with packed weights.
 
-    If `form.permuted`, it also gets a tensor `order`, int32 `[ins]`: packed input i is input `order[i]` of the layer.
+    If `form.permuted`, it gets a parameter `order`, int32 `[ins]`: packed input i is input `order[i]` of the layer.
 
     Args:
-        module: A plain `nn.Linear`, or a subclass of `nn.Embedding` that calls its `forward`.
-        form: The format of the weights.
         dtype: The model's dtype.
         rows: Packed rows, uint8 `[out, form.row_bytes]`. None leaves them uninitialised, to be loaded later.
     """
@@ -153,11 +142,11 @@ def use_packed_weights(
         return
     module.dtype = dtype  # type: ignore[assignment]
     kind = type(module)
+    # A subclass that scales embeddings (Gemma) still scales them.
     module.__class__ = PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
 
 
 def can_use_packed_weights(module: nn.Module) -> bool:
-    """Return whether `use_packed_weights` supports `module`."""
     return type(module) is nn.Linear or isinstance(module, nn.Embedding)
 
 
@@ -166,7 +155,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 class PackedProjection(nn.Module):
-    """The packed weights of a projection of all experts: `packed`, uint8 `[experts, out, form.row_bytes]`."""
+    """The packed weights of one projection of all experts: `packed`, uint8 `[experts, out, form.row_bytes]`."""
 
     def __init__(self, form: PackedFormat, packed: torch.Tensor) -> None:
         super().__init__()
@@ -176,7 +165,7 @@ class PackedProjection(nn.Module):
         return packed_linear(x, self.packed[expert], self.form, bias[expert])
 
     def products(self, x: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Return each row of x `[n, in]` times the weight of its expert, with experts `[n]`, plus the expert's bias.
+        """Multiply each row of x `[n, in]` by the weight of its expert in `experts` `[n]`, and add the expert's bias.
 
         x must be on a GPU with Triton. The host does not wait.
         """
@@ -186,7 +175,7 @@ class PackedProjection(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Experts of gpt-oss with packed projections. `use_packed_experts` changes existing modules in place."""
+    """Experts of gpt-oss with packed projections (`use_packed_experts`)."""
 
     gate_up_proj: PackedProjection
     down_proj: PackedProjection
@@ -218,7 +207,7 @@ class PackedExperts(nn.Module):
 
 
 def is_stacked(module: nn.Module, name: str) -> bool:
-    """Return whether `name` is a parameter of stacked experts that `use_packed_experts` supports."""
+    """Return whether `name` is a weight of stacked experts that `use_packed_experts` supports."""
     weight = module._parameters.get(name)
     return name in PROJECTIONS and weight is not None and weight.dim() == 3 and hasattr(module, "_apply_gate")
 
