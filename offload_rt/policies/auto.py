@@ -1,7 +1,7 @@
 """Policy "auto": "infinigen" with full attention in contexts that are too short for selection to pay off.
 
-Selection reads less KV than full attention, but scores every token and has a higher fixed cost. On a CPU, the engine
-measures once per processor up to which context length full attention is as fast (`engine.selection_cost`).
+On a CPU, the engine measures once per processor up to which context length full attention is as fast as selection
+(`engine.selection_cost`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class Auto(InfiniGen):
 
     @classmethod
     def build(cls, options: AutoOptions, context: PolicyContext) -> Self:  # type: ignore[override]
-        """Build the policy for a model. If option `dense_until` is not set, measure it."""
         artifact, is_set = context.artifact(options.skew), options.dense_until is not None
         measured = None if is_set or context.measure is None else context.measure(options)
         return cls(

@@ -81,7 +81,6 @@ class PolicyState:
         """Observe the queries of one prefill chunk.
 
         Args:
-            layer: The layer index.
             q: True queries `[H, m, d]` of the tokens [start, start + m).
             k: Keys `[Hkv, n, d]` of the first n tokens of the sequence, n >= start + m. The policy must apply the
                 causal mask: query i may see keys up to start + i.
@@ -124,7 +123,6 @@ class PolicyState:
         """Merge exact attention with an estimate of the attention to the candidates that are not selected.
 
         Args:
-            layer: The layer index.
             q: The true query `[H, d]`.
             visible: The tokens that the layer can attend to.
             selection: All selected tokens, including the result of `repair`.
@@ -140,7 +138,6 @@ class PolicyState:
         """Observe the attention weights of a decode step. Only called for layers that select tokens.
 
         Args:
-            layer: The layer index.
             visible: The tokens that the layer can attend to.
             tokens: Attended token indices `[Hkv, n]`, including resident tokens.
             weights: Softmax weights `[Hkv, n]`, summed over the G query heads of each KV head.

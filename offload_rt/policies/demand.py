@@ -20,9 +20,9 @@ class MemoryDemand:
         key_bytes: Selection data per token and sparse layer.
         page_tokens: Tokens per page if selection data is allocated in pages; 0 if it is stored in a `GrowingTensor`.
         scratch_bytes: Temporary copies of selection data per token, while a layer scores tokens.
-        basis_bytes: Matrices that all sequences share, stored in the same memory as the scoring keys.
-        correction_bytes: Tensors that correct predicted queries, always stored on the device.
-        max_prefill_weights: Largest number of attention weights that the policy computes at a time in prefill, or 0.
+        basis_bytes: Matrices that all sequences share, in the same memory as the selection data.
+        correction_bytes: Tensors that correct predicted queries, always on the device.
+        max_prefill_weights: Largest number of attention weights that the policy computes at a time in prefill.
         always_dense_until: Longest context, in tokens, for which every layer fetches all KV.
     """
 
@@ -42,5 +42,4 @@ class MemoryDemand:
         return len(set(geometry.kv_layers) - set(self.dense))
 
     def scoring_bytes(self, layers: int, context: int) -> int:
-        """Return the size in bytes of the selection data of `context` tokens in `layers` layers."""
         return int(layers * self.key_bytes * context)

@@ -66,7 +66,6 @@ class LayerTensors:
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including storage shared with forks."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property

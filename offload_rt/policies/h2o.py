@@ -28,8 +28,8 @@ NEWEST = 1e30
 class H2O(ScorerPolicy[BudgetOptions]):
     """Policy "h2o". Scores do not depend on the query, so KV can be fetched before the query is known.
 
-    The entry of a token is its accumulated attention, summed over queries and over the query heads of a KV head. The
-    entry of a dropped token is -inf.
+    The entry of a token is its accumulated attention, summed over the query heads of a KV head. It is -inf for a
+    dropped token.
     """
 
     name = "h2o"

@@ -1,7 +1,7 @@
 """Registry of selection policies by name.
 
-A policy registers its options class and the import path of its policy class. The command line only needs the options.
-The policy class is imported on first use, because it needs torch, whose import is slow. Example:
+A policy registers its options class and the import path of its policy class. The policy class is imported on first use,
+because the command line needs only the options, and importing torch is slow. Example:
 
     @register_policy("every-other", f"{__name__}:EveryOther")
     @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class PolicyOptions:
     """Named sets of option values. If no preset is given, "default" is used."""
 
     def __post_init__(self) -> None:
-        """Check the types of plain fields. A subclass with more checks calls this method first."""
         check_types(self)
 
     @classmethod
@@ -111,9 +110,7 @@ class PolicyClass(Protocol):
         """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
         ...
 
-    def memory_demand(self, options: Any, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return upper bounds of the policy's memory and transfers for a model of `geometry` and `dtype`."""
-        ...
+    def memory_demand(self, options: Any, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand: ...
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,6 @@ def _known() -> Mapping[str, _Registered]:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return the names that `LLM(policy=...)` accepts, in order of registration."""
     return tuple(_known())
 
 

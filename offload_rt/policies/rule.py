@@ -54,7 +54,6 @@ class Rule:
     per_sequence_bases: bool = False
 
     def limit(self, visible: VisibleTokens) -> int:
-        """Return the largest number of candidates to select."""
         if self.budget is not None:
             return budget_tokens(self.budget, visible)
         return selection_limit(len(visible.candidates), self.max_fraction)

@@ -130,7 +130,6 @@ class ScorerPolicy(Generic[Chosen]):
     """
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
-        """Create the policy. Raise ConfigError if an option does not fit the model."""
         self.geometry, self.budget = geometry, options.budget
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
@@ -169,7 +168,6 @@ class ScorerPolicy(Generic[Chosen]):
         """Return a score `[P, n]` for each token in `keys.tokens`. P = B * Hkv.
 
         Args:
-            layer: The layer index.
             queries: Queries `[P, G, d]`, multiplied by the attention scale, in float32 (float64 for a float64 model).
             keys: The stored entries. Entries without tokens are 0. Scores of tokens that are not candidates are
                 ignored.
@@ -186,7 +184,6 @@ class ScorerPolicy(Generic[Chosen]):
         """Return the entries `[P, m, w]`, updated after a decode step. Called if `wants_weights`. P = B * Hkv.
 
         Args:
-            layer: The layer index.
             keys: The entries of all tokens.
             weights: Softmax weights `[P, n]`, summed over the query heads of a KV head; 0 for tokens not attended.
             attended: Whether each token was attended, bool `[P, n]`.
@@ -231,7 +228,6 @@ class ScorerState(PolicyState):
             self._policy.on_queries(layer, q, k, start, self._entries.reserve(layer, stop)[:, :stop])
 
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Store the entries of new keys. Entries that `on_queries` has already stored do not change."""
         if layer not in self._policy.dense_layers:
             self._store(layer, k, start)
 
@@ -275,7 +271,6 @@ class ScorerState(PolicyState):
         data[:, : keys.entries.shape[1]] = self._policy.on_attended(layer, keys, dense, attended)
 
     def _lists(self, layer: int, visible: VisibleTokens, tokens: range, limit: int) -> TokenLists:
-        """Return the entries of all pages that contain `tokens`."""
         policy, heads, candidates = self._policy, self._policy.geometry.kv_heads, visible.candidates
         page = policy.entries.page
         pages = range(tokens.start // page, -(-tokens.stop // page))

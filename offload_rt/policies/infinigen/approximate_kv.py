@@ -2,12 +2,9 @@
 
 The 4-bit keys score all tokens. Keys and 4-bit or 2-bit values estimate the attention to tokens that were not selected.
 
-Before quantisation, keys and values are transformed to reduce the quantisation error of scores and outputs. Keys are
-skewed and centred, each column is scaled by the square root of its standard deviation, and a rotation is applied.
-Values are only rotated, and the attention output is rotated back.
-
-With latent attention (`ModelGeometry.value_dim`), values are the first elements of the keys. The rotation of values
-leaves out all other elements, which would increase the quantisation error.
+Keys and values are transformed before quantisation, to reduce its error. Keys are skewed and centred, each column is
+scaled by the square root of its standard deviation, and a rotation is applied. Values are only rotated, and the
+attention output is rotated back.
 """
 
 from __future__ import annotations
@@ -88,6 +85,7 @@ class ApproximateBasis:
         key = (artifact.key[layer].double() * scale) @ rotation
         mean = (artifact.key_mean[layer].double() * scale.squeeze(1)) @ rotation
         basis = Basis(query.to(dtype).contiguous(), key.to(dtype).contiguous(), geometry.scales[layer])
+        # With latent attention, values are the first elements of keys. All other elements would increase the error.
         rotation[geometry.value_dim or geometry.head_dim :] = 0
         return cls(basis, mean.to(dtype), rotation.to(dtype), rotation.T.to(dtype).contiguous())
 
@@ -119,7 +117,7 @@ class LayerPages:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the pages. The size of a shared page is divided by the number of sequences that share it."""
+        """Size in bytes of the pages. The size of a shared page is divided by the number of sequences."""
         return round(sum(page.rows.nbytes / len(page.users) for page in self._pages))
 
     def pages(self, layer: int) -> Pages:
@@ -181,7 +179,6 @@ class ApproximateKV:
     """Approximate KV of one sequence in pages (`ScoringKeys`). Forks share pages until a write."""
 
     def __init__(self, bases: dict[int, ApproximateBasis], layout: Layout, device: torch.device) -> None:
-        """Create empty approximate KV. `bases` contains the matrices of each layer that selects tokens."""
         self.bases, self._layout = bases, layout
         heads = next((basis.mean.shape[0] for basis in bases.values()), 0)
         self._pages_of_layers = LayerPages(bases, heads, layout.block_bytes, device)
@@ -294,7 +291,6 @@ class ApproximateKV:
         )
 
     def fork(self, tokens: int | None = None) -> ApproximateKV:
-        """Return a fork with the first `tokens` tokens, or all tokens if `tokens` is None."""
         for layer in self.bases:
             self._quantise_pending(layer)
         copy = object.__new__(ApproximateKV)

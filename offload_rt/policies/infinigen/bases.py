@@ -28,7 +28,7 @@ class Basis:
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, columns: torch.Tensor) -> Basis:
-        """Return a basis with only the columns `columns` of each KV head, int64 `[Hkv, r]`."""
+        """Return a basis with only some columns of each KV head. `columns` are int64 `[Hkv, r]`."""
         index = columns.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
@@ -61,12 +61,13 @@ class ColumnChoice(Protocol):
         """Size in bytes of matrices that other sequences do not share."""
         ...
 
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Observe the queries `[H, m, d]` of a prefill chunk."""
-        ...
+    def observe(self, layer: int, q: torch.Tensor) -> None: ...
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the basis of a layer with the chosen columns, for its new keys k `[Hkv, m, d]`. It never changes."""
+        """Return the basis of a layer with the chosen columns, for its new keys k `[Hkv, m, d]`.
+
+        The basis of a layer never changes.
+        """
         ...
 
     def fork(self) -> ColumnChoice: ...

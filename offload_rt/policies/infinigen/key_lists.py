@@ -61,7 +61,6 @@ class KeyLists:
         return torch.tensor([[entry(tensor) for tensor in layer_tensors] for layer_tensors in tensors])
 
     def release(self) -> None:
-        """Drop all references to sequences, until the next `load`."""
         self._keys, self._bases, self._stored, self._storages, self._basis = [], [], [], [], []
 
     @property
@@ -98,17 +97,13 @@ class KeyLists:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact attention with approximate attention to the candidates that were not selected.
 
-        Without approximate KV, `exact` is returned unchanged. P = B * Hkv.
+        Return merged out and lse. Without approximate KV, `exact` is returned unchanged.
 
         Args:
-            layer: The layer index.
             q: True queries `[H, B, d]`.
             spans: The candidates.
             selected: Token indices and counts, as returned by `select`.
-            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`.
-
-        Returns:
-            Merged out and lse.
+            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`, with P = B * Hkv.
         """
         keys, index = self._keys[0], self._index[layer]
         if not isinstance(keys, ApproximateKV):
@@ -118,12 +113,11 @@ class KeyLists:
         return keys.merge_approximate(layer, q, storage, spans, selected, exact)
 
     def on_attended(self, layer: int, spans: CandidateSpans, weights: torch.Tensor, attended: torch.Tensor) -> None:
-        """Pass the attention weights of a decode step to the policy.
+        """Pass the attention weights of a decode step to the policy. P = B * Hkv.
 
         Args:
-            layer: The layer index.
             spans: The candidates.
-            weights: Softmax weights `[P, tokens]` with P = B * Hkv, summed over query heads; 0 for tokens not attended.
+            weights: Softmax weights `[P, tokens]`, summed over query heads; 0 for tokens not attended.
             attended: Whether each token was attended, bool `[P, tokens]`.
         """
         keys, storage = self._keys[0], self._storages[self._index[layer]]

@@ -1,8 +1,4 @@
-"""Policy "infinigen" (InfiniGen §4.3): fetch only the tokens that are important for the next layer's attention.
-
-The policy predicts the query of the next layer, scores every token with compressed skewed keys, and fetches the tokens
-with the largest scores.
-"""
+"""Policy "infinigen" (InfiniGen §4.3): fetch only the tokens that are important for the next layer's attention."""
 
 from __future__ import annotations
 
@@ -165,7 +161,7 @@ class InfiniGen:
     """Policy "infinigen" for one model.
 
     With `keys_on_host` (paper §6.2), scoring keys are in host memory. Each layer copies its query to the host, and the
-    indices of the selected tokens to the device. This does not change the selection.
+    indices of the selected tokens to the device.
     """
 
     name = "infinigen"
@@ -184,11 +180,6 @@ class InfiniGen:
         keys_on_host: bool = False,
     ) -> None:
         """Create the policy. Scores are computed in float32, or wider if `dtype` is wider.
-
-        Args:
-            options: Options of the policy.
-            artifact: The skew artifact of the model.
-            keys_on_host: Whether scoring keys are stored and scored in host memory.
 
         Raises:
             ConfigError: If an option does not fit the model.
@@ -318,7 +309,7 @@ class InfiniGen:
 
 
 def _padded_tokens(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Replace the invalid entries of token indices `[Hkv, n]` by -1. `counts` `[Hkv]` entries are valid."""
+    """Replace all but the first `counts[h]` entries of each row of token indices `[Hkv, n]` by -1."""
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= counts.unsqueeze(1), -1)
 
 

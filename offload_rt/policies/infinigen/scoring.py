@@ -158,8 +158,7 @@ class QuantisedKeys:
     """Scoring keys of scorers "int8" (some columns), "int4" and "int2" (all columns).
 
     A byte contains the codes of f = 8 / bits adjacent tokens for one column, in a tensor `[Hkv, capacity / f, w]`. The
-    columns of a token are contiguous, as a matrix product of int8 requires, and padded to w = `row_width(columns)`
-    bytes.
+    columns of a token are contiguous, as int8 matrix products require, and padded to w = `row_width(columns)` bytes.
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:

@@ -42,7 +42,6 @@ class BatchedKeys(Protocol):
         """Store the newest keys of the sequences of a batch, whose scoring keys all have this class. P = B * Hkv.
 
         Args:
-            layer: The layer index.
             k: The newest keys, `[P, d]`.
             v: The newest values, `[P, d]`. Only approximate KV uses them.
             basis: The basis of the batch (`Basis.stacked`).
@@ -64,9 +63,7 @@ class ScoringKeys(BatchedKeys, Protocol):
         """Allocated bytes of this sequence. The size of a shared page is divided by the number of sequences."""
         ...
 
-    def length(self, layer: int) -> int:
-        """Return the number of keys of the layer."""
-        ...
+    def length(self, layer: int) -> int: ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """Observe the queries `[H, m, d]` of a prefill chunk, from which columns may be chosen."""
