@@ -42,8 +42,7 @@ class Option:
         flag: Name of the flag if it differs from the name of the field.
         group: Heading of the flag in the help of commands that run a model. None if only Python has the option.
         plans: Whether memory demand depends on the option. If so, the command `info` has the flag.
-        neutral: Value without any effect. It is left out of KV provenance keys, so that keys of earlier versions stay
-            valid.
+        neutral: Value without any effect. KV provenance keys do not contain it, so that earlier keys stay valid.
         stored_name: Earlier name of the field, which KV provenance keys use, or None.
     """
 
@@ -62,7 +61,6 @@ def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:
 
 
 def option_of(described: Field[Any]) -> Option:
-    """Return the `Option` of a field that `option` has created."""
     return described.metadata["option"]  # type: ignore[no-any-return]
 
 
@@ -106,9 +104,8 @@ def _number(value: Any, kinds: set[type]) -> int | float | None:
     return None
 
 
-@cache
+@cache  # sampling parameters are checked per request
 def field_types(kind: type) -> dict[str, Any]:
-    """Return the evaluated annotations of a class. Cached, because sampling parameters are checked per request."""
     return get_type_hints(kind, include_extras=True)
 
 

@@ -6,7 +6,6 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def install_command(extra: str) -> str:
-    """Return a shell command that installs the optional packages of an extra."""
     try:
         listed = requires("offload-rt") or []
     except PackageNotFoundError:  # The package runs from the source folder and is not installed.

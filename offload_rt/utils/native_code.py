@@ -106,10 +106,10 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
     described = ctypes.cast(ctypes.addressof(_Field.in_dll(library, f"fields_of_{name}")), ctypes.POINTER(_Field))
     fields = itertools.takewhile(lambda field: field.name is not None, map(described.__getitem__, itertools.count()))
     in_c = {field.name.decode(): (field.offset, field.size) for field in fields}
-    in_c["the whole"] = 0, described[len(in_c)].size
+    in_c["the total size"] = 0, described[len(in_c)].size
     places = {field[0]: getattr(structure, field[0]) for field in structure._fields_}
     in_python = {field: (place.offset, place.size) for field, place in places.items()}
-    in_python["the whole"] = 0, ctypes.sizeof(structure)
+    in_python["the total size"] = 0, ctypes.sizeof(structure)
     if unlike := [field for field in {**in_c, **in_python} if in_c.get(field) != in_python.get(field)]:
         raise RuntimeError(
             f"{name} in {Path(library._name).name} and {structure.__name__} in {structure.__module__} differ in "
@@ -204,7 +204,6 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def processor_name() -> str:
-    """Return the model name of the processor, or ""."""
     return _cpuinfo("model name") or platform.processor()
 
 

@@ -32,7 +32,6 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def report(task: str, done: int = 0, total: int | None = None) -> None:
-    """Pass progress to the observer, if there is one."""
     if (observer := _observer.get()) is not None:
         observer(task, done, total)
 

@@ -35,7 +35,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raises OSError if it cannot be read (`read_small`), and ValueError if it is invalid."""
     return parse_json(read_small(path))
 
 

@@ -153,6 +153,7 @@ def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -
     texts = [name for name, value in first.items() if isinstance(value, str)]
     wanted = column or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
     if wanted not in texts:
-        problem = f"no column {column!r} of strings" if column else "no column 'text', and not exactly one of strings"
+        no_default = "no column 'text', and not exactly one column of strings"
+        problem = f"no column {column!r} of strings" if column else no_default
         raise InputError(f"{spec!r} has {problem}; columns of strings: {', '.join(texts) or 'none'}; choose one")
     return (str(row[wanted]) for row in chain([first], each))
