@@ -27,8 +27,8 @@ class PrefilledLayer:
         first: Index of the first token in `kv`.
         bytes_to_device: Size in bytes of the earlier tokens' KV that was copied to the device.
         bytes_to_host: Size in bytes of the new KV that was written back to the pool.
-        past: KV of the visible tokens before `first`, as parts in token order. Used only if KV is on disk, or is read
-            in place and is not contiguous. Each access to a part on disk reads it again.
+        past: Parts with the KV of earlier tokens, in token order. Empty unless KV is on disk, or is read in place and
+            is not contiguous. Each access to a part on disk reads it again.
     """
 
     kv: KVPart

@@ -26,10 +26,8 @@ class _PendingFetch(PendingFetch):
         event: Event after which `staged` is complete.
         staged: Fetched KV `[planes, Hkv, n, width]` in the storage format.
         counts: Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
-        residency: Resident KV of the sequence, or None.
         visible: If not None, `wait` first returns the resident KV of these tokens. It is read in `wait`, because the
             newest token is stored after the fetch has started.
-        copied_tokens: See `PendingFetch`.
     """
 
     state: DeviceState

@@ -10,7 +10,7 @@ from ..core import BLOCK_SIZE
 
 
 class DeviceBlocks:
-    """Slots for copies of pool blocks on the device.
+    """Slots for copies of pool blocks on the device. Sequences are identified by integers.
 
     A block gets a slot if one is free when an open sequence starts to use the block. It loses the slot when no open
     sequence uses it, or when the pool frees it. There is no eviction: all other blocks stay in host memory.
@@ -18,11 +18,10 @@ class DeviceBlocks:
     Every write to the pool also goes to the copy, so the copy of a new block is complete from the start. The copy of an
     older block is incomplete until `loaded` is called for each layer.
 
-    Sequences are identified by integers. Not thread-safe: callers hold the lock of the pool.
+    Not thread-safe: callers hold the lock of the pool.
     """
 
     def __init__(self, slots: int, layers: Collection[int]) -> None:
-        """Create free slots for blocks with KV of `layers`."""
         self.slots, self._layers = slots, frozenset(layers)
         self._free = list(range(slots))
         self._slot: dict[int, int] = {}
@@ -88,11 +87,9 @@ class DeviceBlocks:
         return self.slot(block) if layer in self._missing.get(block, ()) else -1
 
     def incomplete(self, sequence: int) -> bool:
-        """Return whether a copy of the sequence's blocks is incomplete."""
         return bool(self._missing) and any(block in self._missing for block in self._tables[sequence])
 
     def loaded(self, block: int, layer: int) -> None:
-        """Record that the copy of a block contains the KV of a layer."""
         missing = self._missing[block]
         missing.remove(layer)
         if not missing:

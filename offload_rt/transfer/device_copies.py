@@ -18,12 +18,12 @@ from .streams import Event, Stream
 class DeviceCopies:
     """Copies of blocks with KV of full-attention layers, in one tensor on the device with a fixed address.
 
-    The pool stays complete. New KV is written to the pool and to the copy, in the write-back stream. A copy can
-    therefore be dropped at any time, and is bit-identical to the block. Layers that a copy lacks are copied from the
-    pool in the prefetch stream, which also reads the copies.
+    New KV is written to the pool and to the copy, in the write-back stream. A copy can therefore be dropped at any
+    time, and is bit-identical to the block. Layers that a copy lacks are copied from the pool in the prefetch stream,
+    which also reads the copies.
 
-    Rows (KV vectors) of the pool have the lowest ids, and rows of copies have the ids after them (`kernels.pool_rows`).
-    Kernels thus know from a row id whether to read the pool or a copy.
+    The row ids of copies begin after those of the pool (`kernels.pool_rows`), so kernels know from a row id whether to
+    read the pool or a copy.
     """
 
     def __init__(self, pool: HostPool, device: torch.device, slots: int, prefetch: Stream, write_back: Stream) -> None:

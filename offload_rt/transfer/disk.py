@@ -55,7 +55,6 @@ class DiskState:
         return self._threads[layer % len(self._threads)]
 
     def staging(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an uninitialised host buffer in the storage format."""
         if self.device.type == "cuda":
             return torch.empty(shape, dtype=self.pool.format.storage, pin_memory=True)
         return self._staging.empty(shape, self.pool.format.storage)

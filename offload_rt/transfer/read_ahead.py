@@ -23,8 +23,6 @@ class ReadingThread:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def start(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Queue a call of `work`. The returned future gets its result or exception."""
-
         def run() -> T:
             # Inference mode is a property of the thread. The buffers filled here are inference tensors.
             with torch.inference_mode():
@@ -40,7 +38,6 @@ class RangeReader:
     """Reads the KV of consecutive token ranges in order, one range ahead. At most two ranges are in memory."""
 
     def __init__(self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range]) -> None:
-        """Start reading the first token range of `blocks`. `read` returns the KV of a token range."""
         self._thread, self._read, self._blocks = thread, read, blocks
         self._reading: dict[int, Future[KVPart]] = {}
         self._current: tuple[int, KVPart] | None = None

@@ -18,7 +18,7 @@ class Residency:
     The planes are K and V, or only K if keys contain the values. Layers that share KV share its memory.
 
     A sink t has index t. A recent token t has index s + (t - s) mod w in a ring buffer, so a new token overwrites the
-    token that leaves the window. The pool also contains the overwritten KV.
+    token that leaves the window.
 
     Call `store` and `part` in the compute stream.
     """

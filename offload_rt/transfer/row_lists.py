@@ -1,7 +1,7 @@
 """Transfers of the KV of a batch, as one list of tokens per sequence and KV head (`kernels.lists`).
 
-A layer takes three kernel launches for any batch size: one gathers the selected KV, one stores the newest KV on the
-device, and one writes it back to the pool. Addresses and shapes are fixed, so that CUDA graphs can capture a step.
+A layer takes three kernel launches for any batch size. They gather the selected KV, store the newest KV on the device,
+and write it back to the pool. Addresses and shapes are fixed, so that CUDA graphs can capture a step.
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ class RowLists:
             self._open = sequences
 
     def _complete_copies(self, sequences: Sequence[OpenSequence]) -> list[int]:
-        """Start loading missing layers of copies of the sequences' blocks. Return the versions of the copies."""
         if (copies := self._state.copies) is None:
             return []
         for one in sequences:
@@ -173,7 +172,6 @@ class RowLists:
 
     @property
     def _written(self) -> list[Event]:
-        """Events of the last write-back of each sequence. A fetch waits for them."""
         if self._captures:
             return [] if self._captured is None else [self._captured]
         events = {id(one.written): one.written for one in self._open}.values()
@@ -228,8 +226,7 @@ class RowLists:
         """Store the newest KV of each sequence on the device and write it back to the pool.
 
         Args:
-            layer: The layer index.
-            newest: Keys and values `[P, d]`.
+            newest: Keys and values `[P, d]`, with P = B * Hkv.
             indices: Index of the newest token in each sequence's resident KV, int64 `[B]` (`resident_index`). Sequences
                 with a negative index are skipped.
             rows: Row ids of the newest token of each sequence (`rows_of`). Negative ids are skipped.
@@ -254,7 +251,6 @@ class RowLists:
         """Start fetching the KV of selected tokens.
 
         Args:
-            layer: The layer index.
             tokens: Token lists, int64 `[P, n]`.
             counts: Number of valid tokens of each list, int32 `[P]`. None if all are valid.
             overlapping: Whether to read KV that several sequences select from shared blocks only once from the pool.

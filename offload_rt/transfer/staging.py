@@ -15,7 +15,7 @@ class Staging:
 
     Buffers are allocated in the compute stream, and released as soon as the wait is queued in this stream. Only later
     compute work can then reuse the memory. `record_stream` would keep the memory until the device has executed the
-    wait, so memory use would depend on how far the host runs ahead.
+    wait.
     """
 
     def __init__(self, prefetch: Stream) -> None:

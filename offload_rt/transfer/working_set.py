@@ -55,7 +55,7 @@ def look_up(
 ) -> LookUp:
     """Look up tokens, and assign slots to missing tokens.
 
-    Missing tokens replace the entries with the lowest scores, but no tokens of this look-up.
+    Missing tokens replace the entries with the lowest scores, but not other tokens of this look-up.
 
     Args:
         table: Tables of all lists, int32 `[P, capacity + 1, 2]`, contiguous (`LayerSet.table`). Updated in place.
@@ -154,7 +154,6 @@ class WorkingSet:
         return self._layers[layer]
 
     def forget(self, layer: int, token: int) -> None:
-        """Remove a token whose KV changes."""
         if layer in self._layers:
             self._layers[layer].forget(token)
 

@@ -1,7 +1,7 @@
 """Streaming of decoder layers whose weights do not fit in device memory.
 
-The weights of streamed layers are in host memory and are copied to the device one layer ahead. Each decode step and
-each prefill copies all of them once, so neither can be faster than this copy.
+The weights of streamed layers are copied to the device one layer ahead. Each decode step and each prefill copies all of
+them once, so neither can be faster than this copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WeightStream:
     """Streams the weights of decoder layers from host memory through `BUFFERS` device buffers.
 
     Each streamed layer has its parameters in one memory block on the host (page-locked on CUDA). While the layer is on
-    the device, its parameters are views of a buffer, else views of this memory block. Modules are never replaced.
+    the device, its parameters are views of a buffer, else views of this memory block.
 
     A copy waits for all compute work queued so far, because this work may read the old content of the buffer. The
     compute stream waits for the copy when the layer is first used. Call `begin(l)` when the work of all layers before l
@@ -43,7 +43,7 @@ class WeightStream:
 
         All parameters must be in host memory.
         """
-        assert len(streamed) > BUFFERS, "so few layers fit the device as well as the buffers"
+        assert len(streamed) > BUFFERS, "the buffers have space for all streamed layers"
         self._order = sorted(streamed)
         self._copies = stream
         size = max(layer_bytes(layers[layer]) for layer in self._order)
@@ -90,7 +90,6 @@ class WeightStream:
                 self._load(upcoming, keep=wanted)
 
     def _load(self, layer: int, keep: Collection[int]) -> None:
-        """Start copying `layer` into a buffer whose layer is not in `keep`."""
         slot = next(slot for slot, held in enumerate(self._layer_in_buffer) if held is None or held not in keep)
         if (before := self._layer_in_buffer[slot]) is not None:
             self._blocks[before].use_buffer(None)
@@ -131,7 +130,6 @@ class _Block:
         self.use_buffer(None)
 
     def use_buffer(self, slot: int | None) -> None:
-        """Make the parameters views of buffer `slot`, or of host memory if `slot` is None."""
         for place, view in zip(self._places, self._at_host if slot is None else self._in_buffers[slot], strict=True):
             place.assign(view)
 
@@ -141,7 +139,6 @@ class _Block:
 
 
 def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return consecutive views of `memory` with the dtypes, shapes and strides of `tensors`."""
     views, at = [], 0
     for tensor in tensors:
         dense = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
