@@ -6,15 +6,14 @@
     prompt mark                                     8 bytes: `PROMPT_MARK` if a prompt without a session uses the block
     layer 0, layer 1, ...                           `[Hkv, n, 2 (K, V), d]` each, in the data type of the pool
 
-With latent attention, the layers have only K (`ModelGeometry.value_dim`). Only the last block of a session can have
-fewer than 64 tokens. Layers of full blocks are zero-padded to a multiple of 4096 bytes, so that a KV pool on disk can
-read them in place with direct I/O (`kv_cache.disk.extents`).
+With latent attention, the layers have only K (`ModelGeometry.value_dim`). Layers of full blocks (64 tokens) are
+zero-padded to a multiple of 4096 bytes, so that a KV pool on disk can read them in place with direct I/O.
 
 The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the KV provenance and the tokens. Equal keys
-mean equal contents, because a collision takes 2^128 attempts. The file does not contain the tokens, so they do not
-remain on disk in clear text after their session is deleted.
+mean equal contents, because a collision takes 2^128 attempts. The file does not contain tokens, so that no text remains
+on disk after a session is deleted.
 
-The prompt mark is the only part of a file that may change later. Files of earlier versions have none.
+Only the prompt mark may change later. Files of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -162,7 +161,6 @@ class StoredBlock:
             os.close(handle)
 
     def read_from(self, handle: int, layer: int, into: memoryview) -> bool:
-        """Read one layer like `read_layer`, but from the open file descriptor `handle`."""
         try:
             size = os.preadv(handle, [into], self.offset + layer * self.layer_bytes)
         except OSError:
@@ -270,7 +268,6 @@ class BlockWriter:
         return done
 
     def abort(self) -> None:
-        """Discard the block, unless it is committed."""
         if self._open:
             self._discard(None)
 

@@ -20,14 +20,14 @@ from .options import StoreOptions
 
 
 class DiskStore:
-    """Stores KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes. Thread-safe.
+    """Stores KV blocks and small documents in a folder of at most `options.limit` bytes. Thread-safe.
 
     Each namespace (model, KV data type, layout) has a subfolder. The file name of a block is its key. Damaged files,
     files with another key in their header, and files that vanish between two calls count as missing. The writing
     process removes damaged files.
 
-    Only one process writes, and any number of processes read. A file has its final name only when it is complete, and
-    does not change later, so readers need no lock. Only an extent keeps a file open between calls.
+    Only one process writes, and any number of processes read. A file has its final name only when it is complete, so
+    readers need no lock. Only an extent keeps a file open between calls.
 
     Args:
         namespace: Text that identifies the model, the KV data type and the layout.
@@ -68,7 +68,6 @@ class DiskStore:
 
     @property
     def last_error(self) -> str:
-        """Message about the last failed write, or ""."""
         return self._folder.last_error
 
     def __contains__(self, key: bytes) -> bool:
@@ -100,13 +99,12 @@ class DiskStore:
     ) -> BlockWriter | None:
         """Reserve space for a block and create its file.
 
+        Return None if the block is already stored, the limit leaves no space, the file cannot be created
+        (`last_error`), or the store is read-only.
+
         Args:
             cost: Recomputation cost of the block in tokens (`policies.recomputation_cost`), for the eviction order.
             for_prompt: Whether a prompt without a session name uses the block (`mark_for_prompts`).
-
-        Returns:
-            A writer, or None: the block is already stored, the limit leaves no space, the file cannot be created
-            (`last_error`), or the store is read-only.
         """
         if self._folder.read_only:
             return None
@@ -180,7 +178,7 @@ class DiskStore:
     def expect(self, keys: Sequence[bytes]) -> None:
         """Set the blocks that waiting turns will use, in the order of these turns. They are evicted last.
 
-        Missing blocks are included when they are stored.
+        The blocks need not be stored yet.
         """
         self._index.set_window([self._path(key) for key in keys])
 
@@ -196,7 +194,6 @@ class DiskStore:
         return self._own / name[:2] / f"{name}{BLOCKS}"
 
     def close(self) -> None:
-        """Release the write lock. A second call has no effect."""
         self._folder.close()
 
     def check_integrity(self) -> None:

@@ -1,8 +1,8 @@
 """Small named files (documents). Each has two *generations*: its newest and its previous version.
 
-If the newest generation is damaged, only the last change is lost. A new generation is written to a temporary file and
-synced. The current generation is then linked to a second name (suffix `.before`), and the new file replaces it. If the
-process is killed at any time, the document's name refers to an intact generation.
+If the newest generation is damaged, only the last change is lost. A new generation is first written to a temporary
+file. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. Even if the
+process is killed, the document's name refers to an intact generation.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Summarise = Callable[[bytes], Summary | None]
 
 @dataclass(frozen=True)
 class CachedSummary:
-    """Summary of an intact document file. `summary` is None if the document is not a session history."""
+    """Cached result for an intact document file: its summary, or None if it is not a session history."""
 
     summary: Summary | None
 
@@ -97,8 +97,8 @@ class SummaryCache:
 class DocumentStore:
     """Stores the documents of one namespace in the folder `own`. Thread-safe.
 
-    Document names (`folder.NAME`) contain no text of a user. Documents are never evicted, but count towards the `limit`
-    in bytes of the store.
+    Document names match `folder.NAME` and contain no text of a user. Documents are never evicted, but count towards the
+    `limit` in bytes of the store.
     """
 
     def __init__(self, folder: StoreFolder, own: Path, limit: int | None) -> None:
@@ -184,7 +184,7 @@ class DocumentStore:
             return None
         reasons = [f"{str(newest)!r} {first.damage or 'is missing'}"]
         if second.damage:
-            reasons.append(f"{str(before)!r}, the one before it, {second.damage}")
+            reasons.append(f"{str(before)!r}, the previous version, {second.damage}")
         raise StoreError(" and ".join(reasons))
 
     def read_all(self) -> dict[str, Document | None]:
@@ -221,9 +221,8 @@ class DocumentStore:
 
         Args:
             name: Name of the document, or "namespace digest/name".
-            summarise: If given, the content of each file of the namespace decides whether the file belongs to the
-                document, because files may have been renamed. If the content is no session history, the file name
-                decides.
+            summarise: If given, the content of a file decides whether it belongs to the document, because files may
+                have been renamed. If the content is no session history, the file name decides.
 
         Returns:
             If `summarise` is given, the sorted names of unreadable files, which may belong to the document.

@@ -31,7 +31,6 @@ class DocumentContent:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading. Return its descriptor. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle

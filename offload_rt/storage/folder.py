@@ -94,9 +94,9 @@ class StoreFolder:
     # ---------------------------------------------------------------------------------------------------------- space
 
     def free_space(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
-        """Evict files until `size` more bytes fit within the limit. For `pinned` and `cost`, see `DiskIndex.victims`.
+        """Evict files until `size` more bytes fit within the limit, or evict none and return False.
 
-        If not enough files may be evicted, evict none and return False.
+        For `pinned` and `cost`, see `DiskIndex.victims`.
         """
         with self.mutex:
             victims = self.index.victims(size, pinned=pinned, cost=cost)
@@ -105,10 +105,7 @@ class StoreFolder:
             return victims is not None and not any(path in self.index for path in victims)
 
     def free_disk_space(self, size: int) -> bool:
-        """Remove block files to free `size` bytes on a full disk.
-
-        If all block files together are smaller, remove none and return False.
-        """
+        """Remove block files to free `size` bytes on a full disk, or remove none and return False."""
         with self.mutex:
             blocks = self.index.blocks()
             if sum(have for _, have in blocks) < size:
@@ -148,7 +145,7 @@ class StoreFolder:
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, marked: bool = False) -> None:
         """Rename a complete and synced temporary file to `path`, and replace an existing file. Raises OSError.
 
-        `marked` says whether the file has a prompt mark. If the replaced file has a prompt mark, the mark is kept.
+        The file has a prompt mark if `marked`, or if the replaced file has one.
         """
         with self.mutex:
             was_marked = self.is_marked(path)
@@ -160,7 +157,6 @@ class StoreFolder:
                 self.mark_for_prompts([path])
 
     def mark_for_prompts(self, paths: Iterable[Path]) -> None:
-        """Set the prompt mark of block files (`DiskStore.mark_for_prompts`). Unknown files are ignored."""
         if self.read_only:
             return
         for path in paths:
@@ -173,7 +169,6 @@ class StoreFolder:
                         self.index.write_stamp(path)
 
     def is_marked(self, path: Path) -> bool:
-        """Return whether a block file has a prompt mark."""
         with self.mutex:
             file = self.index.files.get(path)
             if file is None:
@@ -186,7 +181,7 @@ class StoreFolder:
     def files_without_block(self, paths: Iterable[Path]) -> set[Path]:
         """Return the files among `paths` that contain no block.
 
-        Full blocks of a namespace have equal sizes. If at least `_MANY` files have the same size, they are not read. A
+        Full blocks of a namespace have equal sizes, so files are not read if at least `_MANY` have the same size. A
         file with a valid header is read again only if its size changes.
         """
         sizes = dict[Path, int]()
@@ -287,7 +282,6 @@ class StoreFolder:
     # --------------------------------------------------------------------------------------------------- lock and scan
 
     def close(self) -> None:
-        """Release the write lock. A second call has no effect."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -301,7 +295,7 @@ class StoreFolder:
             self.close()
             raise StoreInUseError(
                 f"the store {str(self.path)!r} is being written by another process ({holder or 'unknown'}): one "
-                "process writes at a time; end that one, or use another folder"
+                "process writes at a time; end that process, or use another folder"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()}\n".encode(), 0)

@@ -35,9 +35,9 @@ class _File:
 
     Attributes:
         last_used: Time of the last use. With the policy "fifo", the time of creation.
-        rank: Position in the eviction order: `last_used`, plus a delay if the KV is costly to compute again.
+        rank: Position in the eviction order (`DiskIndex`).
         marked: Whether the file contains a prompt mark (`files.read_prompt_mark`), or None if unknown.
-        has_header: Whether a valid block header was found in the file (`StoreFolder.files_without_block`).
+        has_header: Whether a valid block header was found in the file.
     """
 
     size: int
@@ -52,15 +52,12 @@ class DiskIndex:
 
     Files with the lowest rank are evicted first. With "lookahead", the rank is the time of the last use plus
     `NS_PER_TOKEN` per token of recomputation cost. The file system stores the last use as modification time, and the
-    rank as access time.
-
-    Timestamps always increase, even if the clock is set back.
+    rank as access time. Timestamps always increase, even if the clock is set back.
 
     Args:
         limit_bytes: Maximum total size of the files, or None for no limit.
         policy: One of `LIVE_POLICIES`.
-        ttl: Time in seconds from the last use until a file expires, or None. Expired files are removed when space is
-            needed.
+        ttl: Seconds from the last use until a file expires, or None. Expired files are removed when space is needed.
         clock: Returns the time in nanoseconds since 1970.
     """
 
@@ -217,7 +214,6 @@ class DiskIndex:
         self.write_stamp(path)
 
     def write_stamp(self, path: Path) -> None:
-        """Set the modification time of a file to its last use, and its access time to its rank."""
         file = self.files[path]
         with contextlib.suppress(OSError):
             os.utime(path, ns=(file.rank, file.last_used), follow_symlinks=False)

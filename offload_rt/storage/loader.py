@@ -35,8 +35,6 @@ class PlacedBlock(NamedTuple):
 
 
 class DamagedBlockError(Exception):
-    """The stored block with key `key` could not be read."""
-
     def __init__(self, key: bytes) -> None:
         super().__init__(key.hex())
         self.key = key
@@ -45,8 +43,8 @@ class DamagedBlockError(Exception):
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
     """Return how many layers to load before the prefill starts, so that the prefill never waits for loading.
 
-    The paper's buffer size is S_buf = B (T_load L_hist - T_pref L_new), with the bandwidth B. A layer has B
-    load_seconds / layers bytes, so the number of layers is layers (1 - compute_seconds / load_seconds), at least 1.
+    The paper's buffer has B (T_load L_hist - T_pref L_new) bytes with the bandwidth B, and a layer has B T_load L_hist
+    / layers bytes.
 
     Args:
         load_seconds: T_load L_hist in the paper: the time to load the stored prefix.
@@ -68,7 +66,6 @@ class BlockLoader:
     Args:
         blocks: Block table to fill. No other block table may share its blocks. Release them after `close`.
         placed_blocks: Stored blocks with their indices in the block table, and data for all layers of their groups.
-        ahead: Maximum number of layers to load ahead of the computation.
     """
 
     def __init__(self, pool: HostPool, blocks: BlockTable, placed_blocks: Seq[PlacedBlock], ahead: int):
@@ -110,7 +107,6 @@ class BlockLoader:
 
     @property
     def ended(self) -> bool:
-        """Whether all layers are loaded, or loading failed."""
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
@@ -160,7 +156,6 @@ class BlockLoader:
                     return
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
-        """Load all blocks of a layer. Return the key of the first damaged block, or None."""
         if layer not in self._pool.groups.kv_layers:
             return None
         group, parts = self._pool.groups.group[layer], zip(self._placed, self._spans, self._extents, strict=True)

@@ -20,9 +20,9 @@ class StoreOptions:
     `limit` may be a string such as "50GiB", and `ttl` a string such as "7d".
 
     Attributes:
-        limit: Hard limit on the total size in bytes of the store's KV and session histories, including files that are
-            being written; None means no limit. The file `lock` (some bytes) and the folder `server`, in which
-            `offload-rt serve` stores texts, are not counted.
+        limit: Hard limit on the total size in bytes of stored KV and session histories, including files that are being
+            written; None means no limit. The file `lock` (some bytes) and the folder `server`, in which `offload-rt
+            serve` stores texts, are not counted.
         policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts all other KV by last use
             and recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
         ttl: Seconds after the last use until stored KV is deleted and KV in host memory is released; None means never.

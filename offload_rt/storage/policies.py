@@ -42,8 +42,10 @@ def recomputation_cost(tokens: int, start: int) -> int:
 class EvictionOrder(Generic[K]):
     """The order in which files (`index.py`) or sessions (`sessions/host_tier.py`) are evicted.
 
-    Items with the lowest rank are evicted first, among equal ranks the least recently used (with "fifo": the oldest)
-    item. "lookahead" has an *eviction window*: items that queued requests need. They are evicted after all other items,
+    The item with the lowest rank is evicted first. Among equal ranks, this is the least recently used item, or with
+    "fifo" the oldest item.
+
+    "lookahead" has an *eviction window*: the items that queued requests need. These are evicted after all other items,
     in reverse order of need (CachedAttention §3.3.2).
     """
 

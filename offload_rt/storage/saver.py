@@ -36,8 +36,6 @@ class PendingBlock:
     Attributes:
         pool_block: Id of the block in the pool when it was registered.
         cost: Recomputation cost of the block in tokens.
-        for_prompt: Whether a prompt without a session name uses the block.
-        writer: Writer of the store for this block, or None.
         extent: Location in the store to which the KV pool writes the block directly, or None.
         refused: Whether the store did not accept the block.
         moved: Whether the block table has replaced the block. If so, the block is not committed.
@@ -54,7 +52,6 @@ class PendingBlock:
     moved: bool = False
 
     def give_up(self) -> None:
-        """Stop saving the block, and discard its data in the store."""
         if self.writer is not None:
             self.writer.abort()
         self.writer = self.extent = None
@@ -82,17 +79,17 @@ class Saver:
     `begin` registers blocks whose KV will be computed. After `layer_done`, the worker writes a layer of these blocks
     while the next layer is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
-    The worker reads the KV from the pool, so the owner must keep the blocks until `flush` or `wait_for`, and call
-    `cancel_replaced` if blocks are replaced. At most `WRITE_BUFFER` bytes wait to be written. `begin` accepts as many
-    blocks as fit, and the caller must pass all others again later.
+    The owner must keep the blocks in the pool until `flush` or `wait_for`, and call `cancel_replaced` if blocks are
+    replaced. At most `WRITE_BUFFER` bytes wait to be written: `begin` accepts as many blocks as fit, and the caller
+    must pass all others again later.
 
-    For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
-    pool writes full blocks directly to this file and reads them there (*stored extent*, `kv_cache.disk.extents`):
+    For a pool on disk, blocks are saved after their last layer. If the store has a separate file per block, the pool
+    writes full blocks directly to this file and reads them there (*stored extent*, `kv_cache.disk.extents`):
 
     * A block whose KV is not computed yet gets a stored extent in `begin`.
     * A complete block that is still in memory is written to a stored extent after its last layer.
-    * All other blocks are copied from the pool to the store: partial blocks, blocks in the pool's own file, blocks
-      beyond the limit of open files, and blocks that have left their stored extent.
+    * All other blocks are copied to the store: partial blocks, blocks in the pool's own file, blocks beyond the limit
+      of open files, and blocks that have left their stored extent.
 
     If a write fails, the block is not committed: its file has no name, but the pool can still use the stored extent.
 
@@ -178,10 +175,7 @@ class Saver:
         return pending.extent
 
     def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, for_prompt: bool = False) -> int:
-        """Save all layers of complete blocks. Return how many of `named` were accepted.
-
-        For `for_prompt`, see `DiskStore.begin`.
-        """
+        """Save all layers of complete blocks. Return how many of `named` were accepted."""
         saving = self.begin(blocks, named, for_prompt=for_prompt)
         if saving is None:
             return 0
@@ -273,7 +267,6 @@ class Saver:
             self._give_up(saving)
 
     def _write(self, saving: SaveHandle, layer: int) -> None:
-        """Write one layer of every block, or all layers for a pool on disk. Commit complete blocks."""
         if saving.ended:
             return
         self._rows.settle(saving.blocks)

@@ -57,7 +57,6 @@ class SwapFile:
     def begin(
         self, name: NamedBlock, layer_bytes: int, cost: int = 0, *, for_prompt: bool = False
     ) -> BlockWriter | None:
-        """Reserve space for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
         key, count = name.key, name.count
         if key in self._blocks or (self._limit is not None and self.bytes_used + self._slot_bytes > self._limit):
