@@ -1,8 +1,7 @@
-"""Policy "auto": "infinigen", with full attention for contexts in which token selection would be slower.
+"""Policy "auto": "infinigen" with full attention in contexts that are too short for selection to pay off.
 
-On a CPU, exact attention is limited by the memory bandwidth for reading KV. Selection reads a quarter of the bytes, but
-computes scores and approximate attention for every token, and has a higher fixed cost. Which one is faster depends on
-the processor, so the engine measures it once (`engine.selection_cost`).
+On a CPU, the engine measures once per processor up to which context length full attention is as fast as selection
+(`engine.selection_cost`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ of KV per layer (`eval/results/cpu/threads`). The limit is finite because a KV c
 
 
 def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the longest context that may get full attention: `dense_until`, or the default of the device."""
+    """Return the maximum of `Auto.dense_until` in tokens: the option if it is set, else the default of the device."""
     if options.dense_until is not None:
         return options.dense_until
     return MAX_DENSE_BYTES // geometry.full_rows.bytes(dtype) if device.type == "cpu" else 0
@@ -52,10 +51,7 @@ class Auto(InfiniGen):
         keys_on_host: bool = False,
         measured: int | None = None,
     ) -> None:
-        """Create the policy with the arguments of `InfiniGen`.
-
-        `measured` is the longest context for which full attention was as fast as selection, or None if unknown.
-        """
+        """Create the policy like `InfiniGen`. `dense_until` is at most `measured` tokens, unless `measured` is None."""
         limit = dense_limit(options, geometry, device, dtype)
         # The KV provenance key contains the limit, not the measured value, so that KV stored on one processor can be
         # used on another.
@@ -65,7 +61,6 @@ class Auto(InfiniGen):
 
     @classmethod
     def build(cls, options: AutoOptions, context: PolicyContext) -> Self:  # type: ignore[override]
-        """Build the policy for a model. If option `dense_until` is not set, measure it."""
         artifact, is_set = context.artifact(options.skew), options.dense_until is not None
         measured = None if is_set or context.measure is None else context.measure(options)
         return cls(

@@ -1,8 +1,8 @@
 """The contract between the decode loop and a policy.
 
 A `Policy` is immutable and shared by all sequences. A `PolicyState` contains the selection data of one sequence:
-scoring keys, accumulated attention or page bounds of its tokens. Forking the sequence forks its state. For each
-sequence, the decode loop calls:
+scoring keys, accumulated attention or page bounds of its tokens. If a sequence is forked, its state is forked too. For
+each sequence, the decode loop calls:
 
     prefill, layer l      state.on_queries(l, q, k, start)      for each prefill chunk
                           state.on_kv(l, k, v, 0)               the KV of the prompt
@@ -28,12 +28,12 @@ from .infinigen.scoring_keys import BatchedKeys
 from .rule import Rule
 
 QuerySource = Literal["attention_input", "normed_input", "residual", "query"] | int
-"""The input from which the query of layer l is computed for `select`.
+"""The input that gives the query of layer l for `select`.
 
 "attention_input", "normed_input" and "residual" are available while layer l - 1 runs and give a predicted query. An
-integer n predicts it later, from the input of the n-th decoder layer before layer l. Where fewer than n layers without
-attention lie between layers l - 1 and l, it is "normed_input". "query" is the true query of layer l, which leaves no
-time to prefetch. Layer 0 always gets its true query, because it depends only on the embedding.
+integer n predicts the query from the input of the n-th decoder layer before layer l. If fewer than n layers without
+attention are between layers l - 1 and l, "normed_input" is used instead. "query" is the true query of layer l, which
+leaves no time to prefetch. Layer 0 always gets its true query, because it depends only on the embedding.
 """
 
 KeyReader = Callable[[int, range], torch.Tensor]
@@ -44,9 +44,9 @@ Used by policies that need the full keys (oracle) and by measurements. These rea
 
 
 def source_between(source: QuerySource, between: int) -> QuerySource:
-    """Return the query source of a layer that follows the previous attention layer after `between` decoder layers.
+    """Return the query source of a layer that has `between` decoder layers without attention directly before it.
 
-    If `source` is a number of layers greater than `between`, the result is "normed_input".
+    An integer `source` that is greater than `between` is replaced by "normed_input".
     """
     return "normed_input" if isinstance(source, int) and source > between else source
 
@@ -74,45 +74,41 @@ class PolicyState:
 
     @property
     def scoring_keys(self) -> BatchedKeys | None:
-        """The scoring keys that `KeyLists` read in batched selection; None if the policy has no `rule`."""
+        """Scoring keys from which `KeyLists` select tokens for a whole batch; None if this is not supported."""
         return None
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
         """Observe the queries of one prefill chunk.
 
         Args:
-            layer: The layer index.
             q: True queries `[H, m, d]` of the tokens [start, start + m).
-            k: Keys `[Hkv, n, d]` of the first n tokens of the sequence, n >= start + m. The policy applies the causal
-                mask: query i may see keys up to start + i.
-            start: Token index of the first query in `q`.
+            k: Keys `[Hkv, n, d]` of the first n tokens of the sequence, n >= start + m. The policy must apply the
+                causal mask: query i may see keys up to start + i.
+            start: Token index of the first query.
         """
 
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Observe k (after RoPE) and v, `[Hkv, m, d]` each, of the slots [start, start + m) of the layer's KV cache.
+        """Observe keys k (after RoPE) and values v, both `[Hkv, m, d]`, of the slots [start, start + m) of the layer.
 
-        `start` is at most the end of the previous calls for this layer. If it is lower, the slots get new tokens:
-        their old tokens were moved, evicted, or rejected drafts.
+        `start` is at most the number of slots that the layer has. Existing slots get new tokens: their old tokens were
+        moved, evicted, or rejected by the verification of drafts.
         """
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
-        """Move the selection data of slot `source` to slot `target`. The token in `target` has been evicted.
+        """Move the selection data of slot `source` to slot `target`, whose token was evicted.
 
-        The caller then calls `on_kv` with a new token for `source`. Only called if the policy is `evictable`.
+        The caller then calls `on_kv` with a new token for slot `source`. Only called if the policy is `evictable`.
         """
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the tokens of `visible.candidates` to fetch for this layer, with the (predicted) query q `[H, d]`.
+        """Select candidates to fetch for this layer, with the predicted or true query q `[H, d]`.
 
         All candidates must have been passed to `on_kv`.
         """
         raise NotImplementedError
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
-        """Return candidates to fetch in addition to `selection`, chosen with the true query q `[H, d]`.
-
-        Return None if no additional candidates are needed.
-        """
+        """Return candidates to fetch in addition to `selection`, chosen with the true query q `[H, d]`, or None."""
         return None
 
     def merge_approximate(
@@ -127,12 +123,11 @@ class PolicyState:
         """Merge exact attention with an estimate of the attention to the candidates that are not selected.
 
         Args:
-            layer: The layer index.
             q: The true query `[H, d]`.
             visible: The tokens that the layer can attend to.
             selection: All selected tokens, including the result of `repair`.
-            out: Exact attention output `[H, d]`. This method may overwrite it.
-            lse: Log-sum-exp of the exact attention scores `[H]` (natural log). This method may overwrite it.
+            out: Exact attention output `[H, d]`. May be overwritten.
+            lse: Log-sum-exp of the exact attention scores `[H]` (natural log). May be overwritten.
 
         Returns:
             Merged `out` and `lse`. They are unchanged if the policy ignores tokens that are not selected.
@@ -143,9 +138,8 @@ class PolicyState:
         """Observe the attention weights of a decode step. Only called for layers that select tokens.
 
         Args:
-            layer: The layer index.
-            visible: The tokens that the layer sees.
-            tokens: Attended token indices `[Hkv, n]`, resident and newest tokens included.
+            visible: The tokens that the layer can attend to.
+            tokens: Attended token indices `[Hkv, n]`, including resident tokens.
             weights: Softmax weights `[Hkv, n]`, summed over the G query heads of each KV head.
         """
 
@@ -156,7 +150,8 @@ class PolicyState:
     def fork_prefix(self, tokens: int) -> PolicyState | None:
         """Return a state of only the first `tokens` tokens, for a sequence that shares their KV blocks.
 
-        Return None if recomputing the state is as cheap, or if the state depends on more than the KV of these tokens.
+        Return None if the state cannot be shared, or if the caller can compute it as cheaply from the KV of these
+        tokens.
         """
         return None
 
@@ -208,10 +203,10 @@ class Policy(Protocol):
 
     @property
     def rule(self) -> Rule | None:
-        """Rule that selects tokens for a whole batch with `KeyLists`. If None, each sequence selects separately.
+        """Rule by which `KeyLists` select tokens for a whole batch. If None, each sequence selects separately.
 
-        With a rule, `KeyLists` replace `on_kv` and `select` during decoding, and the numbers of selected tokens stay
-        on the device.
+        With a rule, decode steps use `KeyLists` instead of `on_kv` and `select`, and the host does not need to know how
+        many tokens are selected.
         """
         ...
 
@@ -229,10 +224,7 @@ class Policy(Protocol):
         ...
 
     def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Correct the predicted attention input `[T, D]` of the layer and return it.
-
-        The layer's query is computed from the result.
-        """
+        """Return the corrected attention input `[T, D]`. The layer's predicted query is computed from it."""
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:

@@ -15,10 +15,7 @@ from .registry import PolicyContext
 
 
 class FullState(PolicyState):
-    """State of policy "full", which is empty because no layer selects tokens."""
-
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Never called, because every layer attends to all tokens."""
         raise AssertionError(f"layer {layer} of policy 'full' is dense")
 
     def fork(self, keys: KeyReader) -> FullState:
@@ -27,10 +24,7 @@ class FullState(PolicyState):
 
 @dataclass(frozen=True)
 class Full:
-    """Policy "full": all layers of the model attend to all tokens.
-
-    No recent window stays on the device, because every step fetches all KV anyway.
-    """
+    """Policy "full". No recent window stays on the device, because every step fetches all KV anyway."""
 
     layers: int
     name: str = "full"

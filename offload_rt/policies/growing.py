@@ -11,22 +11,18 @@ _ROUND = 64
 
 
 def max_capacity(tokens: int, tokens_per_slot: int = 1) -> int:
-    """Return the largest capacity, in tokens, of a `GrowingTensor` that contains `tokens` tokens.
-
-    A slot takes up to `tokens_per_slot` tokens.
-    """
+    """Return the largest capacity, in tokens, that a `GrowingTensor` allocates for `tokens` tokens."""
     return tokens + tokens // 16 + _ROUND * tokens_per_slot
 
 
 class GrowingTensor:
     """A tensor `data` that grows along one dimension. Call `reserve` before every write.
 
-    Capacity grows by a sixteenth instead of doubling, to save device memory. The cost is that each slot is copied about
-    16 times on average. A fork shares the storage until either copy is written.
+    An index of this dimension is a *slot*. A fork shares the storage until either copy is written.
     """
 
     def __init__(self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Create a tensor of `shape` without slots in dimension `dim`."""
+        """Create a tensor with size 0 in dimension `dim`. `shape` gives the sizes of all other dimensions."""
         self.dim = dim
         self.data = torch.empty(*shape[:dim], 0, *shape[dim + 1 :], dtype=dtype, device=device)
         self._shared = False
@@ -40,6 +36,7 @@ class GrowingTensor:
         """Return `data` with at least `slots` slots, not shared with a fork. New slots are uninitialised."""
         capacity = self.data.shape[self.dim]
         if slots > capacity:
+            # Growing by a sixteenth instead of doubling saves device memory. Each slot is copied about 16 times.
             shape = list(self.data.shape)
             shape[self.dim] = -(-(slots + slots // 16) // _ROUND) * _ROUND
             data = self.data.new_empty(shape)
@@ -57,20 +54,18 @@ class GrowingTensor:
 
 
 class LayerTensors:
-    """Data of one sequence's tokens: a `GrowingTensor` and a number of tokens for each layer.
+    """A `GrowingTensor` per layer with data of one sequence's tokens.
 
-    Each slot of a tensor contains the data of up to `tokens_per_slot` adjacent tokens.
+    A slot has the data of up to `tokens_per_slot` adjacent tokens.
     """
 
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device, tokens_per_slot: int = 1) -> None:
-        """Start without layers. The other arguments are those of each layer's `GrowingTensor`."""
         self._dim, self._dtype, self._device, self._per_slot = dim, dtype, device, tokens_per_slot
         self._tensors: dict[int, GrowingTensor] = {}
         self._lengths: dict[int, int] = {}
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including storage shared with forks."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
@@ -78,7 +73,7 @@ class LayerTensors:
         return self._tensors.keys()
 
     def length(self, layer: int) -> int:
-        """Return the number of tokens of the layer; 0 if it is not open."""
+        """Return the number of tokens of the layer; 0 before `open`."""
         return self._lengths.get(layer, 0)
 
     def data(self, layer: int) -> torch.Tensor:
@@ -86,13 +81,13 @@ class LayerTensors:
         return self._tensors[layer].data
 
     def open(self, layer: int, *shape: int) -> None:
-        """Create an empty tensor for the layer. `shape` is 0 in the growing dimension. A second call has no effect."""
+        """Create an empty tensor for the layer, unless there is one. The growing dimension of `shape` is ignored."""
         if layer not in self._tensors:
             self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device)
             self._lengths[layer] = 0
 
     def reserve(self, layer: int, tokens: int) -> torch.Tensor:
-        """Return the layer's tensor for writing, not shared with a fork, with at least `tokens` tokens."""
+        """Return the layer's tensor for writing, with space for at least `tokens` tokens and not shared with a fork."""
         self._lengths[layer] = max(self._lengths[layer], tokens)
         return self._tensors[layer].reserve(-(-self._lengths[layer] // self._per_slot))
 

@@ -1,7 +1,7 @@
 """Policy "h2o": keep recent tokens and heavy hitters, the tokens with the most accumulated attention (H2O).
 
-A token that was dropped once is never selected again. Unlike in the paper, dropping is causal: only queries up to the
-current step contribute to a token's accumulated attention.
+A dropped token is never selected again. Unlike in the paper, only queries up to the current step contribute to a
+token's accumulated attention.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NEWEST = 1e30
 
 
 class H2O(ScorerPolicy[BudgetOptions]):
-    """Policy "h2o". Scores do not depend on the query, so a fetch can start before the query is known.
+    """Policy "h2o". Scores do not depend on the query, so KV can be fetched before the query is known.
 
-    The entry of a token is its accumulated attention, summed over queries and over the query heads of a KV head. The
-    entry of a dropped token is -inf.
+    The entry of a token is its accumulated attention, summed over the query heads of a KV head. It is -inf for a
+    dropped token.
     """
 
     name = "h2o"
@@ -44,21 +44,21 @@ class H2O(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def memory_demand(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand, including memory for the attention weights of a prompt."""
         return replace(super().memory_demand(options, geometry, dtype), max_prefill_weights=MAX_PREFILL_WEIGHTS)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return entries of 0: new tokens have received no attention."""
         return k.new_zeros(*k.shape[:2], 1)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by accumulated attention. The most recent ones, up to half of the budget, get score `NEWEST`."""
+        """Return the accumulated attention of each token.
+
+        The most recent tokens get the score `NEWEST`: half of the budget, including the recent window.
+        """
         half = (keys.contexts.double() * (self.budget / 2) + 1e-9).floor()
         recent = (half - (keys.contexts - keys.stops)).clamp(min=0).minimum(keys.limits.double())
         return keys.entries.squeeze(2).masked_fill(keys.tokens >= keys.stops - recent, NEWEST)
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Add the attention weights of q `[H, m, d]`, from token `start` on, to the entries of k `[Hkv, n, d]`."""
         stop = start + q.shape[1]
         for head, row in enumerate(entries[:, :, 0]):
             queries = q.view(len(entries), -1, *q.shape[1:])[head]
@@ -69,9 +69,9 @@ class H2O(ScorerPolicy[BudgetOptions]):
                 row[:end] += self._causal_weights(layer, part, k[head, :end], begin)
 
     def _causal_weights(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> torch.Tensor:
-        """Return attention weights `[n]` of keys k `[n, d]`, summed over q `[G, m, d]`.
+        """Return causal attention weights `[n]` of keys k `[n, d]`, summed over queries q `[G, m, d]`.
 
-        The first query belongs to token `start`. Each query attends to the tokens before it and to itself.
+        The first query belongs to token `start`.
         """
         geometry = self.geometry
         compute = torch.promote_types(q.dtype, torch.float32)
@@ -81,6 +81,6 @@ class H2O(ScorerPolicy[BudgetOptions]):
         return scores.masked_fill_(distance < 0, -math.inf).softmax(-1).sum((0, 1))
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Add the attention weights to the accumulated attention. Drop all candidates that were not attended to."""
+        """Add the attention weights to the entries. Drop all candidates that were not attended to."""
         received = keys.entries.squeeze(2) + weights
         return received.masked_fill(keys.inside & ~attended, -math.inf).unsqueeze(2)

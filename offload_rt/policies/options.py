@@ -22,7 +22,6 @@ SourceOption = Literal["auto", Source, "query"]
 
 
 def _layers(named: Iterable[int]) -> tuple[int, ...]:
-    """Convert layer indices to a tuple. Raise ConfigError if `named` is not a list of integers."""
     try:
         if not isinstance(named, (str, bytes)):
             return tuple(index(layer) for layer in named)
@@ -56,38 +55,40 @@ class FullOptions(PolicyOptions): ...
 class InfiniGenOptions(PolicyOptions):
     """Options of InfiniGen's token selection (paper §4.3) and its extensions.
 
-    Preset "default" has the values below, the best measured on real models: exact attention to 2 % of the tokens,
-    approximate KV on the device for all other tokens (26 % of the size of the 16-bit KV cache), and no dense layer.
-    Preset "rows" has no approximate KV: it attends only to the selected tokens, 10 % at most, and layer 0 is dense.
+    Preset "default" has the values below, the best measured on real models. It attends exactly to 2 % of the tokens,
+    and approximately to all others. Approximate KV has 26 % of the size of the 16-bit KV cache. No layer is dense.
+
+    Preset "rows" has no approximate KV. It attends only to the selected tokens, 10 % at most. Layer 0 is dense.
+
     Preset "paper" is InfiniGen as published: no approximate KV, no recent window, scorer "partial", source
-    "attention_input", columns chosen from the prompt, layer 0 dense. A dense layer attends to all tokens.
+    "attention_input", columns chosen from the prompt. Layer 0 is dense.
 
     Attributes:
         alpha: Select a token if its score is within `alpha` of the largest score of its head. None uses the default of
             the model family (4 for OPT and GPT-2, 5 for Llama). With `inf`, only `max_fraction` limits the selection.
         partial_ratio: Fraction of the head dimension that scoring keys keep (scorers "partial" and "int8").
         max_fraction: Maximum fraction of the candidates that a layer selects.
-        source: Source of the predicted query of layer i: the attention input of layer i-1 ("attention_input", paper),
+        source: Input that predicts the query of layer i: the attention input of layer i-1 ("attention_input", paper),
             the input of layer i-1 under the norm of layer i ("normed_input"), or the residual of layer i-1 after its
-            attention ("residual"). "query" uses the true query of layer i, which is too late to prefetch. "auto" is
-            "attention_input" on a device and "query" on a CPU.
-        ahead: Predict the query of attention layer i from the input of the decoder layer this many layers before it,
-            under the norm of layer i, but not before attention layer i-1. It replaces `source`. In models without
-            recurrent layers, it is the same as source "normed_input". A small value finds more of the important tokens,
-            a large one leaves more time for the transfer. None predicts the query in layer i-1.
-        corrected: Whether a slope and an offset per channel, measured in calibration, correct the predicted attention
-            input (not in the paper).
+            attention ("residual"). "query" is the true query of layer i, which leaves no time to prefetch. "auto" is
+            "query" on a CPU, else "attention_input".
+        ahead: Predict the query of layer i from the input of the decoder layer that comes `ahead` layers earlier, under
+            the norm of layer i. The input is never older than attention layer i-1. Without recurrent layers, this is
+            the same as source "normed_input". A small value finds more important tokens, a large value leaves more time
+            for the transfer. None uses `source`.
+        corrected: Whether to correct the predicted attention input by a slope and an offset per channel, measured in
+            calibration (not in the paper).
         scorer: Format of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
             columns as int4 or int2 ("int4", "int2"). "auto" uses the 4-bit keys of the approximate KV if it is enabled,
             else "int8". All values but "auto" need `approximate_kv="off"`.
-        approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device. Its keys have 4 bits, and its
-            values have 4 or 2 bits. Attention to tokens that are not selected is estimated from approximate KV, in one
-            softmax with the selected tokens. "off" ignores tokens that are not selected.
-        columns: Whether the columns of scoring keys are fixed at calibration or chosen from each prompt (paper).
+        approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and 4-bit or
+            2-bit values. One softmax covers the selected tokens and the estimate for all others. "off" ignores tokens
+            that are not selected.
+        columns: Whether the columns of scoring keys are chosen at calibration or from each prompt (paper).
         skew: Whether the rotation is fitted to queries only (paper) or to queries and keys.
-        max_missed_mass: Fetch more tokens, scored by the true query, until the estimated attention mass outside the
-            attended tokens is at most this value (mean over query heads). None disables this repair.
-        budget: Attend to this fraction of the visible context, resident tokens included, instead of the tokens above
+        max_missed_mass: Fetch more tokens, scored by the true query, until the estimated missed attention mass is at
+            most this value (mean over query heads). None disables this repair.
+        budget: Attend to this fraction of the visible context, including resident tokens, instead of the tokens above
             the threshold. Used to compare policies at equal cost. `alpha` and `max_fraction` then only limit a repair.
     """
 
@@ -174,7 +175,6 @@ class InfiniGenOptions(PolicyOptions):
         check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if the budget leaves no tokens to select in a context of `context` tokens."""
         # With approximate KV, a budget below the window is allowed: it measures the estimate alone.
         if self.budget is not None and self.approximate_kv == "off":
             _check_selects(self.budget, self.sinks, self.recent, context)
@@ -199,11 +199,11 @@ class InfiniGenOptions(PolicyOptions):
 @register_policy("auto", "offload_rt.policies.auto:Auto")
 @dataclass(frozen=True)
 class AutoOptions(InfiniGenOptions):
-    """Options of policy "auto": "infinigen" that attends to all tokens as long as this is cheaper.
+    """Options of policy "auto", which attends to all tokens as long as this is cheaper than selection.
 
     Attributes:
-        dense_until: Longest context, in tokens, for which every layer attends to all tokens. None measures it once per
-            processor on a CPU (`engine.selection_cost`) and means 0 on a GPU, where all KV would have to be
+        dense_until: Longest context, in tokens, in which every layer attends to all tokens. If None, it is measured on
+            a CPU, once per processor (`engine.selection_cost`), and 0 on a GPU, where all KV would have to be
             transferred.
     """
 
@@ -225,7 +225,7 @@ class AutoOptions(InfiniGenOptions):
 @register_policy("oracle", "offload_rt.policies.oracle:Oracle")
 @dataclass(frozen=True)
 class BudgetOptions(PolicyOptions):
-    """Options of policies that attend to a fixed fraction of the visible context, resident tokens included.
+    """Options of policies that attend to a fixed fraction of the visible context, including resident tokens.
 
     Sinks and recent window are always attended to, even if they exceed the budget.
     """
@@ -242,7 +242,6 @@ class BudgetOptions(PolicyOptions):
         _check_window(self.sinks, self.recent, self.dense_layers)
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if the budget leaves no tokens to select in a context of `context` tokens."""
         _check_selects(self.budget, self.sinks, self.recent, context)
 
 

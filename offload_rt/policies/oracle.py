@@ -1,7 +1,7 @@
 """Policy "oracle": select the tokens with the largest attention weights of the true query (the paper's "Optimal").
 
-It reads every key from the host pool without counting the transfer. It is an upper bound for the quality of other
-policies and not meant for production.
+It is an upper bound for the quality of other policies and not meant for production: it reads every key from the host
+pool, and these transfers are not counted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from .scorer import EntryShape, ScorerPolicy, ScorerState, TokenLists
 
 
 class OracleState(ScorerState):
-    """State that reads keys from the pool instead of storing entries."""
-
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None: ...
 
     def _entries_of_pages(self, layer: int, pages: range) -> torch.Tensor:
@@ -26,7 +24,7 @@ class OracleState(ScorerState):
 
 
 class Oracle(ScorerPolicy[BudgetOptions]):
-    """Policy "oracle". It selects with the true query, separately for each sequence."""
+    """Policy "oracle". Tokens are selected for each sequence separately."""
 
     name = "oracle"
     evictable = True
@@ -39,7 +37,6 @@ class Oracle(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of an empty entry, because no data is stored."""
         return EntryShape(0, dtype)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:

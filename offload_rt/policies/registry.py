@@ -1,7 +1,7 @@
 """Registry of selection policies by name.
 
-A policy registers its options class and the import path of its policy class. The command line needs the options early,
-for flags and checks. The policy class needs torch, whose import is slow, so it is imported on first use. Example:
+A policy registers its options class and the import path of its policy class. The policy class is imported on first use,
+because the command line needs only the options, and importing torch is slow. Example:
 
     @register_policy("every-other", f"{__name__}:EveryOther")
     @dataclass(frozen=True)
@@ -44,14 +44,13 @@ class PolicyOptions:
     """Named sets of option values. If no preset is given, "default" is used."""
 
     def __post_init__(self) -> None:
-        """Check the types of plain fields. A subclass with more checks calls this method first."""
         check_types(self)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
-        """Parse the mapping that `LLM(policy_options=...)` takes. Raises ConfigError.
+        """Create options from `LLM(policy_options=...)`. Raises ConfigError.
 
-        If the class has presets, the key "preset" selects one, and the other keys override its values.
+        If the class has presets, the key "preset" selects a preset, and all other keys override its values.
         """
         values = dict(options)
         if cls.presets:
@@ -65,17 +64,17 @@ class PolicyOptions:
 
     @classmethod
     def with_preset(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options of the preset that `options` names, if any, overridden by the other `options`."""
+        """Return `options`. If the key "preset" names a preset, add its values for missing keys."""
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if the policy cannot select a token in any context of up to `context` tokens."""
+        """Raise ConfigError if the policy cannot select tokens in any context of up to `context` tokens."""
 
     def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.
 
-        Session files contain the digest, so the text of existing options must never change. An option that was added
-        later has a `neutral` value in its field definition. It is left out of the text if it has this value.
+        Session files contain the digest, so the text of existing options must never change. New options must have a
+        `neutral` value, which is left out of the text (`config_fields.Option`).
         """
         values = [(option_of(field), field.name, self.provenance_value(field.name)) for field in fields(self)]
         texts = [f"{spec.stored_name or name}={value!r}" for spec, name, value in values if value != spec.neutral]
@@ -90,13 +89,10 @@ class PolicyContext:
     """The model that a policy is built for.
 
     Attributes:
-        geometry: Shapes of the model.
-        device: The compute device of the model.
-        dtype: The dtype of the model.
         artifact: Function that loads a skew artifact of the model.
-        keys_on_host: Whether scoring keys are kept in host memory and scored there.
-        measure: Function that returns, for policy options, the longest context for which full attention is as fast as
-            selection on this processor. None if the device is not a CPU.
+        keys_on_host: Whether "infinigen" stores and scores its scoring keys in host memory (paper §6.2).
+        measure: Function that measures, for policy options, the longest context in tokens for which full attention is
+            as fast as selection. None if the device is not a CPU.
     """
 
     geometry: ModelGeometry
@@ -114,15 +110,11 @@ class PolicyClass(Protocol):
         """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
         ...
 
-    def memory_demand(self, options: Any, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return upper bounds of the policy's memory and transfers for a model of `geometry` and `dtype`."""
-        ...
+    def memory_demand(self, options: Any, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand: ...
 
 
 @dataclass(frozen=True)
 class _Registered:
-    """A registered policy: its options class and the import path "module:name" of its policy class."""
-
     options: type[PolicyOptions]
     policy: str
 
@@ -141,7 +133,7 @@ def register_policy(name: str, policy: str) -> Callable[[type[T]], type[T]]:
 
     Args:
         name: Name for `LLM(policy=...)`.
-        policy: Import path "module:Class" of the policy class, which is imported on first use.
+        policy: Import path "module:Class" of the policy class.
 
     Raises:
         ConfigError: Another policy is registered with this name.
@@ -163,12 +155,11 @@ def _known() -> Mapping[str, _Registered]:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return the names that `LLM(policy=...)` accepts, in order of registration."""
     return tuple(_known())
 
 
 def options_class(name: str) -> type[PolicyOptions]:
-    """Return the options class of policy `name`. Raises ConfigError, which suggests the most similar name."""
+    """Return the options class of policy `name`. Raises ConfigError."""
     check_choice("policy", name, _known())
     return _registered[name].options
 
@@ -192,7 +183,7 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
 def memory_demand(
     name: str, options: Mapping[str, Any] | PolicyOptions, geometry: ModelGeometry, dtype: torch.dtype
 ) -> MemoryDemand:
-    """Return the memory demand of policy `name`, computed from shapes only. Raise ConfigError like `parse_options`."""
+    """Return the memory demand of policy `name` without loading a model. Raises ConfigError."""
     chosen = options if isinstance(options, PolicyOptions) else parse_options(name, options)
     return _registered[name].load().memory_demand(chosen, geometry, dtype)
 
@@ -208,22 +199,14 @@ def make_policy(
     keys_on_host: bool = False,
     measure: Callable[[Any], int | None] | None = None,
 ) -> Policy:
-    """Build the policy `name` for a model.
+    """Build the policy `name` for a model. For all other parameters, see `PolicyContext`.
 
     Args:
-        name: A registered name.
         options: Options of the policy. For "infinigen", the key "preset" ("default", "rows" or "paper") selects values
             that the other keys override.
-        geometry: Shapes of the model.
-        device: The compute device of the model.
-        dtype: The dtype of the model.
-        artifact: Function that loads a skew artifact of the model.
-        keys_on_host: Whether "infinigen" keeps and scores its scoring keys in host memory (paper §6.2).
-        measure: See `PolicyContext`.
 
     Raises:
-        ConfigError: If `name` or an option does not exist (the message suggests the most similar name), or if an option
-            does not fit the model.
+        ConfigError: If `name` or an option does not exist, or if an option does not fit the model.
     """
     chosen = parse_options(name, options)
     chosen.check_context(geometry.max_positions)

@@ -16,7 +16,7 @@ ANY_SCORE = torch.finfo(torch.float32).max / 2
 
 
 def dense_layers(layers: Collection[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return the layers that attend to all visible tokens: `layers`, layers that use their KV, and sliding layers.
+    """Return the dense layers: `layers`, all layers that use the KV of these layers, and sliding layers.
 
     Raises ConfigError if a layer does not exist.
     """
@@ -29,7 +29,7 @@ def dense_layers(layers: Collection[int], geometry: ModelGeometry) -> frozenset[
 
 
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:
-    """Return how many candidates a layer may select to attend to at most the fraction `budget` of its tokens.
+    """Return how many candidates a layer may select to attend to the fraction `budget` of the visible tokens.
 
     Resident tokens count towards the budget, so the number may be 0.
     """
@@ -38,13 +38,12 @@ def budget_tokens(budget: float, visible: VisibleTokens) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """Selection rule: select the best tokens within `alpha` of the largest score of a head, up to a limit per sequence.
+    """Selection rule: each KV head selects up to `limit` candidates with the largest scores.
 
     Attributes:
-        alpha: Largest distance of a selected token's score from the largest score of its head.
+        alpha: Largest difference between the largest score of a head and the score of a selected token.
         max_fraction: Largest fraction of the candidates to select.
-        budget: Fraction of the visible context to attend to, resident tokens included. If set, it replaces
-            `max_fraction`.
+        budget: Fraction of the visible context to attend to, including resident tokens. Replaces `max_fraction`.
         per_sequence_bases: Whether each sequence has its own skewing matrices. If True, decode steps cannot be captured
             as CUDA graphs.
     """
@@ -55,7 +54,6 @@ class Rule:
     per_sequence_bases: bool = False
 
     def limit(self, visible: VisibleTokens) -> int:
-        """Return the largest number of candidates to select."""
         if self.budget is not None:
             return budget_tokens(self.budget, visible)
         return selection_limit(len(visible.candidates), self.max_fraction)
@@ -67,15 +65,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class CandidateSpans:
-    """The candidates of a batch: a token range for each of P = B * Hkv lists, one per sequence and KV head.
+    """The candidates of a batch in P = B * Hkv lists, one per sequence and KV head, and the limits of their selection.
 
     Attributes:
         starts: First candidate of each list, int32 `[P]` on the device.
         stops: End (exclusive) of the candidates of each list, int32 `[P]` on the device.
-        limits: Largest number of tokens to select for each sequence, int32 `[B]` on the device.
+        limits: Largest number of tokens to select per list of each sequence, int32 `[B]` on the device.
         contexts: Number of tokens of each sequence, int32 `[B]` on the device.
-        tokens: Upper bound of the stored tokens per sequence, as a number on the host.
-        cap: Upper bound of the selected tokens per list, as a number on the host.
+        tokens: Upper bound of the stored tokens of each sequence, known on the host.
+        cap: Upper bound of `limits`, known on the host.
     """
 
     starts: torch.Tensor
@@ -87,7 +85,7 @@ class CandidateSpans:
 
     @staticmethod
     def bounds(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
-        """Return the values of `starts`, `stops`, `limits` and `contexts` for sequences that see `visible`."""
+        """Return the values of `starts`, `stops`, `limits` and `contexts`. `visible` has one element per sequence."""
         candidates = [tokens.candidates for tokens in visible for _ in range(kv_heads)]
         limits, contexts = [rule.limit(tokens) for tokens in visible], [tokens.all.stop for tokens in visible]
         return [[c.start for c in candidates], [c.stop for c in candidates], limits, contexts]

@@ -1,9 +1,10 @@
-"""Base class of policies that rank tokens by a score. The engine selects the best tokens within the budget.
+"""Base class of policies that score tokens. The engine selects the tokens with the highest scores within the budget.
 
-A policy defines `score`. It may also define `entry`, which compresses a new key for storage, and `on_queries` and
-`on_attended`, which update stored entries. These methods work on P lists, one per sequence and KV head. The same
-definition therefore serves a single sequence and a batch. It can also be captured in a CUDA graph, so all methods
-except `on_queries` must not copy tensor values to the host.
+A policy defines `score`. It may define `entry`, which compresses a new key for storage, and `on_queries` and
+`on_attended`, which update stored entries.
+
+These methods work on P lists, one per sequence and KV head, so the same code serves a single sequence and a batch.
+Except for `on_queries`, they are captured in CUDA graphs and must not copy tensor values to the host.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from .rule import ANY_SCORE, CandidateSpans, Rule, budget_tokens, dense_layers
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Shape of an entry: the data that a policy stores to score the tokens of a page (`page` adjacent tokens).
+    """Shape of an entry: the data that a policy stores per KV head to score a page of `page` adjacent tokens.
 
-    An entry has `width` elements of `dtype` per KV head. It is the element-wise minimum over the entries of its tokens.
+    An entry has `width` elements of `dtype`. If `page` > 1, it is the element-wise minimum over its tokens.
     """
 
     width: int
@@ -42,13 +43,13 @@ class EntryShape:
 
 @dataclass(frozen=True)
 class TokenLists:
-    """The entries and the candidates of P lists, one per sequence and KV head.
+    """Entries and candidates of P lists, one per sequence and KV head.
 
     Attributes:
-        entries: Stored entries `[P, m, w]`. Entry j covers the `page` tokens from token `first + j * page` on.
+        entries: Stored entries `[P, m, w]`. Entry j belongs to `page` tokens, beginning with token `first + j * page`.
         first: First token of entry 0.
         page: Number of tokens per entry.
-        spans: The candidates, as slots counted from the start of the sequence.
+        spans: The candidates.
     """
 
     entries: torch.Tensor
@@ -82,7 +83,7 @@ class TokenLists:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Indices of the tokens that the entries cover, int64 `[n]` with n = m * page."""
+        """Indices of the n = m * page tokens of the entries, int64 `[n]`."""
         stop = self.first + self.entries.shape[1] * self.page
         return torch.arange(self.first, stop, device=self.entries.device)
 
@@ -92,10 +93,10 @@ class TokenLists:
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
     def combine_heads(self, scores: torch.Tensor) -> torch.Tensor:
-        """Combine the scores `[P, G, m]` of G query heads for m entries into one score per entry, `[P, m]`.
+        """Combine the scores `[P, G, m]` of G query heads into one score per entry, `[P, m]`.
 
-        It is the largest log-softmax over the query heads. The softmax is over all entries with candidates. With one
-        query head, the scores are returned unchanged, because the softmax would not change their order.
+        The result is the largest log-softmax over the query heads. The softmax covers all entries with candidates. It
+        does not change the order of the scores of one head, so it is left out if G = 1.
         """
         if scores.shape[1] == 1:
             return scores[:, 0]
@@ -110,9 +111,9 @@ Chosen = TypeVar("Chosen", bound=BudgetOptions)
 
 
 class ScorerPolicy(Generic[Chosen]):
-    """Base class of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query".
+    """Base class of policies that define `score`. Subclasses set `name`, and may set `query_source`.
 
-    `budget` is the fraction of the visible context to attend to in layers that select tokens, resident tokens included.
+    In each sparse layer, a policy attends to the fraction `budget` of the visible context, including resident tokens.
     With equal budgets, all policies read the same number of bytes of KV.
     """
 
@@ -129,7 +130,6 @@ class ScorerPolicy(Generic[Chosen]):
     """
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
-        """Create the policy. Raise ConfigError if an option does not fit the model."""
         self.geometry, self.budget = geometry, options.budget
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
@@ -140,17 +140,15 @@ class ScorerPolicy(Generic[Chosen]):
 
     @classmethod
     def build(cls, options: Chosen, context: PolicyContext) -> Self:
-        """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
         return cls(options, context.geometry, context.device, context.dtype)
 
     @classmethod
     def entry_shape(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of stored entries. The default is the shape of a key."""
+        """Return the shape of stored entries. By default, an entry is a key."""
         return EntryShape(geometry.head_dim, dtype)
 
     @classmethod
     def memory_demand(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand: sinks, recent window, stored entries, and the budget of layers that select tokens."""
         shape = cls.entry_shape(options, geometry, dtype)
         keys = float(shape.width * shape.dtype.itemsize * geometry.kv_heads) / shape.page
         # A batch copies the entries into one tensor, and `score` may convert them to a wider dtype.
@@ -160,42 +158,34 @@ class ScorerPolicy(Generic[Chosen]):
         return MemoryDemand(dense, resident, options.budget, key_bytes=keys, scratch_bytes=copied)
 
     def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Return the predicted attention input `[T, D]` unchanged."""
         return attention_input
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the entries `[P, m, w]` to store for new keys k `[P, m, d]`, in P = B * Hkv lists.
-
-        The default stores the keys unchanged.
-        """
+        """Return the entries `[P, m, w]` of new keys k `[P, m, d]`. By default, entries are keys. P = B * Hkv."""
         return k
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return a score `[P, n]` for each token in `keys.tokens`, in P = B * Hkv lists.
+        """Return a score `[P, n]` for each token in `keys.tokens`. P = B * Hkv.
 
         Args:
-            layer: The layer index.
-            queries: Queries `[P, G, d]`, multiplied by the model's attention scale, in float32 (float64 for a float64
-                model).
-            keys: The stored entries; 0 for tokens that do not exist. The engine ignores scores of tokens that are not
-                candidates.
+            queries: Queries `[P, G, d]`, multiplied by the attention scale, in float32 (float64 for a float64 model).
+            keys: The stored entries. Entries without tokens are 0. Scores of tokens that are not candidates are
+                ignored.
         """
         raise NotImplementedError
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
         """Update the stored `entries` `[Hkv, m, w]` with prompt queries q `[H, m, d]`. Called if `wants_queries`.
 
-        For the other arguments, see `PolicyState.on_queries`.
+        For all other parameters, see `PolicyState.on_queries`.
         """
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the updated entries `[P, m, w]` of P = B * Hkv lists after a decode step. Called if `wants_weights`.
+        """Return the entries `[P, m, w]`, updated after a decode step. Called if `wants_weights`. P = B * Hkv.
 
         Args:
-            layer: The layer index.
             keys: The entries of all tokens.
-            weights: Softmax weights `[P, n]`, summed over the query heads of a KV head; 0 for tokens that were not
-                attended.
+            weights: Softmax weights `[P, n]`, summed over the query heads of a KV head; 0 for tokens not attended.
             attended: Whether each token was attended, bool `[P, n]`.
         """
         return keys.entries
@@ -204,23 +194,20 @@ class ScorerPolicy(Generic[Chosen]):
         return ScorerState(self, keys)
 
     def scaled(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Multiply queries q `[H, B, d]` by the model's attention scale.
-
-        Return them as `[P, G, d]` with P = B * Hkv, in float32 or wider.
-        """
+        """Return queries q `[H, B, d]`, multiplied by the attention scale, as `[P, G, d]` in float32 or wider."""
         wide = q.to(torch.promote_types(q.dtype, torch.float32)) * self.geometry.scales[layer]
         _, batch, d = wide.shape
         return wide.view(self.geometry.kv_heads, -1, batch, d).permute(2, 0, 1, 3).flatten(0, 1)
 
     def lists(self, storages: PointerTable, spans: CandidateSpans) -> TokenLists:
-        """Return the stored entries of a batch for the slots [0, `spans.tokens`)."""
+        """Return the stored entries of the first `spans.tokens` tokens of each sequence of a batch."""
         page = self.entries.page
         entries = dispatch.read_lists(storages, -(-spans.tokens // page), spans.contexts, page)
         return TokenLists(entries, 0, page, spans)
 
 
 class ScorerState(PolicyState):
-    """Entries that a `ScorerPolicy` stores for a sequence, `[Hkv, slots, w]` per layer. Implements `BatchedKeys`."""
+    """Entries that a `ScorerPolicy` stores for one sequence, `[Hkv, slots, w]` per layer. Implements `BatchedKeys`."""
 
     def __init__(self, policy: ScorerPolicy[Any], keys: KeyReader) -> None:
         self._policy, self._keys = policy, keys
@@ -241,7 +228,6 @@ class ScorerState(PolicyState):
             self._policy.on_queries(layer, q, k, start, self._entries.reserve(layer, stop)[:, :stop])
 
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Store the policy's entries of keys k `[Hkv, m, d]`, except those that `on_queries` has stored."""
         if layer not in self._policy.dense_layers:
             self._store(layer, k, start)
 
@@ -263,7 +249,6 @@ class ScorerState(PolicyState):
         data.scatter_reduce_(1, pages.view(1, -1, 1).expand_as(entries), entries.to(data.dtype), "amin")
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the candidates with the highest scores for query q `[H, d]`, within the budget."""
         policy, candidates = self._policy, visible.candidates
         n = budget_tokens(policy.budget, visible)
         if n == 0:
@@ -286,7 +271,6 @@ class ScorerState(PolicyState):
         data[:, : keys.entries.shape[1]] = self._policy.on_attended(layer, keys, dense, attended)
 
     def _lists(self, layer: int, visible: VisibleTokens, tokens: range, limit: int) -> TokenLists:
-        """Return the entries of all pages that contain `tokens`, with at most `limit` candidates to select."""
         policy, heads, candidates = self._policy, self._policy.geometry.kv_heads, visible.candidates
         page = policy.entries.page
         pages = range(tokens.start // page, -(-tokens.stop // page))
@@ -296,7 +280,6 @@ class ScorerState(PolicyState):
         return TokenLists(self._entries_of_pages(layer, pages), pages.start * page, page, spans)
 
     def _entries_of_pages(self, layer: int, pages: range) -> torch.Tensor:
-        """Return the stored entries of m pages, `[Hkv, m, w]`."""
         return self._entries.data(layer)[:, pages.start : pages.stop]
 
     def basis(self, layer: int) -> None: ...

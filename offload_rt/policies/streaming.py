@@ -14,14 +14,13 @@ from .scorer import EntryShape, ScorerPolicy, TokenLists
 
 
 class Streaming(ScorerPolicy[BudgetOptions]):
-    """Policy "streaming". Scores do not depend on the query, so a fetch can start before the query is known."""
+    """Policy "streaming". Scores do not depend on the query, so KV can be fetched before the query is known."""
 
     name = "streaming"
     query_source: QuerySource = "attention_input"
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of an empty entry, because no data is stored."""
         return EntryShape(0, dtype)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:

@@ -6,16 +6,14 @@
     prompt mark                                     8 bytes: `PROMPT_MARK` if a prompt without a session uses the block
     layer 0, layer 1, ...                           `[Hkv, n, 2 (K, V), d]` each, in the data type of the pool
 
-With latent attention, the layers have only K (`ModelGeometry.value_dim`).
+With latent attention, the layers have only K (`ModelGeometry.value_dim`). Layers of full blocks (64 tokens) are
+zero-padded to a multiple of 4096 bytes, so that a KV pool on disk can read them in place with direct I/O.
 
-A block of fewer than 64 tokens is the last one of a session. The layers of a full block are zero-padded to a multiple
-of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the page cache (`kv_cache.disk.extents`).
+The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the KV provenance and the tokens. Equal keys
+mean equal contents, because a collision takes 2^128 attempts. The file does not contain tokens, so that no text remains
+on disk after a session is deleted.
 
-The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the KV provenance and the tokens. It fully
-identifies a block: a collision takes 2^128 attempts, so equal keys mean equal contents. The file does not contain the
-tokens, because they would remain there in clear text after their session was deleted.
-
-The prompt mark is the only part of a file that may change later. Files of earlier versions have none.
+Only the prompt mark may change later. Files of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -53,12 +51,7 @@ _LARGEST_HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """Header of a block file.
-
-    Attributes:
-        layer_bytes: Number of bytes per layer in the file.
-        checksums: xxh3-64 checksum of the data of each layer.
-    """
+    """Header of a block file. `checksums` contains the xxh3-64 checksum of each layer, of `layer_bytes` bytes."""
 
     key: bytes
     layer_bytes: int
@@ -77,7 +70,7 @@ class BlockHeader:
         return self.data_offset - len(PROMPT_MARK)
 
     def encode(self, *, marked: bool = False) -> bytes:
-        """Return the header, padded up to layer 0. If `marked`, `PROMPT_MARK` is at the end."""
+        """Return the header, padded up to the offset of layer 0. If `marked`, it ends with `PROMPT_MARK`."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.mark_offset, b"\0") + (PROMPT_MARK if marked else bytes(len(PROMPT_MARK)))
@@ -105,7 +98,7 @@ class BlockHeader:
 
 
 def header_bytes(data: bytes) -> int:
-    """Return the size of the header that begins with `data`, or 0 if it is not valid."""
+    """Return the size in bytes of the header at the start of `data`, or 0 if the header is not valid."""
     if len(data) < _FIXED.size:
         return 0
     magic, size, _ = _FIXED.unpack_from(data)
@@ -134,7 +127,7 @@ def _body(key: bytes, layer_bytes: int, checksums: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A KV block that was found in a store, with everything that is needed to read its layers. Reading may still fail.
+    """A KV block in a store. Its layers can be read until the block is removed.
 
     Attributes:
         count: Number of tokens n.
@@ -142,7 +135,7 @@ class StoredBlock:
         offset: Byte offset of layer 0 in the file.
         open: Opens the file for reading and returns its descriptor. Raises OSError.
         damaged: Called if a layer does not match its checksum.
-        own_file: Whether the file contains only this block. Then a KV pool on disk can read it in place.
+        own_file: Whether the file contains only this block.
     """
 
     key: bytes
@@ -155,7 +148,7 @@ class StoredBlock:
     own_file: bool = False
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Read one layer into a buffer of `layer_bytes` bytes. Return False if it is damaged. Thread-safe."""
+        """Read one layer into a buffer of `layer_bytes` bytes. Return False if this fails. Thread-safe."""
         if len(into) != self.layer_bytes:
             return False
         try:
@@ -168,7 +161,6 @@ class StoredBlock:
             os.close(handle)
 
     def read_from(self, handle: int, layer: int, into: memoryview) -> bool:
-        """Read one layer like `read_layer`, but from the open file descriptor `handle`."""
         try:
             size = os.preadv(handle, [into], self.offset + layer * self.layer_bytes)
         except OSError:
@@ -179,10 +171,10 @@ class StoredBlock:
         return False
 
     def extent(self) -> StoredExtent | None:
-        """Return an extent through which a KV pool on disk can read the KV directly from the file.
+        """Return an extent: the location from which a KV pool on disk can read the KV without a copy.
 
-        It stays readable after the block is evicted. Return None for a partial block, if the file contains other
-        blocks, or if it cannot be opened.
+        The extent stays readable after the block is evicted. Return None if the block is partial, shares its file with
+        other blocks, or cannot be opened.
         """
         # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
         if self.count < BLOCK_SIZE or not self.own_file:
@@ -199,15 +191,14 @@ class StoredBlock:
 class BlockWriter:
     """Writes one KV block to a part of a file, layer by layer.
 
-    Call `write` once per layer, in any order and from one thread at a time. Then call `commit` or `abort`. The block
-    cannot be found in the store before `commit`.
+    Call `write` once per layer, in any order and from one thread at a time. Then call `commit`, which makes the block
+    available in the store, or `abort`.
 
     Args:
         offset: Byte offset of layer 0 in the file.
         open: Opens the file for writing and returns its descriptor. Raises OSError.
-        finish: Called by `commit` with the checksums of all layers, to make the block available in the store. Raises
-            OSError.
-        give_up: Called instead of `finish` if the block is discarded, with the error of a failed write, or None.
+        finish: Called by `commit` with the checksums of all layers. Raises OSError.
+        give_up: Called if the block is discarded, with the error of a failed write or None.
         own_file: Whether the file contains only this block.
     """
 
@@ -228,9 +219,9 @@ class BlockWriter:
         self._open = True
 
     def write(self, layer: int, block: memoryview) -> None:
-        """Write the data of one layer. Discard the block on an error."""
+        """Write the data of one layer. If this fails, discard the block."""
         assert layer not in self._checksums and len(block) == self.layer_bytes
-        self.note(layer, block)
+        self.record_checksum(layer, block)
         if not self._open:
             return
         try:
@@ -242,15 +233,15 @@ class BlockWriter:
         except OSError as error:
             self._discard(error)
 
-    def note(self, layer: int, block: memoryview) -> None:
-        """Record the checksum of a layer that other code writes to the file."""
+    def record_checksum(self, layer: int, block: memoryview) -> None:
+        """Record the checksum of a layer that a KV pool writes directly to the file."""
         self._checksums[layer] = checksum(block)
 
     def extent(self) -> StoredExtent | None:
-        """Return an extent through which a KV pool on disk can write the layers directly to the file.
+        """Return an extent: the location to which a KV pool on disk can write the layers instead of `write`.
 
-        `write` must not be called then. The file stays readable after the block is evicted. Return None if it contains
-        other blocks, or if disk space cannot be allocated.
+        The extent stays readable after the block is evicted. Return None if the file contains other blocks, or if disk
+        space cannot be allocated.
         """
         if not self._own_file:
             return None
@@ -262,7 +253,7 @@ class BlockWriter:
             file.allocate(0, self.offset + self.layers * self.layer_bytes)
         except OSError:
             return None
-        return StoredExtent(file, self.offset, self.layer_bytes, self.note)
+        return StoredExtent(file, self.offset, self.layer_bytes, self.record_checksum)
 
     def commit(self) -> bool:
         """Make the block available in the store. Return False if a write failed or a layer is missing."""
@@ -277,7 +268,6 @@ class BlockWriter:
         return done
 
     def abort(self) -> None:
-        """Discard the block, unless it is committed."""
         if self._open:
             self._discard(None)
 

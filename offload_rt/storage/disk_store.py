@@ -20,14 +20,14 @@ from .options import StoreOptions
 
 
 class DiskStore:
-    """Stores KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes. Thread-safe.
+    """Stores KV blocks and small documents in a folder of at most `options.limit` bytes. Thread-safe.
 
-    Each namespace (model, KV data type, layout) has a subfolder, named by its digest. The file name of a block is its
-    key, which the file header repeats. Damaged files, files with another key, and files that vanish between two calls
-    count as missing. The writing process removes damaged files.
+    Each namespace (model, KV data type, layout) has a subfolder. The file name of a block is its key. Damaged files,
+    files with another key in their header, and files that vanish between two calls count as missing. The writing
+    process removes damaged files.
 
-    Only one process writes, and any number of processes read. They need no shared index, because a file never changes
-    after it has its final name. A file is open only during a call, or while its `extent` is in use.
+    Only one process writes, and any number of processes read. A file has its final name only when it is complete, so
+    readers need no lock. Only an extent keeps a file open between calls.
 
     Args:
         namespace: Text that identifies the model, the KV data type and the layout.
@@ -63,12 +63,11 @@ class DiskStore:
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all stored data. A file that is being written counts with its full size."""
+        """Size in bytes of all stored data, including space reserved for files that are being written."""
         return self._index.bytes_used
 
     @property
     def last_error(self) -> str:
-        """Message about the last failed write, or ""."""
         return self._folder.last_error
 
     def __contains__(self, key: bytes) -> bool:
@@ -89,7 +88,7 @@ class DiskStore:
         )  # fmt: skip
 
     def verify(self, name: NamedBlock) -> bool:
-        """Return whether the block is stored and intact, after reading all its layers."""
+        """Read all layers of the block. Return whether the block is stored and intact."""
         if (block := self.find(name)) is None:
             return False
         buffer = memoryview(bytearray(block.layer_bytes))
@@ -100,14 +99,12 @@ class DiskStore:
     ) -> BlockWriter | None:
         """Reserve space for a block and create its file.
 
-        Args:
-            cost: Number of tokens to compute again if the block is lost (`policies.recomputation_cost`). It determines
-                the order of eviction.
-            for_prompt: Whether a prompt without a session name uses the block (see `mark_for_prompts`).
+        Return None if the block is already stored, the limit leaves no space, the file cannot be created
+        (`last_error`), or the store is read-only.
 
-        Returns:
-            A writer, or None if the block is already stored, the limit leaves no space, the file cannot be created
-            (`last_error`), or the store is read-only.
+        Args:
+            cost: Recomputation cost of the block in tokens (`policies.recomputation_cost`), for the eviction order.
+            for_prompt: Whether a prompt without a session name uses the block (`mark_for_prompts`).
         """
         if self._folder.read_only:
             return None
@@ -145,21 +142,17 @@ class DiskStore:
             self._folder.discard(self._path(key))
 
     def mark_for_prompts(self, keys: Iterable[bytes]) -> None:
-        """Record that a prompt without a session name uses the blocks `keys`, as far as they are stored.
+        """Set a *prompt mark* in stored blocks: a prompt without a session name uses them. Missing blocks are ignored.
 
-        Such prompts have no history that lists their blocks, so the mark is stored in the block. It ends when the
-        block is evicted or removed, or by a call of `retain`.
+        No session history lists these blocks. Without the mark, `retain` would remove them.
         """
         self._folder.mark_for_prompts(self._path(key) for key in keys)
 
     def retain(self, keys: Container[bytes], namespace: str | None = None, *, keep_marked: bool = True) -> int:
-        """Remove all blocks of a namespace, except the blocks `keys` and blocks with a prompt mark.
+        """Remove all blocks of a namespace except `keys` and blocks with a prompt mark. Return the freed bytes.
 
-        Return the number of freed bytes.
-
-        Files that have the name of a block but contain none, such as a renamed document, are removed too. Exceptions:
-        such a file is not detected if at least 99 other files of the namespace that would be kept have its size, or if
-        it replaced a block of its size whose header this process has already read.
+        Files with the name of a block but other content, such as a renamed document, are removed too, as far as
+        `StoreFolder.files_without_block` detects them.
 
         Args:
             namespace: Digest of the namespace. None is the store's own namespace.
@@ -171,21 +164,21 @@ class DiskStore:
         own, folder = self._own if namespace is None else self._folder.path / namespace, self._folder
         paths = set(block_paths(own))
         kept = {path for path in paths if bytes.fromhex(path.stem) in keys or (keep_marked and folder.is_marked(path))}
-        kept -= folder.without_block(kept)
+        kept -= folder.files_without_block(kept)
         freed = folder.remove(paths - kept)
         if not keep_marked:
             folder.unmark(kept)
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the blocks of a sequence, given in the order of the sequence, as used now."""
+        """Mark the blocks of a sequence as used now. `keys` are in the order of the sequence."""
         if not self._folder.read_only:
             self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the blocks that waiting turns will use, soonest first, and that are evicted last.
+        """Set the blocks that waiting turns will use, in the order of these turns. They are evicted last.
 
-        They need not exist yet.
+        The blocks need not be stored yet.
         """
         self._index.set_window([self._path(key) for key in keys])
 
@@ -201,7 +194,6 @@ class DiskStore:
         return self._own / name[:2] / f"{name}{BLOCKS}"
 
     def close(self) -> None:
-        """Release the write lock. A second call has no effect."""
         self._folder.close()
 
     def check_integrity(self) -> None:

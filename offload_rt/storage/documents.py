@@ -1,8 +1,8 @@
-"""Small named files (documents), each with its newest and its previous version (*generation*).
+"""Small named files (documents). Each has two *generations*: its newest and its previous version.
 
-If the newest generation is damaged, only the last change is lost. A document is written to a temporary file and synced
-to disk. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. If the process
-is killed at any point, the document's own name still refers to an intact generation.
+If the newest generation is damaged, only the last change is lost. A new generation is first written to a temporary
+file. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. Even if the
+process is killed, the document's name refers to an intact generation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SETTLED_NS = 2 * 10**9
 
 @dataclass(frozen=True)
 class Document:
-    """Content of a document: `data` of the newest intact generation.
+    """Content of the newest intact generation of a document.
 
-    `damage` is why the newest generation cannot be read, so that `data` is the previous one, or "" if it can.
+    `damage` describes why the newest generation could not be read, or is "".
     """
 
     data: bytes
@@ -39,10 +39,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Summary:
-    """The parts of a session history that a deletion needs.
+    """Data of a session history by which files and blocks are deleted.
 
     Attributes:
-        document: Name of the document that the history belongs to. It is known even if the file was renamed.
+        document: Name of the document that the history belongs to, even if the file was renamed.
         blocks: Identifiers of the KV blocks that the session uses.
         sinks: Name of the document that stores the attention keys of the session's sinks.
     """
@@ -57,8 +57,8 @@ Summarise = Callable[[bytes], Summary | None]
 
 
 @dataclass(frozen=True)
-class Known:
-    """Summary of an intact document file; None if it is not a session history."""
+class CachedSummary:
+    """Cached result for an intact document file: its summary, or None if it is not a session history."""
 
     summary: Summary | None
 
@@ -66,14 +66,14 @@ class Known:
 class SummaryCache:
     """Caches summaries of document files until the files change. Thread-safe.
 
-    A deletion needs the block keys of all sessions. Without this cache, it would read all histories each time.
+    Without the cache, each deletion would read the histories of all sessions.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, ...], Known]] = {}
+        self._known: dict[Path, tuple[tuple[int, ...], CachedSummary]] = {}
 
-    def get(self, path: Path, summarise: Summarise) -> Known | None:
-        """Return the entry of a file, which is read again if it has changed. None if it is damaged or missing."""
+    def get(self, path: Path, summarise: Summarise) -> CachedSummary | None:
+        """Return the summary of a file, or None if the file is damaged or missing."""
         try:
             status = path.lstat()
         except OSError:
@@ -88,7 +88,7 @@ class SummaryCache:
         if data is None:
             self._known.pop(path, None)
             return None
-        known = Known(summarise(data))
+        known = CachedSummary(summarise(data))
         if time.time_ns() - status.st_ctime_ns > _SETTLED_NS:
             self._known[path] = identity, known
         return known
@@ -97,8 +97,8 @@ class SummaryCache:
 class DocumentStore:
     """Stores the documents of one namespace in the folder `own`. Thread-safe.
 
-    The name of a document (`folder.NAME`) is a word such as "session" and a digest, so it contains no text of a user.
-    Documents are never evicted. Their size counts towards the limit of the store's `folder`, of `limit` bytes.
+    Document names match `folder.NAME` and contain no text of a user. Documents are never evicted, but count towards the
+    `limit` in bytes of the store.
     """
 
     def __init__(self, folder: StoreFolder, own: Path, limit: int | None) -> None:
@@ -107,11 +107,10 @@ class DocumentStore:
         self._summaries = SummaryCache()
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a document atomically, and keep the previous generation.
+        """Write a document atomically, and keep the previous generation (under another name if it is damaged).
 
-        If the limit or the disk leaves no space, KV blocks are evicted, pinned ones last. If the replaced document is
-        damaged, its file is renamed and kept. Documents are written one at a time. Operations on blocks do not wait for
-        them.
+        If the limit or the disk leaves no space, KV blocks are evicted, pinned blocks last. Documents are written one
+        at a time, but operations on blocks do not wait.
 
         Raises:
             StoreError: The document is too large, the store is full, or the file cannot be written.
@@ -138,7 +137,6 @@ class DocumentStore:
             sync(self._own)
 
     def _reserve(self, newest: Path, size: int) -> Path:
-        """Reserve space for a new generation. Return the temporary file to write. Raises StoreError."""
         folder = self._folder
         with folder.mutex:
             if not (folder.free_space(size) or folder.free_space(size, pinned=True)):
@@ -149,7 +147,6 @@ class DocumentStore:
             return folder.reserve_bytes(newest, size)
 
     def _write(self, newest: Path, before: Path, temporary: Path, record: bytes) -> None:
-        """Make `record` the newest generation. If this raises OSError, the newest generation is unchanged."""
         folder = self._folder
         write_synced(temporary, record)
         with folder.mutex:
@@ -161,7 +158,6 @@ class DocumentStore:
             folder.finish(temporary, newest, len(record))
 
     def _keep_previous(self, newest: Path, before: Path, record: bytes) -> None:
-        """Copy the current content of `newest` to the file `before` of the previous generation."""
         temporary = self._folder.temporary(before)
         try:
             os.link(newest, temporary)
@@ -188,7 +184,7 @@ class DocumentStore:
             return None
         reasons = [f"{str(newest)!r} {first.damage or 'is missing'}"]
         if second.damage:
-            reasons.append(f"{str(before)!r}, the one before it, {second.damage}")
+            reasons.append(f"{str(before)!r}, the previous version, {second.damage}")
         raise StoreError(" and ".join(reasons))
 
     def read_all(self) -> dict[str, Document | None]:
@@ -206,9 +202,9 @@ class DocumentStore:
         return found
 
     def summaries(self, namespace: str, summarise: Summarise) -> dict[str, Summary | None]:
-        """Return a summary of the newest intact generation of each document of a namespace, by name.
+        """Return the summary of each document of a namespace, by document name.
 
-        The value is None if there is no intact generation, or if `summarise` returns None.
+        The value is None if no generation is intact, or if the document is not a session history.
         """
         files = {path for path in self._files(self._folder.path / namespace) if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Summary | None] = {}
@@ -221,17 +217,15 @@ class DocumentStore:
     def delete(self, name: str, summarise: Summarise | None = None) -> list[str]:
         """Delete all generations and copies of a document. Raises StoreError.
 
-        The newest generation is deleted last. If the process is killed before that, the document still exists.
+        The newest generation is deleted last, so the document exists until all other files are deleted.
 
         Args:
             name: Name of the document, or "namespace digest/name".
-            summarise: Finds from the content of a file to which document it belongs. It is applied to every file of the
-                namespace, because files may have been renamed. If it returns None or the file is unreadable, the file
-                name decides.
+            summarise: If given, the content of a file decides whether it belongs to the document, because files may
+                have been renamed. If the content is no session history, the file name decides.
 
         Returns:
-            If `summarise` is given, the sorted names of unreadable files. One of them may be a file of the document, if
-            it was renamed before it was damaged.
+            If `summarise` is given, the sorted names of unreadable files, which may belong to the document.
         """
         newest, _ = self._paths(name)
         doomed, unreadable = list[Path](), list[str]()
@@ -253,7 +247,6 @@ class DocumentStore:
         return folder / f"{name}{DOCUMENTS}", folder / f"{name}{BEFORE}"
 
     def _files(self, *only: Path) -> Iterator[Path]:
-        """Yield all document files except temporary ones, in the namespace folders `only`, or in all namespaces."""
         for namespace in namespace_folders(self._folder.path):
             if not only or namespace in only:
                 known = (path for path in namespace.iterdir() if DOCUMENT_FILE.fullmatch(path.name))

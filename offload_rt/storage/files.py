@@ -1,7 +1,7 @@
 """Read and write small files of a store in one operation: block headers and documents.
 
-A store may be damaged or contain files of other programs. Only regular files are opened, never links or pipes, and the
-number of bytes read is limited.
+A store may be damaged or contain files of other programs. Only regular files of limited size are read, never links or
+pipes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,14 @@ _DIGEST = 8
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Result of reading a document file.
-
-    Attributes:
-        data: Content of the document, or None if the file does not exist or is damaged.
-        damage: Description of the damage, or "" if there is none.
-    """
+class DocumentContent:
+    """`data` is the content of a document file, or None if there is none. `damage` describes damage, or is ""."""
 
     data: bytes | None
     damage: str = ""
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading. Return its descriptor. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
@@ -48,28 +42,28 @@ def seal(data: bytes) -> bytes:
     return xxhash.xxh3_64(data).digest() + data
 
 
-def read_document(path: Path) -> Reading:
+def read_document(path: Path) -> DocumentContent:
     try:
         handle = open_regular(path)
     except FileNotFoundError:
-        return Reading(None)
+        return DocumentContent(None)
     except OSError as error:
-        return Reading(None, f"cannot be read ({error.strerror or 'it is not a regular file'})")
+        return DocumentContent(None, f"cannot be read ({error.strerror or 'it is not a regular file'})")
     try:
         with os.fdopen(handle, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             record = file.read(size) if size <= LARGEST_DOCUMENT else b""
     except OSError as error:
-        return Reading(None, f"cannot be read ({error.strerror or error})")
+        return DocumentContent(None, f"cannot be read ({error.strerror or error})")
     if len(record) >= _DIGEST and xxhash.xxh3_64(record[_DIGEST:]).digest() == record[:_DIGEST]:
-        return Reading(record[_DIGEST:])
-    return Reading(None, "is damaged" if size else "is empty")
+        return DocumentContent(record[_DIGEST:])
+    return DocumentContent(None, "is damaged" if size else "is empty")
 
 
 def read_prompt_mark(path: Path) -> bool | None:
-    """Return whether the block in this file has a prompt mark (`DiskStore.mark_for_prompts`).
+    """Return whether a block file has a prompt mark (`DiskStore.mark_for_prompts`), or None if it cannot be read.
 
-    The result is False if the file is damaged, and None if it cannot be read.
+    A damaged file has none.
     """
     header = read_header(path)
     try:
@@ -80,7 +74,7 @@ def read_prompt_mark(path: Path) -> bool | None:
 
 
 def write_prompt_mark(path: Path, marked: bool) -> None:
-    """Set or clear the prompt mark in a block file, unless it is damaged. Raises OSError."""
+    """Set or clear the prompt mark of a block file, unless the file is damaged. Raises OSError."""
     if (header := read_header(path)) is None:
         return
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

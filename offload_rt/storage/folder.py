@@ -42,15 +42,12 @@ nor changed.
 
 
 class StoreFolder:
-    """Manages the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
+    """Files of one store in the folder `path`, at most `options.limit` bytes including temporary files. Thread-safe.
 
     Only one process writes. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process ends.
-    Any number of processes read. The index is built at the start from file names, sizes and modification times.
-    Thread-safe: `mutex` protects the index, and callers hold it to combine several calls.
+    Any number of processes read. To make several calls atomic, hold `mutex`.
 
-    Files are readable only by their owner. If the folder is opened for writing, wrong modes of the store's files and
-    subfolders are corrected. The mode of `path` itself is corrected only if the folder contains no other files.
-    Symbolic links in place of subfolders are not followed.
+    Files are readable only by their owner. Symbolic links in place of subfolders are not followed.
 
     Args:
         clock: Returns the time in nanoseconds since 1970.
@@ -83,7 +80,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def usable(self) -> Iterator[None]:
-        """Convert an OSError in the body of the `with` statement to a StoreError that names the folder."""
+        """Raise an OSError in the body of the `with` statement as a StoreError that names the folder."""
         try:
             yield
         except StoreError:
@@ -97,9 +94,9 @@ class StoreFolder:
     # ---------------------------------------------------------------------------------------------------------- space
 
     def free_space(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
-        """Evict files until `size` more bytes fit within the limit. With `pinned`, pinned files are evicted last.
+        """Evict files until `size` more bytes fit within the limit, or evict none and return False.
 
-        Return False, without evicting any file, if there are too few. For `cost`, see `DiskIndex.victims`.
+        For `pinned` and `cost`, see `DiskIndex.victims`.
         """
         with self.mutex:
             victims = self.index.victims(size, pinned=pinned, cost=cost)
@@ -108,10 +105,7 @@ class StoreFolder:
             return victims is not None and not any(path in self.index for path in victims)
 
     def free_disk_space(self, size: int) -> bool:
-        """Remove block files to free `size` bytes on a full disk.
-
-        Return False, without removing any, if there are too few.
-        """
+        """Remove block files to free `size` bytes on a full disk, or remove none and return False."""
         with self.mutex:
             blocks = self.index.blocks()
             if sum(have for _, have in blocks) < size:
@@ -123,10 +117,9 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int, cost: int, *, for_prompt: bool) -> Path | None:
-        """Reserve `size` bytes for the new file `path`. For `cost`, see `DiskStore.begin`.
+        """Reserve `size` bytes for the new block file `path`. Return the temporary file to write.
 
-        Return the temporary file to write, or None if there is no space or `path` exists. With `for_prompt`, an
-        existing file gets a prompt mark.
+        Return None if there is no space or `path` exists. For `cost` and `for_prompt`, see `DiskStore.begin`.
         """
         with self.mutex:
             if for_prompt:
@@ -136,9 +129,9 @@ class StoreFolder:
             return self.reserve_bytes(path, size)
 
     def reserve_bytes(self, path: Path, size: int) -> Path:
-        """Reserve `size` bytes, after `free_space` has freed them. Return the temporary file to write.
+        """Reserve `size` bytes after `free_space`. Return the temporary file to write.
 
-        The caller must pass it to `finish` or `give_up`.
+        The caller must pass the temporary file to `finish` or `give_up`.
         """
         with self.mutex:
             self.index.reserved += size
@@ -150,9 +143,9 @@ class StoreFolder:
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, marked: bool = False) -> None:
-        """Rename a completely written and synced temporary file to `path`, replacing an existing file. Raises OSError.
+        """Rename a complete and synced temporary file to `path`, and replace an existing file. Raises OSError.
 
-        It has a prompt mark if `marked`. Otherwise it gets the mark of the replaced file.
+        The file has a prompt mark if `marked`, or if the replaced file has one.
         """
         with self.mutex:
             was_marked = self.is_marked(path)
@@ -164,7 +157,6 @@ class StoreFolder:
                 self.mark_for_prompts([path])
 
     def mark_for_prompts(self, paths: Iterable[Path]) -> None:
-        """Record in block files that a prompt without a session name uses them. Unknown files are ignored."""
         if self.read_only:
             return
         for path in paths:
@@ -177,7 +169,6 @@ class StoreFolder:
                         self.index.write_stamp(path)
 
     def is_marked(self, path: Path) -> bool:
-        """Return whether a prompt without a session name uses the block."""
         with self.mutex:
             file = self.index.files.get(path)
             if file is None:
@@ -187,11 +178,11 @@ class StoreFolder:
                 self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
             return bool(file.marked)
 
-    def without_block(self, paths: Iterable[Path]) -> set[Path]:
-        """Return the files among `paths` that contain no block, although they have the name of one.
+    def files_without_block(self, paths: Iterable[Path]) -> set[Path]:
+        """Return the files among `paths` that contain no block.
 
-        Full blocks of a namespace have equal sizes, so a file is not read if many others have the same size. A file
-        whose header was valid is read again only if its size has changed.
+        Full blocks of a namespace have equal sizes, so files are not read if at least `_MANY` have the same size. A
+        file with a valid header is read again only if its size changes.
         """
         sizes = dict[Path, int]()
         for path in paths:
@@ -214,7 +205,7 @@ class StoreFolder:
             return True
 
     def unmark(self, paths: Iterable[Path]) -> None:
-        """Remove the prompt marks from block files. Raises StoreError if one cannot be removed."""
+        """Remove the prompt marks of block files. Raises StoreError."""
         with self.mutex, self.usable():
             for path in paths:
                 if self.is_marked(path):
@@ -232,7 +223,7 @@ class StoreFolder:
                 self.last_error = f"cannot write {str(temporary)!r}: {error.strerror or error}"
 
     def put_aside(self, path: Path) -> None:
-        """Rename a damaged document, so that the store ignores it, but a user can inspect it."""
+        """Rename a damaged document. The store ignores the file, but a user can inspect it."""
         with self.mutex, contextlib.suppress(OSError):
             aside = path.with_suffix(DAMAGED)
             status = path.lstat()
@@ -253,7 +244,7 @@ class StoreFolder:
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files. Return their total size in bytes.
 
-        If some files cannot be removed, raise StoreError after all others are removed.
+        If a file cannot be removed, all other files are removed before StoreError is raised.
         """
         assert not self.read_only
         freed, refused = 0, ""
@@ -278,12 +269,11 @@ class StoreFolder:
         return freed
 
     def make_subfolder(self, path: Path) -> None:
-        """Create a subfolder that only its owner can read. Raises OSError, also if the path is a symbolic link."""
+        """Create a subfolder that only its owner can read. Raises OSError if this fails or finds a symbolic link."""
         make_private_folder(path)
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
-        """Raise OSError if a folder between the store folder and `path` is a symbolic link."""
         # A symbolic link may lead to files of another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():
@@ -292,7 +282,6 @@ class StoreFolder:
     # --------------------------------------------------------------------------------------------------- lock and scan
 
     def close(self) -> None:
-        """Release the write lock. A second call has no effect."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -306,13 +295,12 @@ class StoreFolder:
             self.close()
             raise StoreInUseError(
                 f"the store {str(self.path)!r} is being written by another process ({holder or 'unknown'}): one "
-                "process writes at a time; end that one, or use another folder"
+                "process writes at a time; end that process, or use another folder"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()}\n".encode(), 0)
 
     def _load_index(self) -> None:
-        """Add the existing files to the index. A writer also removes temporary files of crashed processes."""
         found = []
         for path in self._store_files():
             with contextlib.suppress(OSError):
@@ -326,7 +314,7 @@ class StoreFolder:
                 self.index.write_stamp(path)
 
     def _correct_modes(self) -> None:
-        """Make the store's folders and files readable only by their owner, including files of earlier versions."""
+        """Make files and folders of the store readable only by their owner. Earlier versions did not."""
         with contextlib.suppress(PermissionError):  # the folder belongs to another user but is writable
             known = (_LOCK, SERVER_FOLDER)
             if all(path.name in known or NAMESPACE.fullmatch(path.name) for path in self.path.iterdir()):
@@ -382,7 +370,7 @@ def _refuse_old(folder: Path) -> None:
 
 
 def block_paths(namespace: Path) -> Iterator[Path]:
-    """Yield all entries of a namespace folder with the name of a block file. They may be folders or links."""
+    """Yield the paths with the name of a block file in a namespace folder. They may be folders or links."""
     return (path for path in _block_files(namespace) if path.suffix == BLOCKS)
 
 

@@ -31,13 +31,13 @@ LONGEST_KEEP = 30 * 86400 * 10**9
 
 @dataclass
 class _File:
-    """Index entry of a file.
+    """Index entry of a file. Times are in nanoseconds since 1970.
 
     Attributes:
-        last_used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
-        rank: Rank in the eviction order: `last_used`, plus a delay if the KV is costly to compute again.
-        marked: Whether the file contains a prompt mark (`files.read_prompt_mark`). None if this is not known yet.
-        has_header: Whether a valid block header was found in the file (`StoreFolder.without_block`).
+        last_used: Time of the last use. With the policy "fifo", the time of creation.
+        rank: Position in the eviction order (`DiskIndex`).
+        marked: Whether the file contains a prompt mark (`files.read_prompt_mark`), or None if unknown.
+        has_header: Whether a valid block header was found in the file.
     """
 
     size: int
@@ -48,20 +48,16 @@ class _File:
 
 
 class DiskIndex:
-    """Index of a store's files by path, in the eviction order of `policy`.
+    """Index of a store's files, in the eviction order of `policy`. Thread-safe. For several atomic calls, hold `mutex`.
 
-    With "lookahead", the rank of a file is the time of its last use plus `NS_PER_TOKEN` times its recomputation cost in
-    tokens (`recomputation_cost`). The file system stores both: the last use as the modification time, the rank as the
-    access time.
-
-    Timestamps increase monotonically, so a clock that goes backwards does not change the order. Timestamps in the
-    future are replaced by the current time. Thread-safe. To make several calls atomic, hold `mutex`.
+    Files with the lowest rank are evicted first. With "lookahead", the rank is the time of the last use plus
+    `NS_PER_TOKEN` per token of recomputation cost. The file system stores the last use as modification time, and the
+    rank as access time. Timestamps always increase, even if the clock is set back.
 
     Args:
         limit_bytes: Maximum total size of the files, or None for no limit.
         policy: One of `LIVE_POLICIES`.
-        ttl: Time in seconds from the last use until a file expires, or None. Expired files are removed when space is
-            needed.
+        ttl: Seconds from the last use until a file expires, or None. Expired files are removed when space is needed.
         clock: Returns the time in nanoseconds since 1970.
     """
 
@@ -88,8 +84,8 @@ class DiskIndex:
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
         """Add existing files, given as (modification time, path, size, access time), in any order.
 
-        Modification times in the future are replaced by the current time. Return these files; the caller must update
-        their times on disk (`write_stamp`).
+        Modification times in the future are replaced by the current time. Return these files, whose times the caller
+        must update with `write_stamp`.
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
@@ -104,7 +100,7 @@ class DiskIndex:
         return ahead
 
     def add(self, path: Path, size: int, cost: int = 0) -> None:
-        """Add a file as used now. `cost` is its recomputation cost in tokens."""
+        """Add a file, used now. `cost` is its recomputation cost in tokens."""
         with self.mutex:
             self.remove(path)
             self.files[path] = _File(size, 0, 0)
@@ -114,9 +110,9 @@ class DiskIndex:
                 self._order.expect(path)
 
     def mark_used(self, paths: Sequence[Path]) -> None:
-        """Mark the block files of a sequence as used now, given in the order of its blocks.
+        """Mark the block files of a sequence, in the order of its blocks, as used now.
 
-        Files of later blocks are evicted before those of earlier ones. The policy "fifo" ignores uses.
+        Later blocks are evicted before earlier ones. With the policy "fifo", this has no effect.
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -131,7 +127,7 @@ class DiskIndex:
                 self._order.remove(path)
 
     def set_window(self, paths: Sequence[Path]) -> None:
-        """Set the files that are evicted last, because waiting requests will use them, soonest first."""
+        """Set the files that waiting requests will use, in the order of the requests. They are evicted last."""
         with self.mutex:
             self._wanted = set(paths)
             for path in self._order.set_window(paths):
@@ -154,8 +150,8 @@ class DiskIndex:
 
         Args:
             pinned: Also evict pinned files, if no other files are left.
-            cost: Number of tokens to compute again if the new file is lost, or None for a document. With the policy
-                "lookahead", a block file does not evict files with a higher rank than its own.
+            cost: Recomputation cost of the new file in tokens, or None for a document. With the policy "lookahead", a
+                block file does not evict files of a higher rank.
         """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
@@ -186,7 +182,6 @@ class DiskIndex:
         return list(gone) if limit is None or used <= limit else None
 
     def _expired(self, horizon: int) -> Iterator[Path]:
-        """Yield the files that may be evicted and were last used before `horizon` (in nanoseconds since 1970)."""
         for path, file in self.files.items():  # sorted by last use
             if file.last_used >= horizon:
                 return
@@ -194,7 +189,7 @@ class DiskIndex:
                 yield path
 
     def blocks(self) -> list[tuple[Path, int]]:
-        """Return the block files with their sizes in bytes, in eviction order, pinned files last."""
+        """Return the block files and their sizes in bytes, in eviction order, pinned files last."""
         ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
         return [(path, self.files[path].size) for path in ranked if path.suffix not in _STAYING]
 
@@ -219,7 +214,6 @@ class DiskIndex:
         self.write_stamp(path)
 
     def write_stamp(self, path: Path) -> None:
-        """Set the modification time of a file to its last use, and the access time to its rank."""
         file = self.files[path]
         with contextlib.suppress(OSError):
             os.utime(path, ns=(file.rank, file.last_used), follow_symlinks=False)

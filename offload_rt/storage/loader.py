@@ -35,19 +35,16 @@ class PlacedBlock(NamedTuple):
 
 
 class DamagedBlockError(Exception):
-    """The stored block with key `key` could not be read."""
-
     def __init__(self, key: bytes) -> None:
         super().__init__(key.hex())
         self.key = key
 
 
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
-    """Return the number of layers to load before the prefill starts, so that the prefill never waits for loading.
+    """Return how many layers to load before the prefill starts, so that the prefill never waits for loading.
 
-    The paper's buffer size is S_buf = B (T_load L_hist - T_pref L_new), with the bandwidth B: the bytes that cannot be
-    loaded while the new tokens are computed. A layer has B load_seconds / layers bytes, so the number of layers is k =
-    layers (1 - compute_seconds / load_seconds). If computing takes longer than loading, k is 1.
+    The paper's buffer has B (T_load L_hist - T_pref L_new) bytes with the bandwidth B, and a layer has B T_load L_hist
+    / layers bytes.
 
     Args:
         load_seconds: T_load L_hist in the paper: the time to load the stored prefix.
@@ -61,16 +58,14 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
 class BlockLoader:
     """Loads stored blocks into a block table, layer by layer, on a background thread.
 
-    Loading stays at most `ahead` layers ahead of the layer that is computed. With `ahead=0`, each layer is loaded when
-    `wait` is called for it. The KV of a layer may be read only after `wait(layer)` has returned.
+    The KV of a layer may be read after `wait(layer)`. The thread loads at most `ahead` layers ahead of the last `wait`.
 
-    If the KV pool itself is on disk, full blocks are not copied. The pool reads them from their files in the store
-    (`kv_cache.disk.extents`), and loading a layer only verifies its checksum.
+    A KV pool on disk reads full blocks directly from the store (`kv_cache.disk.extents`). These are not copied, but
+    only verified.
 
     Args:
-        blocks: Block table with the pool blocks to fill. It must not share them, nor be released before `close`.
-        placed_blocks: Stored blocks with their indices in the block table. Each has data for every layer of its group.
-        ahead: Maximum number of layers to load ahead of the computation.
+        blocks: Block table to fill. No other block table may share its blocks. Release them after `close`.
+        placed_blocks: Stored blocks with their indices in the block table, and data for all layers of their groups.
     """
 
     def __init__(self, pool: HostPool, blocks: BlockTable, placed_blocks: Seq[PlacedBlock], ahead: int):
@@ -106,17 +101,16 @@ class BlockLoader:
 
     @property
     def damaged(self) -> bool:
-        """Whether a block could not be read, so that `wait` raises DamagedBlockError."""
+        """Whether a block could not be read. `wait` then raises DamagedBlockError."""
         with self._changed:
             return self._damaged is not None
 
     @property
     def ended(self) -> bool:
-        """Whether all layers are loaded, or loading failed."""
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
-        """Wait until `layer` is loaded, and let the loader thread continue up to `layer + ahead`.
+        """Wait until `layer` is loaded. Then up to `ahead` more layers are loaded in the background.
 
         Raises DamagedBlockError if a stored block cannot be read, or the error that ended the loader thread.
         """
@@ -132,7 +126,7 @@ class BlockLoader:
                 raise DamagedBlockError(self._damaged)
 
     def close(self) -> None:
-        """Stop the loader thread. The remaining layers are not loaded."""
+        """Stop the loader thread. Layers that it has not begun are not loaded."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -162,7 +156,6 @@ class BlockLoader:
                     return
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
-        """Load all blocks of a layer that stores KV. Return the key of the first damaged block, or None."""
         if layer not in self._pool.groups.kv_layers:
             return None
         group, parts = self._pool.groups.group[layer], zip(self._placed, self._spans, self._extents, strict=True)
@@ -171,16 +164,11 @@ class BlockLoader:
         return next((block.key for (block, *_), right in zip(mine, intact, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
-        """Wait until `layer` is at most `ahead` layers ahead of the computed layer. Return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
 
     def _fill(self, block: StoredBlock, layer: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
-        """Load and verify one layer of one block. Return False if it is damaged.
-
-        With `extent`, the pool reads the KV from the file in the store, so it is not copied.
-        """
         return all(
             self._fill_storage_layer(block, storage_layer, span, extent)
             for storage_layer in self._pool.groups.storage_layers(layer)
@@ -206,7 +194,7 @@ class BlockLoader:
 
 
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
-    """Let the pool block of `span` use the file of a stored block as its extent, so that no KV is copied.
+    """Let the pool block of `span` read its KV from the file of a stored block. Return the extent in this file.
 
     Return None if the KV must be copied, for example because the pool is not on disk.
     """

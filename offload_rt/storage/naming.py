@@ -1,4 +1,4 @@
-"""Names of the stored blocks of a sequence. A name depends only on the tokens and on how their KV was computed."""
+"""Names of the stored blocks of a sequence. Names depend only on the tokens and on how their KV was computed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ STATE = -1
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """Name of a stored block: its index in a sequence, and the inputs of its key.
+    """Name of a stored block. It determines the `key` of the block.
 
     Attributes:
+        index: Index of the block in its sequence.
+        parent: Key of the preceding block.
         provenance_key: KV provenance key, which describes how the KV was computed.
         tokens: Token ids of the block as little-endian int64.
         group: Layer group whose KV the block contains (`kv_cache.layer_groups`), or `STATE`.
@@ -37,27 +39,26 @@ class NamedBlock:
 
     @property
     def count(self) -> int:
-        """Number of tokens in the block, at most 64."""
         return len(self.tokens) // TOKEN_BYTES
 
     def window(self, group: int) -> NamedBlock:
-        """Return the name of the block with the same tokens' KV in the sliding-window layers of `group`."""
+        """Return the name of the block with the KV of these tokens in the sliding-window layers of `group`."""
         return NamedBlock(self.index, self.key, f"{self.provenance_key} window {group}", self.tokens, group)
 
     def state(self) -> NamedBlock:
-        """Return the name of the block with a snapshot of the recurrent state after these tokens."""
+        """Return the name of the snapshot of the recurrent state after these tokens."""
         return NamedBlock(self.index, self.key, f"{self.provenance_key} state", self.tokens, STATE)
 
 
 @dataclass(frozen=True)
 class SessionProvenance:
-    """The part of the KV provenance key that all blocks of a sequence have in common.
+    """Inputs of the names of all blocks of a sequence.
 
     Attributes:
         root: Parent key of the first block (`DiskStore.root`).
         policy: KV provenance of decoded tokens (`Runner.provenance_key`).
         suffix: Cache salt and truncations of the session (`History.provenance`).
-        owner: Session id if only this session and its forks may use the blocks. "" if all sessions may use them.
+        owner: Session id if only this session and its forks may use the blocks, else "".
     """
 
     root: bytes
@@ -71,12 +72,11 @@ def name_blocks(
 ) -> list[NamedBlock]:
     """Return the names of the blocks of `tokens[:stop]`. The last block may be partly filled.
 
-    With sparse attention, the KV of a decoded token, and all KV after it, depends on where decoding began. The name of
-    every block from the first decoded token on therefore includes a mask of its decoded tokens. With exact attention,
-    it does not.
+    With sparse attention, the KV of decoded tokens and of all later tokens depends on where decoding began. Names from
+    the first decoded token on therefore include a mask of the decoded tokens.
 
     Args:
-        decoded: Ranges (start, stop) of tokens whose KV decode steps computed, ascending.
+        decoded: Ranges (start, stop) of tokens whose KV was computed by decode steps, ascending.
     """
     marks = bytearray(stop)
     for first, last in decoded:
@@ -97,9 +97,9 @@ def name_blocks(
 
 
 def window_blocks(groups: LayerGroups, names: Seq[NamedBlock], stop: int, floor: int) -> list[NamedBlock]:
-    """Return the names of the sliding-window blocks that the token at index `stop` can attend to.
+    """Return the names of the blocks that the token at index `stop` can attend to in sliding-window layers.
 
-    `names` are the full-attention blocks of the same tokens. Sliding layers see no token before `floor`.
+    `names` are the full-attention blocks of the same tokens. Sliding layers ignore tokens before `floor`.
     """
     seen = names[groups.first_seen(stop, floor) // BLOCK_SIZE :] if groups.sliding else ()
     return [name.window(group) for name in seen for group in groups.groups if group]

@@ -20,16 +20,16 @@ class StoreOptions:
     `limit` may be a string such as "50GiB", and `ttl` a string such as "7d".
 
     Attributes:
-        limit: Hard limit on the total size in bytes of the store's KV and of the histories of its sessions, including
-            files that are being written; None means no limit. Not included are the file `lock` (some bytes) and, with
-            `offload-rt serve`, the folder `server` with the texts of conversations and responses.
-        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts the rest by last use and
-            recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
+        limit: Hard limit on the total size in bytes of stored KV and session histories, including files that are being
+            written; None means no limit. The file `lock` (some bytes) and the folder `server`, in which `offload-rt
+            serve` stores texts, are not counted.
+        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts all other KV by last use
+            and recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
         ttl: Seconds after the last use until stored KV is deleted and KV in host memory is released; None means never.
-        free_host: Fraction of the KV cache in host memory that is kept free, so that loading a session does not wait
+        free_host: Fraction of the KV cache in host memory that is kept free, so that loading a session need not wait
             for evictions.
-        overflow: Action if a turn would exceed the model's maximum length: "truncate" drops the oldest half of the
-            conversation except its first tokens, without recomputation; "error" refuses the turn. Conversations of
+        overflow: Action if a turn would exceed the model's maximum length. "truncate" drops the oldest half of the
+            conversation except its first tokens, without recomputation. "error" refuses the turn. Conversations of
             models with absolute positions are never truncated.
     """
 

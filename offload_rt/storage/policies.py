@@ -1,7 +1,4 @@
-"""Eviction order of stored KV: LRU, FIFO, and CachedAttention's look-ahead (§3.3) with recomputation cost.
-
-The evicted items are files (`index.py`) or sessions (`sessions/host_tier.py`).
-"""
+"""Eviction order of stored KV: LRU, FIFO, and CachedAttention's look-ahead (§3.3) with recomputation cost."""
 
 from __future__ import annotations
 
@@ -18,37 +15,38 @@ K = TypeVar("K", bound=Hashable)
 
 
 def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
-    """Return the prefetch window L_pw = C_mem / S_kv (CachedAttention §3.3.1).
+    """Return L_pw = C_mem / S_kv: the number of queued requests whose KV can be prefetched.
 
-    The KV of the first L_pw requests in the queue can be prefetched. C_mem is the host memory available for
-    prefetching, and S_kv the mean size of a session's KV.
+    In CachedAttention §3.3.1, C_mem is the host memory for prefetching, and S_kv the mean size of a session's KV.
     """
     return int(free_bytes / mean_bytes) if mean_bytes > 0 else 0
 
 
 def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
-    """Return the eviction window L_ew = (C_mem + C_disk) / S_kv (CachedAttention §3.3.2).
+    """Return L_ew = (C_mem + C_disk) / S_kv: the number of queued requests whose KV is evicted last.
 
-    The KV of the first L_ew requests in the queue is evicted last. C_mem is the host memory for KV, C_disk the size
-    limit of the disk store, and S_kv the mean size of a session's KV.
+    In CachedAttention §3.3.2, C_mem is the host memory for KV, C_disk the size limit of the disk store, and S_kv the
+    mean size of a session's KV.
     """
     return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
 
 
 def recomputation_cost(tokens: int, start: int) -> int:
-    """Return the number of tokens to compute again if the block at token `start` of a text is lost.
+    """Return the cost, in tokens, of computing KV again if the block at token `start` of a text is lost.
 
-    It is higher for blocks of long texts, and for earlier blocks, because all later blocks are useless without them.
+    The cost is higher in long texts, and for earlier blocks, because all later blocks are useless without them.
     """
     return 2 * tokens - start
 
 
 class EvictionOrder(Generic[K]):
-    """The order in which files or sessions are evicted.
+    """The order in which files (`index.py`) or sessions (`sessions/host_tier.py`) are evicted.
 
-    The item with the lowest rank is evicted first: the least recently used one, or with "fifo" the oldest one. With
-    "lookahead", items that queued requests need (the *eviction window*) are evicted after all others, beginning with
-    the item that is needed last (CachedAttention §3.3.2).
+    The item with the lowest rank is evicted first. Among equal ranks, this is the least recently used item, or with
+    "fifo" the oldest item.
+
+    "lookahead" has an *eviction window*: the items that queued requests need. These are evicted after all other items,
+    in reverse order of need (CachedAttention §3.3.2).
     """
 
     def __init__(self, policy: str) -> None:
@@ -61,10 +59,7 @@ class EvictionOrder(Generic[K]):
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
     def add(self, item: K, rank: int = 0) -> None:
-        """Add an item, or record that it was used. An item in the eviction window stays there.
-
-        Items with equal ranks are ordered by their last use.
-        """
+        """Add an item, or record its use. Items in the eviction window are not changed."""
         if item not in self._wanted and (self._renew or item not in self._others):
             self._rank(item, rank)
 
@@ -81,18 +76,15 @@ class EvictionOrder(Generic[K]):
         self._wanted.pop(item, None)
 
     def expect(self, item: K) -> None:
-        """Move a known item to the end of the eviction window, so that it is evicted last.
-
-        Only "lookahead" has a window.
-        """
+        """Move an item to the end of the eviction window, as the item that is needed last."""
         if self._looks_ahead and item in self._others:
             del self._others[item]
             self._wanted[item] = None
 
     def set_window(self, items: Sequence[K]) -> list[K]:
-        """Set the eviction window to `items`, sorted by the time when they will be needed.
+        """Set the eviction window to `items`, in the order in which they will be needed.
 
-        Return the items that left the window. Their rank is now 0, the lowest.
+        Return the items that left the window. They now have the lowest rank, 0.
         """
         now = dict.fromkeys(items)
         left = [item for item in self._wanted if item not in now]
@@ -106,11 +98,10 @@ class EvictionOrder(Generic[K]):
         return left
 
     def in_window(self, item: K) -> bool:
-        """Return whether the item is in the eviction window. Only "lookahead" has a window."""
         return item in self._wanted
 
     def ranked(self) -> Iterator[K]:
-        """Iterate over all items in eviction order, which must not change during the iteration."""
+        """Iterate over all items in eviction order. Do not change the order during the iteration."""
         heap = self._heap.copy()
         while heap:
             rank, number, item = heapq.heappop(heap)
@@ -119,5 +110,4 @@ class EvictionOrder(Generic[K]):
         yield from reversed(self._wanted)
 
     def first(self) -> K:
-        """Return the item to evict next."""
         return next(self.ranked())

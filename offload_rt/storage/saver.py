@@ -34,13 +34,11 @@ class PendingBlock:
     """A block that is being saved.
 
     Attributes:
-        pool_block: Id of the block in the pool. It changes if the block table replaces the block.
-        cost: Number of tokens to compute again if the block is lost.
-        for_prompt: Whether a prompt without a session name uses the block.
-        writer: Writer of the store for this block, or None.
-        extent: File of the store if the KV pool writes the block directly to it, else None.
+        pool_block: Id of the block in the pool when it was registered.
+        cost: Recomputation cost of the block in tokens.
+        extent: Location in the store to which the KV pool writes the block directly, or None.
         refused: Whether the store did not accept the block.
-        moved: Whether the block table has replaced the block since `begin`. If so, the block is not committed.
+        moved: Whether the block table has replaced the block. If so, the block is not committed.
     """
 
     block: NamedBlock
@@ -54,7 +52,6 @@ class PendingBlock:
     moved: bool = False
 
     def give_up(self) -> None:
-        """Stop saving the block, and discard its data in the store."""
         if self.writer is not None:
             self.writer.abort()
         self.writer = self.extent = None
@@ -65,7 +62,7 @@ class SaveHandle:
     """Blocks of one block table that are being saved.
 
     Attributes:
-        pending: The blocks, parents first.
+        pending: The blocks. A block comes after the blocks that precede it in its sequence.
         buffered: Number of blocks that wait in the write buffer.
         ended: Whether all blocks are committed or given up.
     """
@@ -79,27 +76,24 @@ class SaveHandle:
 class Saver:
     """Writes KV blocks from the pool to a store on a worker thread.
 
-    `begin` registers blocks whose KV will be computed, and `layer_done` reports that one of their layers is complete.
-    It is written while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
+    `begin` registers blocks whose KV will be computed. After `layer_done`, the worker writes a layer of these blocks
+    while the next layer is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
-    The pool itself is the write buffer, so the owner of the block table must keep the blocks until `flush` or
-    `wait_for`. If the block table replaces a block, `cancel_replaced` cancels its pending writes. At most WRITE_BUFFER
-    bytes wait to be written: `begin` accepts only as many blocks as fit, and the caller must pass the others again
-    later.
+    The owner must keep the blocks in the pool until `flush` or `wait_for`, and call `cancel_replaced` if blocks are
+    replaced. At most `WRITE_BUFFER` bytes wait to be written: `begin` accepts as many blocks as fit, and the caller
+    must pass all others again later.
 
-    For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
-    pool writes full blocks directly to that file (*stored extent*, `kv_cache.disk.extents`), and reads them there:
+    For a pool on disk, blocks are saved after their last layer. If the store has a separate file per block, the pool
+    writes full blocks directly to this file and reads them there (*stored extent*, `kv_cache.disk.extents`):
 
-    * A block whose KV is not computed yet gets its stored extent in `begin`.
-    * A block that is complete and still in memory is written to a stored extent after its last layer.
-    * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
-      pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
+    * A block whose KV is not computed yet gets a stored extent in `begin`.
+    * A complete block that is still in memory is written to a stored extent after its last layer.
+    * All other blocks are copied to the store: partial blocks, blocks in the pool's own file, blocks beyond the limit
+      of open files, and blocks that have left their stored extent.
 
-    A block is not committed if any of its writes failed. Its file then loses its name, but remains the extent of the
-    pool block, unless the KV was never complete (`abort`).
+    If a write fails, the block is not committed: its file has no name, but the pool can still use the stored extent.
 
-    Call all methods except `notify` on the compute thread. The worker reads the pool, after `KVStorage.settle`, and
-    writes to the store.
+    Call all methods except `notify` on the compute thread.
     """
 
     def __init__(self, store: DiskStore | SwapFile, pool: HostPool, rows: KVStorage) -> None:
@@ -114,7 +108,7 @@ class Saver:
         self._worker.start()
 
     def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, for_prompt: bool = False) -> SaveHandle | None:
-        """Start to save blocks of `named`, in order, as many as fit in the write buffer.
+        """Start to save the first blocks of `named`, as many as fit in the write buffer.
 
         Return a handle for `layer_done`, or None if no block fits. For `for_prompt`, see `DiskStore.begin`.
         """
@@ -140,9 +134,9 @@ class Saver:
         return saving
 
     def layer_done(self, saving: SaveHandle, layer: int) -> None:
-        """Report that the KV of `layer` is complete, in the order of the layers.
+        """Report that the KV of `layer` is complete. Call this in the order of the layers.
 
-        A transfer of the KV to the pool may still be pending. The worker waits for it.
+        The transfer of the KV to the pool may still be pending. The worker waits for it.
         """
         if self._file is not None:
             if layer < self._last:
@@ -152,7 +146,6 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach_extent(self, saving: SaveHandle, pending: PendingBlock) -> bool:
-        """Let the pool write a block directly to a new store file. Return False if the block must be copied instead."""
         file, block = self._file, pending.block
         if (
             file is None
@@ -168,7 +161,6 @@ class Saver:
         return False
 
     def _move_to_store(self, file: FileArena, pending: PendingBlock) -> None:
-        """Write a complete block of a pool on disk directly to a store file, if it is still in memory."""
         if pending.extent is not None or pending.block.count < BLOCK_SIZE or not file.is_buffered(pending.pool_block):
             return
         layers = self._pool.groups.used_storage_layers(pending.block.group)
@@ -176,7 +168,6 @@ class Saver:
             pending.give_up()
 
     def _begin_extent(self, pending: PendingBlock) -> StoredExtent | None:
-        """Create a store file to which the pool can write a block. Return None if the store provides none."""
         if (writer := self._begin_writer(pending)) is not None:
             pending.extent = writer.extent()
         if pending.extent is None:
@@ -184,10 +175,7 @@ class Saver:
         return pending.extent
 
     def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, for_prompt: bool = False) -> int:
-        """Save all layers of complete blocks. Return how many of `named` were accepted.
-
-        For `for_prompt`, see `DiskStore.begin`.
-        """
+        """Save all layers of complete blocks. Return how many of `named` were accepted."""
         saving = self.begin(blocks, named, for_prompt=for_prompt)
         if saving is None:
             return 0
@@ -196,16 +184,15 @@ class Saver:
         return len(saving.pending)
 
     def _pool_block_id(self, blocks: BlockTable, block: NamedBlock) -> int:
-        """Return the id of the pool block with the KV of `block`, or -1 if it has been released."""
+        """Return the id of the pool block with the KV of `block`, or -1 if it was released."""
         found = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
         return found[0] if found else -1
 
     def cancel_replaced(self) -> set[bytes]:
         """Stop saving blocks that their block table has replaced or released. Return their keys.
 
-        This happens if an equal block is already in the prefix tree, a shared partial block is copied before it grows,
-        or the block leaves the sliding window. Call this method after such an operation, before the next write to the
-        pool.
+        Call this before the next write to the pool if a block was replaced by an equal one of the prefix tree, if a
+        shared partial block was copied, or if a block left the sliding window.
         """
         cancelled = set()
         with self._mutex:
@@ -218,7 +205,10 @@ class Saver:
         return cancelled
 
     def abort(self, saving: SaveHandle) -> None:
-        """Stop saving blocks whose layers are not all complete, after pending writes."""
+        """Wait for pending writes. Then stop saving blocks that are not complete.
+
+        The pool drops the stored extents of blocks whose KV is not complete.
+        """
         self.flush()
         unfinished = [
             pending.pool_block
@@ -232,14 +222,14 @@ class Saver:
             self._file.discard(unfinished)
 
     def flush(self) -> None:
-        """Wait until all complete layers are written. Raise the exception of the worker thread, if there was one."""
+        """Wait until all complete layers are written. Raises the exception of the worker thread, if there was one."""
         self._jobs.join()
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
 
     def wait_for(self, blocks: BlockTable) -> None:
-        """Wait until no pending write reads `blocks`, so that they may be freed. Raises the errors of `flush`."""
+        """Wait until no pending write reads `blocks`, so that they may be freed. Raises like `flush`."""
         if any(saving.blocks is blocks and not saving.ended for saving in self._active):
             self.flush()
 
@@ -277,7 +267,6 @@ class Saver:
             self._give_up(saving)
 
     def _write(self, saving: SaveHandle, layer: int) -> None:
-        """Write one layer of every block (all layers for a pool on disk), and commit complete blocks, parents first."""
         if saving.ended:
             return
         self._rows.settle(saving.blocks)
@@ -292,7 +281,6 @@ class Saver:
             self._finish(saving)
 
     def _write_stored(self, file: FileArena, pending: PendingBlock) -> None:
-        """Commit a block of a pool on disk, after copying its KV if it is not in a file of the store."""
         try:
             if pending.extent is not None and file.extent(pending.pool_block) is not pending.extent:
                 pending.give_up()
@@ -311,7 +299,6 @@ class Saver:
                     writer.write(storage_layer, layer_data(self._pool, part))
 
     def _begin_writer(self, pending: PendingBlock) -> BlockWriter | None:
-        """Return the store's writer for a block, or None if the store has the block already or does not accept it."""
         if pending.writer is None and not pending.refused:
             size = layer_bytes(self._pool, pending.block.count)
             pending.writer = self._store.begin(pending.block, size, pending.cost, for_prompt=pending.for_prompt)
@@ -319,7 +306,6 @@ class Saver:
         return pending.writer
 
     def _commit(self, writer: BlockWriter, pending: PendingBlock) -> None:
-        """Commit a block whose layers are all written, unless the block table has replaced it."""
         # If a stored block has more storage layers than its layer group uses, write zeros for the remaining ones.
         for storage_layer in range(self._pool.groups.used_storage_layers(pending.block.group), self._store.layers):
             writer.write(storage_layer, memoryview(bytes(layer_bytes(self._pool, pending.block.count))))
@@ -346,7 +332,7 @@ def layer_bytes(pool: HostPool, tokens: int) -> int:
 
 
 def layer_data(pool: HostPool, part: KVPart) -> memoryview:
-    """Return a copy of the KV of a storage layer, `[Hkv, n, planes, width]`, as zero-padded bytes."""
+    """Return the KV of a storage layer, `[Hkv, n, planes, width]`, as zero-padded bytes."""
     layout, size = pool.layout, part.k.shape[1]
     block = torch.zeros(block_layer_bytes(size, layout) // layout.itemsize, dtype=part.k.dtype)
     rows = block[: layout.planes * part.k.numel()].view(layout.kv_heads, size, layout.planes, -1)

@@ -1,4 +1,4 @@
-"""One unnamed file with the KV blocks of preempted sequences, which is deleted when the process ends."""
+"""KV blocks of preempted sequences in an unnamed file, which is deleted when the process ends."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .naming import NamedBlock
 
 
 class SwapFile:
-    """Stores KV blocks by key in an unnamed file, with the methods of `DiskStore` that a `Saver` needs.
+    """Stores KV blocks by key in an unnamed file. `Saver` can use it like a `DiskStore`.
 
-    Blocks are never evicted. When no block is left, the file is truncated. Not thread-safe: the caller must flush the
-    saver before it calls the store.
+    Blocks are never evicted. When no block is left, the file is truncated. Not thread-safe: flush the saver before
+    other calls.
 
     Args:
         folder: A folder on the file system to use. The file does not appear in it.
         namespace: Text that identifies the model, the KV data type and the layout.
-        slot_bytes: Number of bytes to reserve in the file per block.
+        slot_bytes: Number of bytes to reserve per block.
         limit: Maximum total size in bytes, or None for no limit.
 
     Raises:
@@ -57,7 +57,6 @@ class SwapFile:
     def begin(
         self, name: NamedBlock, layer_bytes: int, cost: int = 0, *, for_prompt: bool = False
     ) -> BlockWriter | None:
-        """Reserve space for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
         key, count = name.key, name.count
         if key in self._blocks or (self._limit is not None and self.bytes_used + self._slot_bytes > self._limit):

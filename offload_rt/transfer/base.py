@@ -1,9 +1,8 @@
 """Interface of KV transfers between the host pool and the compute device.
 
-`KVStorage` stores new KV. `RowFetch` fetches the KV of single sequences. `BatchedRows` fetches the KV of whole batches
-without copying the numbers of selected tokens to the host.
+`KVStorage` stores new KV. `RowFetch` fetches KV for single sequences, and `BatchedRows` for a whole batch.
 
-All byte counts assume separate device memory, also on a CPU, where KV is read in place.
+All byte counts assume that the device has separate memory. They are also computed on a CPU, where KV is read in place.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ class PrefilledLayer:
     """KV of one layer during prefill, valid until the sequence is prefilled further or closed.
 
     Attributes:
-        kv: Contiguous K and V of the tokens from `first` on. In a sliding-window layer, only tokens that a new token
+        kv: Contiguous K and V of the tokens from `first` on. In a sliding-window layer, only of tokens that a new token
             attends to.
         first: Index of the first token in `kv`.
         bytes_to_device: Size in bytes of the earlier tokens' KV that was copied to the device.
         bytes_to_host: Size in bytes of the new KV that was written back to the pool.
-        past: KV of the visible tokens before `first`, as parts in token order. A part from disk is read when it is
-            accessed, again in each iteration. Empty unless KV is on disk, or is read in place and is not contiguous.
+        past: Parts with the KV of earlier tokens, in token order. Empty unless KV is on disk, or is read in place and
+            is not contiguous. Each access to a part on disk reads it again.
     """
 
     kv: KVPart
@@ -39,7 +38,7 @@ class PrefilledLayer:
     past: Sequence[KVPart] = ()
 
     def joined(self) -> PrefilledLayer:
-        """Return this object with `past` and `kv` concatenated in `kv`."""
+        """Return this layer with all KV in `kv`, and an empty `past`."""
         return replace(self, kv=join([*self.past, self.kv]), first=0, past=()) if self.past else self
 
 
@@ -59,7 +58,8 @@ class Savings:
     Attributes:
         requested: Number of requested entries, including padding.
         selected: Number of requested entries without padding.
-        not_transferred: Number of working-set hits, entries that are fetched for another sequence, and padding.
+        not_transferred: Number of entries that need no transfer: hits, padding, and entries fetched for another
+            sequence.
         hits: Number of requested entries found in the working set.
     """
 
@@ -74,37 +74,35 @@ class Savings:
 
 
 class PendingFetch(Protocol):
-    """A pending fetch of KV."""
+    """A pending fetch of KV for one sequence."""
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the requested KV that is not resident, whether it is transferred or not (`savings`)."""
+        """Size in bytes of the requested KV that is not resident. `savings` counts the part that needs no transfer."""
         ...
 
     @property
     def savings(self) -> Savings | None:
-        """Counts of the entries that are not transferred, valid after `wait`. None if all entries are transferred."""
+        """Counts of the entries that need no transfer, valid after `wait`. None if all entries are transferred."""
         ...
 
     @property
     def copied_tokens(self) -> int | None:
         """Number of tokens that are read from copies of blocks on the device, and are not in `bytes`.
 
-        None if there are no copies, and if the fetch is for selected tokens, which `savings` counts.
+        None without such copies, and for a fetch of selected tokens, which `savings` counts.
         """
         ...
 
     def wait(self) -> list[KVPart]:
-        """Return the fetched KV on the device, as parts.
+        """Return the fetched KV on the device, as parts. On CUDA, only the compute stream waits, not the host.
 
-        The compute stream waits for the copies. On CUDA, the host does not wait for them.
+        The parts of `fetch` contain each token that the layer attends to once, in any order. This includes the newest
+        token, so call `append` for the layer before `wait`. The parts of `fetch_more` contain only the additional
+        tokens.
 
-        For `fetch`, the parts contain each token that the layer attends to once: sinks, recent tokens and selected
-        tokens, in any order. This includes the newest token, so call `append` for the layer before `wait`. For
-        `fetch_more`, the parts contain only the additional tokens.
-
-        Parts with selected tokens are valid until the next `wait` of a fetch that was started by the same method. All
-        other parts are valid while they are referenced.
+        Parts with selected tokens are valid until the next `wait` of a fetch by the same method. All other parts are
+        valid while they are referenced.
         """
         ...
 
@@ -115,8 +113,8 @@ class KVStorage(Protocol):
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
 
-        If `origin` is the block table of an open sequence with the same tokens, sinks and window, its data on the
-        device is copied.
+        If `origin` is the block table of an open sequence with the same tokens, sinks and window, the device data of
+        `origin` is copied.
         """
         ...
 
@@ -128,14 +126,14 @@ class KVStorage(Protocol):
         self.open(blocks, sinks, recent)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Wait until all appended KV is in the pool, before its blocks are shared with another sequence."""
+        """Wait until all appended KV is in the pool. Call this before other sequences share the blocks."""
         ...
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Store new k and v `[Hkv, m, d]` in the slots [start, start + m).
 
-        KV of resident tokens also stays on the device. KV of tokens that have a slot in the layer is written back to
-        the pool asynchronously. Return the size in bytes of the KV written back.
+        KV is written to the pool asynchronously, and KV of resident tokens also stays on the device. Sliding-window
+        layers store only tokens in their window. Return the size in bytes of the KV written to the pool.
         """
         ...
 
@@ -144,9 +142,9 @@ class KVStorage(Protocol):
         ...
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the resident KV entry in slot `source` to pool slot `target`, within a step.
+        """Copy the resident KV entry of slot `source` to pool slot `target`, within a step.
 
-        Use this for a token that leaves the recent window, because the next `append` overwrites its resident KV. The
+        Use this for a token that leaves the recent window, before the next `append` overwrites its resident KV. The
         copy is ordered with the layer's fetches and appends. The default implementation calls `move`.
         """
         self.move(blocks, layer, source, target)
@@ -154,8 +152,8 @@ class KVStorage(Protocol):
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Store K and V of the tokens from `start` on, passed as slices in token order. Return the KV of the layer.
 
-        Each slice is written back as soon as the iterator yields it. KV of tokens that will be resident also stays on
-        the device.
+        The write of each slice starts before the next slice is requested from the iterator. KV of resident tokens also
+        stays on the device.
         """
         ...
 
@@ -172,8 +170,8 @@ class RowFetch(Protocol):
     ) -> PendingFetch:
         """Start fetching the selected candidates, or all candidates if `selection` is None.
 
-        Resident tokens are not transferred. If `selection.counts` is not None, the selected KV is a separate part
-        with these counts.
+        Resident tokens are not transferred. If `selection.counts` is not None, the selected KV is a separate part with
+        these counts.
         """
         ...
 
@@ -191,21 +189,21 @@ class RowFetch(Protocol):
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence. Each fetch returns all selected KV of its sequence.
+        """Start one fetch per sequence, for all selected KV of the sequence.
 
-        KV in shared blocks that several sequences select is transferred only once. The first of their fetches transfers
-        it, and the other fetches count it in `savings`.
+        KV that several sequences select from shared blocks is transferred only once, by the first of these fetches. All
+        other fetches count it in `savings`.
         """
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching the tokens `extra`, which a layer selects in addition to those of an earlier fetch."""
+        """Start fetching the tokens `extra`, which the layer selects after an earlier fetch."""
         ...
 
 
 class BatchedRows(Protocol):
-    """Fetches KV of whole batches. The numbers of selected tokens stay on the device."""
+    """Fetches KV for a whole batch. The host does not need to know how many tokens are selected."""
 
     def row_lists(self, batch: int, tokens: int) -> RowLists: ...
 
@@ -221,7 +219,7 @@ class Transfer(Protocol):
 
     @property
     def batched(self) -> BatchedRows | None:
-        """Fetches of whole batches, or None if they are not supported."""
+        """Fetches for whole batches, or None if they are not supported."""
         ...
 
     @property
@@ -234,7 +232,7 @@ class Transfer(Protocol):
         ...
 
     def loaded_bytes(self, blocks: BlockTable) -> int:
-        """Return the size in bytes of a sequence's KV that was copied to the device, but not by a fetch."""
+        """Return the size in bytes of a sequence's KV that was copied to the device outside of fetches."""
         ...
 
     def check_integrity(self) -> None:

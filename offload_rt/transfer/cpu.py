@@ -1,8 +1,7 @@
 """Transfers on a CPU: attention reads KV directly from the host pool.
 
-C code reads all KV in place (`kernels.decode_attention`). Without it, a layer that selects tokens gathers the keys of
-resident and selected tokens into a scratch buffer, and also the values if query heads share a KV head. The gather is an
-`index_select` of whole vectors, which is faster than `torch.gather`.
+C code reads all KV in place (`kernels.decode_attention`). Without it, the keys of resident and selected tokens are
+copied to a scratch buffer, and the values only if several query heads share a KV head.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ _NOTHING = range(0), range(0)
 
 @dataclass(frozen=True)
 class _Fetch:
-    """The KV of `resident` and of the selected `tokens` `[Hkv, n]`, without a copy.
+    """The KV of `resident` and of the selected `tokens` `[Hkv, n]`. If `tokens` is None, `resident[0]` has all tokens.
 
-    KV is read when attention uses it, because the newest token is appended after the fetch has started. If `tokens` is
-    None, all tokens are in `resident[0]`.
+    KV is read when attention uses it, because the newest token is appended after the fetch has started.
     """
 
     pages: _Pages
@@ -54,8 +52,7 @@ class _Fetch:
 class _Pages:
     """Cache of `PagedPart.block_rows` of open block tables. An entry is recomputed if the blocks have changed.
 
-    `rows` are K and V of the pool as two views `[R, d]`. Because V begins `value_offset` later, K and V of a token have
-    the same index.
+    `rows` are two views `[R, d]` of the pool, for K and V, in which K and V of a token have the same index.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -76,7 +73,6 @@ class _Pages:
         scratch: _Scratch,
         runs: Callable[[], list[KVPart]] | None = None,
     ) -> PagedPart:
-        """Return the KV of `resident` and `tokens` `[Hkv, n]` in a layer without a sliding window."""
         assert self.pool.groups.group[layer] == 0, "sliding-window layers are dense"
         ids, block_rows = self._known.get(id(blocks), ([], None))
         if block_rows is None or ids != blocks.ids:
@@ -86,7 +82,6 @@ class _Pages:
         return PagedPart(self.rows, block_rows, first, self._head_rows, resident, tokens, scratch.gather, runs)
 
     def forget(self, blocks: BlockTable) -> None:
-        """Remove a closed block table, because Python may reuse its `id`."""
         self._known.pop(id(blocks), None)
 
     def check_integrity(self, block_tables: Set[int]) -> None:
@@ -94,7 +89,7 @@ class _Pages:
 
 
 class _Scratch:
-    """Gather buffers for K and V, as large as the largest gather so far. Each gather overwrites the previous one."""
+    """Reused buffers into which K and V are gathered. Each gather overwrites the previous one."""
 
     def __init__(self, rows: tuple[torch.Tensor, torch.Tensor], planes: int) -> None:
         self._rows = rows
@@ -106,18 +101,19 @@ class _Scratch:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def gather(self, plane: int, ids: torch.Tensor) -> torch.Tensor:
-        """Gather K (`plane` 0) or V (1) `[Hkv, n, d]` by row ids `[Hkv, n]`."""
+        """Copy rows of K (`plane` 0) or V (1) with the indices `ids` `[Hkv, n]` to a buffer `[Hkv, n, d]`."""
         rows, plane = self._rows[plane], min(plane, len(self._buffers) - 1)
         needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
             self._buffers[plane] = rows.new_empty(needed + needed // 4)
         out = self._buffers[plane][:needed].view(-1, rows.shape[1])
+        # `index_select` of whole vectors is faster than `torch.gather`.
         torch.index_select(rows, 0, ids.view(-1), out=out)
         return out.view(*ids.shape, rows.shape[1])
 
 
 class CpuStorage(KVStorage):
-    """`KVStorage` on a CPU. KV is stored only in the pool; resident KV is counted, but not copied."""
+    """`KVStorage` on a CPU. KV is stored only in the pool. Resident KV is counted as if it were copied."""
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
@@ -152,11 +148,6 @@ class CpuStorage(KVStorage):
         self._pool.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Write the slices. Return a view of the pool if the blocks are contiguous.
-
-        In a sliding-window layer, not all new tokens have slots in the pool, so KV of the pool and new KV are
-        concatenated.
-        """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, list(slices))
         stop = start
@@ -167,10 +158,6 @@ class CpuStorage(KVStorage):
         return PrefilledLayer(kv, 0, start * size, (stop - start) * size)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Write the new KV. Return views of the pool.
-
-        `kv` of the result begins with the first block that contains a new token. `past` has the KV of earlier blocks.
-        """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, [new])
         self._pool.write(blocks, layer, start, new.k, new.v)
@@ -182,6 +169,7 @@ class CpuStorage(KVStorage):
         return PrefilledLayer(kv, first, start * size, count * size, runs[:-own])
 
     def _prefill_sliding(self, blocks: BlockTable, layer: int, start: int, slices: list[KVPart]) -> PrefilledLayer:
+        # Not all new tokens have slots in the pool, so KV of the pool and new KV are concatenated.
         first = self._pool.groups.first_seen(start, blocks.floor)
         new = join(slices)
         tokens = range(start, start + new.k.shape[1])
@@ -193,14 +181,12 @@ class CpuStorage(KVStorage):
 
 
 class CpuRows(RowFetch):
-    """`RowFetch` on a CPU. KV is gathered when attention uses it.
-
-    `fetch` and `fetch_more` have separate scratch buffers, because both results are in use at the same time.
-    """
+    """`RowFetch` on a CPU. KV is read when attention uses it."""
 
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
         self._entry_bytes = pool.layout.entry_bytes
+        # Separate buffers, because the results of `fetch` and `fetch_more` are in use at the same time.
         self._fetched, self._repaired = (_Scratch(pages.rows, pool.layout.planes) for _ in range(2))
 
     @property
@@ -226,7 +212,7 @@ class CpuRows(RowFetch):
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence. Shared KV is counted once, although each sequence gathers it."""
+        """Start one fetch per sequence. KV of shared blocks is counted once, although each sequence reads it."""
         rows = [
             self._pages.part(blocks, layer, _NOTHING, selection.tokens, self._fetched).ids.flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)

@@ -1,9 +1,10 @@
 """Transfers over PCIe, with pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
-In each step, a layer that selects tokens copies 2 * Hkv * n * d elements per sequence to the device and 2 * Hkv * d
-elements to the host, or half of that if keys contain the values. n is the number of selected tokens that are neither
-resident nor in the working set. On CUDA, a kernel gathers KV directly from pinned memory, so the host never needs the
-indices. Without Triton, or on a CPU, the host gathers KV.
+In each step, a layer that selects tokens copies the KV of n tokens per sequence to the device, and the KV of one token
+to the host. n is the number of selected tokens that are not on the device yet.
+
+On CUDA, a kernel reads KV directly from pinned memory, so the host never needs the token indices. Without Triton, or on
+a CPU, the host gathers KV.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .streams import DeviceStream, Stream
 
 
 class CudaStorage(KVStorage):
-    """`KVStorage` for a device with memory of its own. All KV is written to the pool in the write-back stream."""
+    """`KVStorage` for a device with separate memory. All KV is written to the pool in the write-back stream."""
 
     def __init__(self, state: DeviceState, rows: CudaRows, batches: CudaBatches) -> None:
         self._state, self._rows, self._batches = state, rows, batches
@@ -40,17 +41,13 @@ class CudaStorage(KVStorage):
         residency.load(state.pool, blocks, lambda layer, tokens: state.pool.runs(blocks, layer, tokens))
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence after its pending transfers."""
         self._end_transfers(blocks)
         if self._state.copies is not None:
             self._state.copies.close(blocks)
 
     def reload(self, blocks: BlockTable, sinks: int, recent: int) -> None:
-        """Copy the resident KV from the pool again.
-
-        Copies of blocks on the device stay. KV that the host has written to a block since `open` is in its copy,
-        because copies are loaded when the sequence first computes.
-        """
+        # Copies of blocks on the device stay. They contain KV that the host has written since `open`, because they are
+        # loaded when the sequence first computes.
         self._end_transfers(blocks)
         self.open(blocks, sinks, recent)
 
@@ -81,7 +78,6 @@ class CudaStorage(KVStorage):
         return self._start_write_back(one, layer, start, k, v)
 
     def _start_write_back(self, one: OpenSequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Start writing k and v `[Hkv, m, d]` to the pool. Return the number of bytes."""
         state, blocks = self._state, one.blocks
         kept = state.pool.stored_range(blocks, layer, range(start, start + k.shape[1]))
         part = KVPart(k, v).between(kept.start - start)
@@ -100,13 +96,9 @@ class CudaStorage(KVStorage):
         return len(kept) * state.pool.token_bytes(layer)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy a KV entry on the host, after its write-back and after all reads of the target slot.
-
-        The resident KV of the target slot is updated, and its token leaves the working set.
-        """
         state, one = self._state, self._state[blocks]
         state.settle(blocks)
-        state.prefetch.record_event().synchronize()
+        state.prefetch.record_event().synchronize()  # until all reads of the target slot have ended
         state.pool.move(blocks, layer, source, target)
         if state.copies is not None and not state.pool.groups.group[layer]:
             state.copies.refresh(blocks, layer, target)
@@ -114,16 +106,14 @@ class CudaStorage(KVStorage):
         self._update_after_move(one, layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Start writing the resident KV entry to the target slot, after all reads of that slot."""
         state, one = self._state, self._state[blocks]
         lists = self._batches.lists_of([blocks])
         entry = KVPart.of(one.residency.row(layer, source))
-        state.write_back.wait_for(state.prefetch.record_event())
+        state.write_back.wait_for(state.prefetch.record_event())  # until all reads of the target slot have ended
         lists.write_back(layer, entry, lists.row(target))
         self._update_after_move(one, layer, source, target)
 
     def _update_after_move(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
-        """Update resident KV and working set after KV was copied from pool slot `source` to `target`."""
         state = self._state
         one.residency.move(layer, source, target)
         if one.working is not None:
@@ -131,12 +121,8 @@ class CudaStorage(KVStorage):
                 one.working.forget(layer, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Append the slices, and load the KV of tokens before `start`.
-
-        The slices of the previous layer are released.
-        """
         state, one = self._state, self._state[blocks]
-        state.pending_writes.release()
+        state.pending_writes.release()  # the slices of the previous layer
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
         # Start loading before the slices are appended, so that the load does not wait for their write-backs.
         loaded = self._rows.fetch_range(blocks, layer, range(first, start)) if first < start else None
@@ -162,10 +148,10 @@ class CudaTransfer:
         * KV is written to the pool only in the write-back stream, after the compute work that produced it.
         * KV is read from the pool only in the prefetch stream, after the last write-back of its sequence.
         * A block is reused only after `close`, which waits for both streams.
-        * Working sets (KV and tables) are used in the prefetch stream alone.
-        * Copies of blocks on the device are read and written in the same streams as the blocks (`DeviceCopies`).
-        * Staged KV and KV to be written back are allocated in the compute stream (`staging.py`). Counts are allocated
-          in the prefetch stream and registered with `record_stream` of the caching allocator.
+        * Working sets are used only in the prefetch stream.
+        * Copies of blocks on the device are used in the same streams as the blocks (`DeviceCopies`).
+        * Buffers are allocated in the compute stream (`staging.py`). Counts are allocated in the prefetch stream and
+          registered with `record_stream` of the caching allocator.
     """
 
     def __init__(
@@ -181,15 +167,12 @@ class CudaTransfer:
         """Create the transfer.
 
         Args:
-            pool: The host pool.
-            geometry: Dimensions of the model.
-            device: The compute device.
-            streams: Prefetch and write-back stream; None creates both on `device`.
-            working_set: Capacity of a sequence's working set, in entries per KV head and sparse layer; 0 disables
-                working sets.
+            streams: Prefetch and write-back stream. None creates both on `device`.
+            working_set: Capacity of a sequence's working set, in entries per KV head and sparse layer; 0 for no working
+                sets.
             in_place: Whether kernels access the pool directly. If False, the host waits for the selected indices and
                 gathers the KV.
-            device_blocks: Maximum number of blocks with copies on the device. Not with working sets.
+            device_blocks: Maximum number of blocks with copies on the device. Cannot be combined with working sets.
         """
         assert not (working_set and device_blocks)
         prefetch, write_back = streams or (DeviceStream(device), DeviceStream(device))
@@ -202,7 +185,6 @@ class CudaTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of copies of blocks, resident KV and working sets, without staging buffers."""
         copies = 0 if self._state.copies is None else self._state.copies.nbytes
         return copies + sum(one.residency.nbytes + one.working_set_bytes for one in self._state)
 
@@ -222,7 +204,7 @@ class CudaTransfer:
             self._state.copies.check_integrity([one.blocks for one in self._state])
 
     def _stored_rows(self, blocks: BlockTable) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Return a function (layer, tokens `[Hkv, n]`) that reads stored KV `[planes, Hkv, n, width]` from the pool."""
+        """Return a function that reads KV `[planes, Hkv, n, width]` of a layer and tokens `[Hkv, n]` from the pool."""
         pool = self._state.pool
         base = pool.row_base(blocks)
         return lambda layer, tokens: pool.rows[

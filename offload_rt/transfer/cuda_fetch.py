@@ -22,17 +22,12 @@ class _PendingFetch(PendingFetch):
     """A pending fetch.
 
     Attributes:
-        state: State of the device, whose `staging` keeps the buffers of the fetch alive.
-        staging_key: Key of these buffers in `state.staging`.
+        staging_key: Key of the buffers of the fetch in `state.staging`, which keeps them alive.
         event: Event after which `staged` is complete.
         staged: Fetched KV `[planes, Hkv, n, width]` in the storage format.
-        savings: Counts of the entries that were not transferred, or None.
         counts: Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
-        residency: Resident KV of the sequence, or None.
-        layer: Index of the layer.
-        visible: If not None, `wait` returns the resident KV of these tokens before the fetched KV. It is read in
-            `wait`, because the newest token is stored after the fetch has started.
-        copied_tokens: Number of tokens read from copies of blocks, in a fetch of a range (`PendingFetch`).
+        visible: If not None, `wait` first returns the resident KV of these tokens. It is read in `wait`, because the
+            newest token is stored after the fetch has started.
     """
 
     state: DeviceState
@@ -52,7 +47,8 @@ class _PendingFetch(PendingFetch):
         return self.staged.nbytes // max(1, tokens) * (tokens - (self.copied_tokens or 0))
 
     def wait(self) -> list[KVPart]:
-        self.state.staging.arrive(self.staging_key, self.event, *(() if self.savings is None else self.savings.tensors))
+        counted = () if self.savings is None else self.savings.tensors
+        self.state.staging.release(self.staging_key, self.event, *counted)
         rows = self.state.pool.format_of(self.layer).decode(self.staged)
         parts = [KVPart.of(rows, counts=self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
@@ -64,7 +60,7 @@ class _PendingFetch(PendingFetch):
 
 
 class CudaBatches(BatchedRows):
-    """`BatchedRows` for a device. Caches the `RowLists` of single sequences too."""
+    """`BatchedRows` for a device. Also caches the `RowLists` of sequences that are fetched outside of batches."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -74,7 +70,7 @@ class CudaBatches(BatchedRows):
         return RowLists(self._state, batch, tokens)
 
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
-        """Return the lists of these sequences, cached until a sequence is closed or exceeds their capacity."""
+        """Return the `RowLists` of these sequences. A cached one is used if its capacity is sufficient."""
         key, capacity = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
         if key not in self._lists or self._lists[key].tokens < capacity:
             self._lists[key] = self.row_lists(len(block_tables), capacity + capacity // 8)
@@ -86,7 +82,7 @@ class CudaBatches(BatchedRows):
 
 
 class CudaRows(RowFetch):
-    """Fetches KV to a device whose memory is separate from host memory."""
+    """`RowFetch` for a device with separate memory."""
 
     def __init__(self, state: DeviceState, batches: CudaBatches) -> None:
         self._state, self._batches = state, batches
@@ -104,7 +100,7 @@ class CudaRows(RowFetch):
     def fetch_range(
         self, blocks: BlockTable, layer: int, tokens: range, visible: VisibleTokens | None = None
     ) -> PendingFetch:
-        """Start copying all KV of `tokens`. If `visible` is not None, the result begins with its resident KV."""
+        """Start copying all KV of `tokens`. If `visible` is not None, the result begins with its resident tokens."""
         state, one, pool = self._state, self._state[blocks], self._state.pool
         shape = (pool.layout.planes, state.geometry.rows(layer).kv_heads, len(tokens), pool.format_of(layer).width)
         staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
@@ -129,7 +125,7 @@ class CudaRows(RowFetch):
     def _fill(self, blocks: BlockTable, layer: int, tokens: range, planes: torch.Tensor) -> int | None:
         """Fill `planes` `[planes, Hkv, n, width]` with the stored KV of `tokens`, from copies or else from the pool.
 
-        Return the number of tokens whose copies on the device were complete before. None if there are no copies.
+        Return the number of tokens that already had complete copies, or None if there are no copies.
         """
         state, pool, copied = self._state, self._state.pool, None
         parts: list[tuple[range, tuple[torch.Tensor, ...]]] = [(tokens, ())]
@@ -157,7 +153,7 @@ class CudaRows(RowFetch):
     ) -> list[PendingFetch]:
         """Start one fetch per sequence, in one transfer.
 
-        A result begins with the resident KV of its `visible`, unless that is None.
+        Each result begins with the resident tokens of the sequence's `visible`, if it is not None.
         """
         state = self._state
         tokens, counts = self._listed(selections)
@@ -175,11 +171,9 @@ class CudaRows(RowFetch):
         return fetches
 
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the selected tokens of all sequences as P = B * Hkv lists, one per sequence and KV head.
+        """Return the selected tokens as lists `[P, n]`, padded to the longest, and their lengths `[P]`. P = B * Hkv.
 
-        Returns:
-            The tokens `[P, n]`, padded to the longest list, and the number of valid tokens of each list `[P]`, or None
-            if all are valid.
+        The lengths are None if all tokens are valid.
         """
         counts = [one.counts for one in selections if one.counts is not None]
         assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"
@@ -193,7 +187,6 @@ class CudaRows(RowFetch):
         return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
-        """Count the KV entries of sequence `b` that need no copy, in the prefetch stream (`PendingFetch.savings`)."""
         requested = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()
@@ -207,6 +200,6 @@ class CudaRows(RowFetch):
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `rows` `[Hkv, m, d]` head by head. A copy is asynchronous only if the head is contiguous."""
+    """Copy `rows` `[Hkv, m, d]` head by head: a copy is asynchronous only if the memory of a head is contiguous."""
     for target, source in zip(into, rows, strict=True):
         target.copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Assignment of slots on the device to blocks of open sequences. Ids only: `DeviceCopies` has the KV."""
+"""Assignment of slots in device memory to blocks of open sequences. `DeviceCopies` contains their KV."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from ..core import BLOCK_SIZE
 
 
 class DeviceBlocks:
-    """Slots for copies of pool blocks on the device, counted by the open sequences that use a block.
+    """Slots for copies of pool blocks on the device. Sequences are identified by integers.
 
-    A block gets a slot when the first open sequence has it in its block table, and loses it when the last one drops it,
-    or when the pool frees the block. If no slot is free, the block stays in host memory only, also when slots become
-    free later. Long-running sequences therefore keep their slots, and new ones read their KV from host memory: there is
-    no eviction.
+    A block gets a slot if one is free when an open sequence starts to use the block. It loses the slot when no open
+    sequence uses it, or when the pool frees it. There is no eviction: all other blocks stay in host memory.
 
-    A new block has a complete copy from the start, because every write to the pool also goes to the copy. A block that
-    already contains KV is incomplete until `loaded` has been called for each layer.
+    Every write to the pool also goes to the copy, so the copy of a new block is complete from the start. The copy of an
+    older block is incomplete until `loaded` is called for each layer.
 
-    Sequences are identified by integers. Not thread-safe: callers hold the lock of the pool.
+    Not thread-safe: callers hold the lock of the pool.
     """
 
     def __init__(self, slots: int, layers: Collection[int]) -> None:
-        """Create free slots for blocks with KV of `layers`."""
         self.slots, self._layers = slots, frozenset(layers)
         self._free = list(range(slots))
         self._slot: dict[int, int] = {}
@@ -36,10 +33,9 @@ class DeviceBlocks:
         self._outdated: set[int] = set()  # sequences that used a block that the pool has freed
 
     def update(self, sequence: int, ids: Sequence[int], length: int) -> bool:
-        """Set the block table of a sequence. The KV of its first `length` tokens is in the pool.
+        """Set the blocks `ids` of a sequence. The KV of its first `length` tokens is in the pool.
 
-        Returns:
-            Whether a block got a slot, which another block may have used before.
+        Return whether a block got a slot. Another block may have used this slot before.
         """
         known = self._tables.get(sequence)
         if known == ids and sequence not in self._outdated:
@@ -59,44 +55,41 @@ class DeviceBlocks:
         return assigned
 
     def close(self, sequence: int) -> None:
-        """Forget a sequence. A second call has no effect."""
         for block in self._tables.pop(sequence, ()):
             self._release(block, sequence)
         self._versions.pop(sequence, None)
         self._outdated.discard(sequence)
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """Forget blocks that the pool has freed. The pool may assign them to other sequences, with other KV."""
+        """Remove blocks that the pool has freed, because the pool may assign them to other sequences."""
         for block in blocks:
             self._outdated.update(self._users.get(block, ()))
             self._forget(block)
 
     def slot(self, block: int) -> int:
-        """Return the slot to which KV of a block is written, or -1."""
+        """Return the slot of a block, or -1. New KV of the block is written to this slot."""
         return self._slot.get(block, -1)
 
     def readable_slot(self, block: int, layer: int) -> int:
-        """Return the slot of a copy that a layer can read, or -1."""
+        """Return the slot of a block, or -1 if its copy does not contain `layer`."""
         return -1 if layer in self._missing.get(block, ()) else self.slot(block)
 
     def complete_slots(self, sequence: int) -> list[int]:
-        """Return for each block of a sequence the slot of its complete copy, or -1."""
+        """Return the slot of each block of a sequence, or -1 if its copy is not complete."""
         return [-1 if block in self._missing else self.slot(block) for block in self._tables[sequence]]
 
     def version(self, sequence: int) -> int:
-        """Return a number that stands for `complete_slots` of this sequence, and for no others before or after."""
+        """Return a number that changes whenever `complete_slots` of the sequence changes. No number is used twice."""
         return self._versions[sequence]
 
     def missing_slot(self, block: int, layer: int) -> int:
-        """Return the slot of a copy that lacks a layer, or -1."""
+        """Return the slot of a block into which `layer` must be loaded, or -1 if there is none."""
         return self.slot(block) if layer in self._missing.get(block, ()) else -1
 
     def incomplete(self, sequence: int) -> bool:
-        """Return whether a copy of the sequence's blocks is incomplete."""
         return bool(self._missing) and any(block in self._missing for block in self._tables[sequence])
 
     def loaded(self, block: int, layer: int) -> None:
-        """Record that the copy of a block has the KV of a layer."""
         missing = self._missing[block]
         missing.remove(layer)
         if not missing:
@@ -115,7 +108,6 @@ class DeviceBlocks:
             assert all(block in self._tables[sequence] for sequence in users)
 
     def _assign(self, block: int, new: bool) -> bool:
-        """Give a block a slot if one is free. If it is not `new`, its copy is incomplete."""
         if block in self._slot or not self._free:
             return False
         self._slot[block] = heappop(self._free)  # the lowest, so that adjacent blocks are copied at once

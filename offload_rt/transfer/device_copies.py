@@ -1,4 +1,4 @@
-"""Copies of pool blocks on the device, so that their KV need not be transferred. `DeviceBlocks` assigns the slots."""
+"""Copies of pool blocks on the device, whose KV need not be transferred. `DeviceBlocks` assigns their slots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .streams import Event, Stream
 
 
 class DeviceCopies:
-    """Copies of blocks with KV of full-attention layers, in one tensor on the device that is never moved.
+    """Copies of blocks with KV of full-attention layers, in one tensor on the device with a fixed address.
 
-    The pool stays complete: all KV is written to the pool and to the copy, in the write-back stream. A copy can
-    therefore be dropped at any time, and is bit-identical to the block. Missing layers are copied from the pool in the
-    prefetch stream, which also reads the copies.
+    New KV is written to the pool and to the copy, in the write-back stream. A copy can therefore be dropped at any
+    time, and is bit-identical to the block. Layers that a copy lacks are copied from the pool in the prefetch stream,
+    which also reads the copies.
 
-    Rows of copies have ids after those of the pool (`kernels.pool_rows`). The id of the first row of a block thus tells
-    kernels where to read the block.
+    The row ids of copies begin after those of the pool (`kernels.pool_rows`), so kernels know from a row id whether to
+    read the pool or a copy.
     """
 
     def __init__(self, pool: HostPool, device: torch.device, slots: int, prefetch: Stream, write_back: Stream) -> None:
@@ -52,7 +52,7 @@ class DeviceCopies:
         return self._rows_of[layer]
 
     def update(self, blocks: BlockTable) -> None:
-        """Give slots to new blocks of an open sequence, and take those of blocks that it has dropped."""
+        """Assign slots to new blocks of an open sequence, and free the slots of blocks that it no longer uses."""
         if self._blocks.update(id(blocks), blocks.ids, blocks.length):
             # Another block may have had the slots. Its transfers end before the next ones begin.
             self._prefetch.wait_for(self._write_back.record_event())
@@ -63,16 +63,16 @@ class DeviceCopies:
         self._loaded.pop(id(blocks), None)
 
     def version(self, blocks: BlockTable) -> int:
-        """Return a number that stands for `row_base` of this sequence, and for no others before or after."""
+        """Return a number that changes whenever `row_base` of the sequence changes. No number is used twice."""
         return self._blocks.version(id(blocks))
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the id of the first row of each block, int64 `[blocks]`, in its copy if that is complete."""
+        """Return the row id at which each block begins, int64 `[blocks]`: in a complete copy, else in the pool."""
         slots = torch.tensor(self._blocks.complete_slots(id(blocks)), dtype=torch.int64)
         return torch.where(slots < 0, self._pool.row_base(blocks), self._first + slots * BLOCK_SIZE)
 
     def row(self, blocks: BlockTable, token: int) -> int:
-        """Return the id of the row to which KV of a token is written, for head 0 of storage layer 0, or -1."""
+        """Return the id of the row in a copy for the key of `token`, in head 0 of storage layer 0, or -1."""
         slot = self._blocks.slot(blocks.ids[token // BLOCK_SIZE])
         return -1 if slot < 0 else self._first + slot * BLOCK_SIZE + token % BLOCK_SIZE
 
@@ -89,9 +89,9 @@ class DeviceCopies:
                     into.copy_(rows[:, at])
 
     def readable(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[range, tuple[torch.Tensor, ...]]]:
-        """Return the parts of `tokens` in token order, each with its K and V `[Hkv, n, width]` on the device.
+        """Split `tokens` into parts. Return each part with its K and V `[Hkv, n, width]` on the device.
 
-        Parts without a readable copy have no K and V.
+        A part without a readable copy has an empty tuple instead.
         """
         parts = _runs(blocks.ids, tokens, lambda block: self._blocks.readable_slot(block, layer))
         return [(part, () if offset < 0 else self._part(layer, offset, len(part))) for part, offset in parts]
@@ -112,16 +112,15 @@ class DeviceCopies:
         return loaded
 
     def load_all(self, blocks: BlockTable, written: Event | None) -> None:
-        """Start copying all missing layers, before a step. The copied bytes are added to `loaded_bytes`."""
+        """Start copying all missing layers before a step. `loaded_bytes` counts the copied bytes."""
         if loaded := self.load(blocks, self.layers, written):
             self._loaded[id(blocks)] = self.loaded_bytes(blocks) + loaded
 
     def loaded_bytes(self, blocks: BlockTable) -> int:
-        """Return the size in bytes of the KV that `load_all` has copied for an open sequence."""
         return self._loaded.get(id(blocks), 0)
 
     def refresh(self, blocks: BlockTable, layer: int, token: int) -> None:
-        """Copy the KV of a token, which has changed in the pool, to the copy of its block."""
+        """Copy the KV of a token again, after it has changed in the pool."""
         with self._write_back.behind_compute():
             self._copy_from_pool(blocks, layer, range(token, token + 1), self._blocks.slot)
 
@@ -163,14 +162,17 @@ class DeviceCopies:
 
 
 def copy_bytes(pool: HostPool) -> int:
-    """Return the size in bytes of the copy of a block. 0 if no layer attends to all tokens."""
+    """Return the size in bytes of the copy of a block; 0 if no layer attends to all tokens."""
     groups, layout = pool.groups, pool.layout
     layers = groups.used_storage_layers(0) if groups.full else 0
     return layers * layout.kv_heads * BLOCK_SIZE * layout.entry_bytes
 
 
 def _runs(ids: Sequence[int], tokens: range, slot_of: Callable[[int], int]) -> Iterator[tuple[range, int]]:
-    """Yield parts of `tokens` whose blocks have consecutive slots, or none, with the first token slot or -1."""
+    """Split `tokens` into parts whose blocks have consecutive slots or no slots.
+
+    Yield each part with the first token slot, or -1 without slots. `slot_of` returns the slot of a block, or -1.
+    """
     start = tokens.start
     while start < tokens.stop:
         index = start // BLOCK_SIZE

@@ -1,9 +1,8 @@
 """Transfers for a KV pool on disk.
 
-Sinks and recent tokens are resident on the device. The KV that a layer selects is read while the previous layer
-computes. A layer that attends to all tokens reads their KV in order, one block ahead. Reads for adjacent layers run on
-two threads in parallel. New KV is written asynchronously. The pool caches recently used KV in host memory
-(`kv_cache.disk.file_arena`).
+Sinks and recent tokens are resident on the device. Selected KV is read while the previous layer computes. A layer that
+attends to all tokens reads their KV in order, in parallel with attention. Adjacent layers read on different threads.
+New KV is written asynchronously, and recently used KV is cached in host memory (`kv_cache.disk.file_arena`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..kv_cache.disk.file_arena import AT_ONCE, FileArena
 from ..kv_cache.pool import HostPool
 from ..utils.allocator import RecycledMemory
 from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
-from .read_ahead import BlockRun, ReadingThread
+from .read_ahead import RangeReader, ReadingThread
 from .residency import Residency
 
 
@@ -35,7 +34,6 @@ class _Open:
     _blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def current(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the block ids as an array, which is rebuilt only if the block table has changed."""
         if self._listed != self.blocks.ids:
             self._listed = list(self.blocks.ids)
             self._blocks = np.array(self._listed, np.int64)
@@ -54,11 +52,9 @@ class DiskState:
         self._staging = RecycledMemory()
 
     def thread(self, layer: int) -> ReadingThread:
-        """Return the thread that reads KV of `layer`. Adjacent layers have different threads."""
         return self._threads[layer % len(self._threads)]
 
     def staging(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an uninitialised host buffer in the storage format."""
         if self.device.type == "cuda":
             return torch.empty(shape, dtype=self.pool.format.storage, pin_memory=True)
         return self._staging.empty(shape, self.pool.format.storage)
@@ -76,7 +72,7 @@ class DiskState:
         return self.open[id(blocks)]
 
     def block_tokens(self, layer: int) -> int:
-        """Return how many tokens of a layer a `BlockRun` reads at a time."""
+        """Return how many tokens of a layer a `RangeReader` reads at a time."""
         fits = self.file.budget.staged // 2 // self.pool.token_bytes(layer)
         return max(BLOCK_SIZE, fits // BLOCK_SIZE * BLOCK_SIZE)
 
@@ -88,8 +84,8 @@ class DiskState:
         decode = self.pool.format_of(layer).decode
         return part.map(lambda rows: decode(rows.to(self.device)))
 
-    def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
-        """Start reading all KV of `tokens`, block by block."""
+    def read_range(self, blocks: BlockTable, layer: int, tokens: range) -> RangeReader:
+        """Start reading all KV of `tokens`, part by part."""
         # Also split at the boundaries of the pool's spans. A block in two spans would have to be joined in new memory.
         size, at = self.block_tokens(layer), tokens.start
         edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
@@ -97,7 +93,7 @@ class DiskState:
             edges.add(at)
             at += span.size
         runs = [range(a, b) for a, b in pairwise(sorted(edges)) if a < b]
-        return BlockRun(self.thread(layer), lambda own: self.rows(blocks, layer, own), runs)
+        return RangeReader(self.thread(layer), lambda own: self.rows(blocks, layer, own), runs)
 
 
 class DiskStorage(KVStorage):
@@ -116,7 +112,7 @@ class DiskStorage(KVStorage):
         state.open[id(blocks)] = _Open(blocks, residency)
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence after its pending reads. Also allowed if `open` has failed."""
+        """Close a sequence after its pending reads. This is also allowed if `open` has failed."""
         self._state.wait()
         self._state.close(blocks)
 
@@ -132,20 +128,14 @@ class DiskStorage(KVStorage):
         return len(kept) * state.pool.token_bytes(layer)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy a KV entry in the pool, after pending reads. Update resident KV of the target slot."""
         self._state.wait()
         self._state.pool.move(blocks, layer, source, target)
         self._state[blocks].residency.move(layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Append the slices and return the KV of the layer.
-
-        KV of tokens before `start` is read block by block during the computation (`past`). In a sliding-window layer,
-        which attends to few of them, it is part of `kv`.
-        """
         state, slides = self._state, self._state.pool.groups.group[layer] != 0
         first = state.pool.groups.first_seen(start, blocks.floor) if slides else start
-        past = state.run(blocks, layer, range(start)).parts if start and not slides else []
+        past = state.read_range(blocks, layer, range(start)).parts if start and not slides else []
         parts = [state.rows(blocks, layer, range(first, start))] if first < start else []
         stop, written = start, 0
         for part in whole_blocks(slices, start):
@@ -157,7 +147,7 @@ class DiskStorage(KVStorage):
 
 
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
-    """Split the K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries.
+    """Split the K and V `[Hkv, m, d]` of tokens from `start` on at block boundaries.
 
     The pool writes complete blocks to disk immediately, but would buffer incomplete blocks in memory.
     """
@@ -177,12 +167,12 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 
 @dataclass(frozen=True)
 class _RangeFetch:
-    """A pending read of all KV of a token range. `wait` returns resident KV, and then block after block.
+    """A pending read of all KV of a token range. `wait` returns resident KV, and then the parts of `reader`.
 
     Resident KV is read in `wait`, because the newest token is stored after the fetch has started.
     """
 
-    run: BlockRun
+    reader: RangeReader
     bytes: int
     residency: Residency | None = None
     layer: int = 0
@@ -191,7 +181,7 @@ class _RangeFetch:
     copied_tokens: int | None = None
 
     def wait(self) -> list[KVPart]:
-        parts = self.run.parts
+        parts = self.reader.parts
         if self.residency is None or self.visible is None:
             return parts
         return [*self.residency.part(self.layer, self.visible), *parts]
@@ -199,7 +189,7 @@ class _RangeFetch:
 
 @dataclass(frozen=True)
 class _SelectedFetch:
-    """A pending read of selected KV into `staged` `[Hkv, m + n, planes, width]`, after m resident entries."""
+    """A pending read of n selected KV entries into `staged` `[Hkv, m + n, planes, width]`, after m resident entries."""
 
     state: DiskState
     reading: Future[None]
@@ -223,7 +213,7 @@ class _SelectedFetch:
 
 
 class DiskRows(RowFetch):
-    """`RowFetch` from disk. KV that several sequences select is read for each of them, unless it is cached."""
+    """`RowFetch` from disk. KV that several sequences select is read once per sequence, unless the pool caches it."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -233,13 +223,13 @@ class DiskRows(RowFetch):
     ) -> PendingFetch:
         if selection is not None:
             return self._start_selected_read(blocks, layer, selection, visible)
-        run = self._state.run(blocks, layer, visible.candidates)
+        reader = self._state.read_range(blocks, layer, visible.candidates)
         size = len(visible.candidates) * self._state.pool.token_bytes(layer)
-        return _RangeFetch(run, size, self._state[blocks].residency, layer, visible)
+        return _RangeFetch(reader, size, self._state[blocks].residency, layer, visible)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         size = len(tokens) * self._state.pool.token_bytes(layer)
-        return _RangeFetch(self._state.run(blocks, layer, tokens), size)
+        return _RangeFetch(self._state.read_range(blocks, layer, tokens), size)
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         return self._start_selected_read(blocks, layer, extra)
@@ -247,7 +237,6 @@ class DiskRows(RowFetch):
     def _start_selected_read(
         self, blocks: BlockTable, layer: int, selection: Selection, visible: VisibleTokens | None = None
     ) -> PendingFetch:
-        """Start reading the selected KV. If `visible` is not None, leave space for its resident KV before it."""
         state, one = self._state, self._state[blocks]
         tokens = selection.known().tokens.cpu()
         resident = visible.resident if visible is not None and state.pool.format.exact else 0
@@ -269,10 +258,9 @@ def _gather(
     resident: int,
     staged: torch.Tensor,
 ) -> None:
-    """Read the KV of tokens int64 `[Hkv, n]` into `staged`, after `resident` entries of each head.
+    """Read the KV of `tokens` into `staged` `[Hkv, resident + n, planes, width]`, after `resident` entries.
 
-    `staged` is `[Hkv, resident + n, planes, width]`. `storage_layer` is the index of the layer within a block. `blocks`
-    are the block ids of the sequence.
+    `storage_layer` is the index of the layer within a block. `blocks` are the block ids of the sequence.
     """
     kv_heads, count = tokens.shape
     if not count:

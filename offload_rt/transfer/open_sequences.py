@@ -19,7 +19,7 @@ from .working_set import WorkingSet
 
 @dataclass
 class OpenSequence:
-    """Device data of an open sequence. `written` is an event after its last write-back."""
+    """Device data of an open sequence. `written` is the event of its last write-back."""
 
     blocks: BlockTable
     residency: Residency
@@ -76,15 +76,14 @@ class DeviceState:
         self._open[id(blocks)] = OpenSequence(blocks, like.residency.clone(), copied)
 
     def remove(self, blocks: BlockTable) -> None:
-        """Close a sequence. A second call has no effect."""
         self._open.pop(id(blocks), None)
 
     def device_rows(self, layer: int) -> DeviceRows | None:
-        """Return the rows on the device with copies of KV of `layer`, or None if there are none."""
+        """Return the copies of KV of `layer` on the device, or None."""
         return None if self.copies is None or self.pool.groups.group[layer] else self.copies.rows(layer)
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the id of the first row of each block, int64 `[blocks]`: a row of the pool or on the device."""
+        """Return the row id at which each block begins, in the pool or in its copy on the device, int64 `[blocks]`."""
         return self.pool.row_base(blocks) if self.copies is None else self.copies.row_base(blocks)
 
     def settle(self, blocks: BlockTable) -> None:

@@ -15,7 +15,7 @@ assert BLOCK_SIZE == 1 << BLOCK_BITS
 
 
 def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Tensor:
-    """Return the resident tokens and the `selected` tokens `[Hkv, n]` of each KV head, int64 `[Hkv, resident + n]`."""
+    """Return for each KV head its resident and its `selected` tokens `[Hkv, n]`, int64 `[Hkv, resident + n]`."""
     resident = _resident_tokens(visible.sinks, visible.recent)
     return torch.cat((to_device(resident, selected.device).expand(selected.shape[0], -1), selected), dim=1)
 
@@ -26,9 +26,9 @@ def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
 
 
 def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
-    """Return for each duplicate in `ids` the position of its first occurrence, and -1 for all others, int64 `[M]`.
+    """Return for each repeated id the index of its first occurrence, else -1, int64 `[M]`.
 
-    `ids` are row indices, int64 `[M]`. Negative ones are ignored. Shapes are static, and the host does not wait.
+    `ids` are int64 `[M]`. Negative ids are ignored. Shapes are static, and the host does not wait.
     """
     ordered, order = ids.sort(stable=True)
     again = torch.zeros_like(ordered, dtype=torch.bool)
@@ -38,12 +38,11 @@ def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
 
 
 def row_ids(layout: ArenaLayout, base: torch.Tensor, storage_layer: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the row indices of K and V of `tokens` in the flat pool `[R, d]`, int64 `[planes, Hkv, n]`.
+    """Return the ids of the rows of `tokens` in the flat pool `[R, d]`, int64 `[planes, Hkv, n]`. Planes are K and V.
 
     Args:
         layout: The layout of the pool.
-        base: Row index at which each block begins (K of head 0 in the block's first layer), int64 `[blocks]`, on the
-            device of `tokens`.
+        base: Row id at which each block begins, int64 `[blocks]`, on the device of `tokens`.
         storage_layer: Index of the storage layer within a block.
         tokens: Token indices, int64 `[Hkv, n]`.
     """

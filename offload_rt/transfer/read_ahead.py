@@ -1,4 +1,4 @@
-"""Reads in parallel with computation: a thread that runs requests in order, and block-wise reads of long ranges."""
+"""Reads from disk in parallel with computation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ P = ParamSpec("P")
 
 
 class ReadingThread:
-    """A thread that runs queued functions one after the other."""
+    """A thread that runs queued functions in order."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt read ahead")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def start(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Queue a call of `work`. The returned future gets its result or exception."""
-
         def run() -> T:
             # Inference mode is a property of the thread. The buffers filled here are inference tensors.
             with torch.inference_mode():
@@ -36,11 +34,10 @@ class ReadingThread:
         self._thread.submit(lambda: None).result()
 
 
-class BlockRun:
-    """Reads consecutive blocks of KV in order, one block ahead. Up to two blocks are in memory."""
+class RangeReader:
+    """Reads the KV of consecutive token ranges in order, one range ahead. At most two ranges are in memory."""
 
     def __init__(self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range]) -> None:
-        """Start reading the first of `blocks`, which are token ranges. `read` returns the KV of a token range."""
         self._thread, self._read, self._blocks = thread, read, blocks
         self._reading: dict[int, Future[KVPart]] = {}
         self._current: tuple[int, KVPart] | None = None
@@ -48,11 +45,11 @@ class BlockRun:
 
     @property
     def parts(self) -> list[KVPart]:
-        """The blocks, each read on access. Access them in order."""
+        """The KV of all ranges. A range is read when its part is accessed. Access the parts in order."""
         return [_LazyPart(self, i) for i in range(len(self._blocks))]
 
     def take(self, i: int) -> KVPart:
-        """Wait for block `i`. The memory of the previously returned block may be reused."""
+        """Wait for range `i`. Its memory may be reused by the next call for another range."""
         if self._current is None or self._current[0] != i:
             self._current = None
             self._reading = {j: job for j, job in self._reading.items() if j >= i}
@@ -67,15 +64,13 @@ class BlockRun:
 
 
 class _LazyPart(KVPart):
-    """A block of a `BlockRun` that is read on access."""
-
-    def __init__(self, run: BlockRun, number: int) -> None:
-        self._run, self._number = run, number
+    def __init__(self, reader: RangeReader, number: int) -> None:
+        self._reader, self._number = reader, number
 
     @property
     def k(self) -> torch.Tensor:
-        return self._run.take(self._number).k
+        return self._reader.take(self._number).k
 
     @property
     def v(self) -> torch.Tensor:
-        return self._run.take(self._number).v
+        return self._reader.take(self._number).v

@@ -15,11 +15,12 @@ from ..kv_cache.pool import HostPool
 class Residency:
     """Resident KV of one sequence: `[planes, Hkv, s + w, d]` per layer, for s sinks and a window of w recent tokens.
 
-    The planes are K and V, or only K if keys contain the values.
+    The planes are K and V, or only K if keys contain the values. Layers that share KV share its memory.
 
-    Token t is stored at index t if it is a sink, else at index s + (t - s) mod w. A new token therefore overwrites the
-    token that leaves the window. The overwritten KV is also in the pool, so that the policy can select the token later.
-    `store` and `part` run in the compute stream. A layer that uses the KV of an earlier layer shares its memory.
+    A sink t has index t. A recent token t has index s + (t - s) mod w in a ring buffer, so a new token overwrites the
+    token that leaves the window.
+
+    Call `store` and `part` in the compute stream.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Residency:
         return self._rows[layer].flatten(0, 1)
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, m, d]` of the tokens [start, start + m), as far as they are resident."""
+        """Store k and v `[Hkv, m, d]` of the tokens [start, start + m) that are resident."""
         rows, (sinks, recent), stop = self._rows[layer], self._sizes[layer], start + k.shape[1]
         if start < sinks:
             head = min(sinks, stop)
@@ -67,7 +68,7 @@ class Residency:
                 plane.index_copy_(1, indices, own)
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
-        """Load resident KV from the pool. `read(layer, tokens)` returns KV of a token range."""
+        """Load resident KV from the pool. `read(layer, tokens)` returns the KV of a token range."""
         for layer in sorted(set(self._sources)) if blocks.length else ():
             sinks, recent = self._sizes[layer]
             last = range(max(0, blocks.length - recent), blocks.length)
@@ -85,7 +86,7 @@ class Residency:
         return row.clone(memory_format=torch.contiguous_format)
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copy the KV of the recent token in slot `source` to slot `target`, if that is a sink."""
+        """If slot `target` is a sink, copy the KV of the recent token in slot `source` to it."""
         rows, (sinks, recent) = self._rows[layer], self._sizes[layer]
         if target < sinks:
             rows[:, :, target] = rows[:, :, resident_index(source, sinks, recent)]
@@ -104,7 +105,6 @@ class Residency:
                 at += size
 
     def _runs(self, layer: int, visible: VisibleTokens) -> list[range]:
-        """Return the index ranges of the resident tokens of `visible`, in token order."""
         (sinks, size), recent = self._sizes[layer], visible.recent
         first = max(recent.start, sinks)
         rounds = -(-(first - sinks) // size)
@@ -121,12 +121,9 @@ def resident_index(token: int, sinks: int, recent: int) -> int:
 
 
 def resident_range(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
-    """Return the indices in `Residency` of the resident tokens of `visible`, or None if they are not contiguous.
-
-    After a truncation, the rest of a window may wrap around in the ring buffer.
-    """
+    """Return the indices in `Residency` of the resident tokens of `visible`, or None if they are not contiguous."""
     first, stop = visible.all.start, visible.recent.stop
     if first <= sinks or len(visible.recent) == recent:
         return range(min(first, sinks), min(stop, sinks + recent))
-    start = resident_index(first, sinks, recent)
+    start = resident_index(first, sinks, recent)  # after a truncation, a window may wrap around in the ring buffer
     return range(start, start + stop - first) if start + stop - first <= sinks + recent else None

@@ -1,8 +1,7 @@
 """Transfers of the KV of a batch, as one list of tokens per sequence and KV head (`kernels.lists`).
 
-A layer takes three kernel launches for any batch size: one gathers the selected KV, one stores the newest KV on the
-device, and one writes it back to the pool. Addresses are fixed, and shapes depend only on the number of sequences and
-their capacity, so that a CUDA graph can capture a step.
+A layer takes three kernel launches for any batch size. They gather the selected KV, store the newest KV on the device,
+and write it back to the pool. Addresses and shapes are fixed, so that CUDA graphs can capture a step.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ class PendingBatchFetch:
     """A pending fetch of a batch.
 
     Attributes:
-        state: State of the device, whose `staging` keeps the buffers of the fetch alive.
-        staging_key: Key of these buffers in `state.staging`.
+        staging_key: Key of the buffers of the fetch in `state.staging`, which keeps them alive.
         event: Event after which `staged` and `tally` are valid.
         staged: KV `[planes, P, n, width]` in the storage format, with P = B * Hkv.
-        tally: Numbers of transferred KV entries, and of entries found in the working set or in copies of blocks on the
-            device, of each sequence, int64 `[B, 2]`. All other entries were transferred for another sequence. None if
-            all valid entries were transferred.
+        tally: Two numbers of KV entries for each sequence, int64 `[B, 2]`: transferred entries, and entries found on
+            the device. All other entries are transferred for another sequence. None if all valid entries are
+            transferred.
     """
 
     state: DeviceState
@@ -47,17 +45,17 @@ class PendingBatchFetch:
     tally: torch.Tensor | None
 
     def wait(self) -> KVPart:
-        """Return K and V `[P, n, d]`. The compute stream waits for the copies; the host does not."""
+        """Return K and V `[P, n, d]`. The compute stream waits for the copies, but not the host."""
         counted = () if self.tally is None else (self.tally,)
-        self.state.staging.arrive(self.staging_key, self.event, *counted)
+        self.state.staging.release(self.staging_key, self.event, *counted)
         return KVPart.of(self.state.format.decode(self.staged))
 
 
 class RowLists:
-    """Lists of `batch` sequences with capacity for `tokens` tokens each.
+    """Token lists of `batch` sequences of up to `tokens` tokens, one list per sequence and KV head.
 
-    `hold` assigns sequences to the lists. `hold` and `append` run in the compute stream, fetches run in the prefetch
-    stream. Call `wait` of every fetch before the next `hold`.
+    `hold` sets the sequences. `hold` and `append` run in the compute stream, and fetches in the prefetch stream. Call
+    `wait` of every fetch before the next `hold`.
     """
 
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
@@ -92,15 +90,15 @@ class RowLists:
         return self._bases.shape[1] * BLOCK_SIZE
 
     def keep_working_sets(self, layers: Iterable[int]) -> None:
-        """Make `hold` allocate the working sets of `layers`, so that their first fetches can be captured in a graph."""
+        """Make `hold` allocate the working sets of `layers`, because a graph cannot capture the allocation."""
         if self._working is not None:
             self._working.use(layers)
 
     def hold(self, block_tables: Sequence[BlockTable], padding: int = 0) -> None:
         """Set the sequences of the batch before a step. All of them must be open.
 
-        Only data that has changed since the last call is copied to the device. The last `padding` sequences are not
-        computed, and their working sets do not change.
+        Only changed data is copied to the device. The last `padding` sequences fill up the batch: their working sets do
+        not change.
         """
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
@@ -123,10 +121,6 @@ class RowLists:
             self._open = sequences
 
     def _complete_copies(self, sequences: Sequence[OpenSequence]) -> list[int]:
-        """Start loading missing layers of copies of the sequences' blocks on the device, if there are copies.
-
-        Return the versions of the copies. In a step, all earlier KV of its sequences is in the pool.
-        """
         if (copies := self._state.copies) is None:
             return []
         for one in sequences:
@@ -135,7 +129,6 @@ class RowLists:
         return [copies.version(one.blocks) for one in sequences]
 
     def release(self) -> None:
-        """Drop all references to sequences, until the next `hold`."""
         self._open, self._resident = [], []
         if self._working is not None:
             self._working.release()
@@ -153,11 +146,9 @@ class RowLists:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context for capturing a step in a CUDA graph.
+        """Return a context for capturing a step in a CUDA graph.
 
-        The compute stream first waits for earlier transfers, because a graph cannot wait for them. Events of the
-        capture are not assigned to sequences, because other threads may wait for a sequence's events
-        (`DeviceState.settle`).
+        The compute stream first waits for earlier transfers, because a graph cannot wait for them.
         """
         self.join()
         self._captures, self._captured = True, None
@@ -167,12 +158,13 @@ class RowLists:
             self._captures, self._captured = False, None
 
     def replayed(self) -> None:
-        """After a graph replay, let transfers of the sequences wait for all compute work queued so far."""
+        """After a graph replay, make later transfers of the sequences wait for all compute work queued so far."""
         with self._write_back.behind_compute():
             self._set_written(self._write_back.record_event())
 
     def _set_written(self, event: Event) -> None:
         if self._captures:
+            # Other threads may wait for events of sequences (`DeviceState.settle`), but not for events of a capture.
             self._captured = event
             return
         for one in self._open:
@@ -180,14 +172,13 @@ class RowLists:
 
     @property
     def _written(self) -> list[Event]:
-        """Events after the last write-back of each sequence, for which a fetch must wait."""
         if self._captures:
             return [] if self._captured is None else [self._captured]
         events = {id(one.written): one.written for one in self._open}.values()
         return [event for event in events if event is not None]
 
     def forget(self) -> None:
-        """After a failed graph capture, wait for the device and drop the buffers of all fetches."""
+        """Wait for the device and drop the buffers of all fetches, after a failed graph capture."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
@@ -201,7 +192,7 @@ class RowLists:
         return self._pool.token_bytes(layer)
 
     def newest_index_and_row(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `indices` and `rows` for `append`, for a batch of one sequence whose newest token is in slot `slot`.
+        """Return `indices` and `rows` for `append`, if one sequence has its newest token in slot `slot`.
 
         The tensors are created once for all layers of a step.
         """
@@ -212,17 +203,15 @@ class RowLists:
         return self._newest[1:]
 
     def row(self, slot: int) -> torch.Tensor:
-        """Return `rows_of` for a slot in full-attention layers, for a batch of one sequence."""
         return to_device(torch.tensor(self.rows_of(0, [slot])), self.device)
 
     def group(self, layer: int) -> int:
-        """Return the layer group of `layer`, whose layers share blocks."""
         return self._pool.groups.group[layer]
 
     def rows_of(self, group: int, slots: Sequence[int]) -> list[int]:
-        """Return the pool row of one slot of each sequence, for head 0 in the first layer of a layer group.
+        """Return the row id of the key in `slots[b]` of each sequence b, for head 0 and the group's first layer.
 
-        A negative slot gives a negative row. If blocks have copies on the device, the rows of the copies follow.
+        A negative slot gives a negative id. If blocks have copies on the device, the row ids in the copies follow.
         """
         each = list(zip(self._open, slots, strict=True))
         rows = [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
@@ -231,24 +220,22 @@ class RowLists:
         return rows + [slot if slot < 0 else copies.row(one.blocks, slot) for one, slot in each]
 
     def row_count(self, group: int) -> int:
-        """Return the number of rows that `rows_of` returns."""
         return self._batch * (1 if self._state.copies is None or group else 2)
 
     def append(self, layer: int, newest: KVPart, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Store the newest KV of each sequence on the device and write it back to the pool.
 
         Args:
-            layer: The layer index.
-            newest: Keys and values `[P, d]`.
-            indices: Index of the newest token in the resident KV of each sequence, int64 `[B]` (`resident_index`).
-                Sequences with a negative index are skipped.
-            rows: Rows of the newest token of each sequence (`rows_of`). Negative rows are skipped.
+            newest: Keys and values `[P, d]`, with P = B * Hkv.
+            indices: Index of the newest token in each sequence's resident KV, int64 `[B]` (`resident_index`). Sequences
+                with a negative index are skipped.
+            rows: Row ids of the newest token of each sequence (`rows_of`). Negative ids are skipped.
         """
         dispatch.store_resident(newest.k, newest.v, self._resident[layer], indices)
         self.write_back(layer, newest, rows)
 
     def write_back(self, layer: int, newest: KVPart, rows: torch.Tensor) -> None:
-        """Write K and V `[P, d]` (P = B * Hkv) to the rows `rows` (`rows_of`), after earlier compute work."""
+        """Write K and V `[P, d]` to the row ids `rows` (`rows_of`), after earlier compute work. P = B * Hkv."""
         with self._write_back.behind_compute():
             stored = newest.map(self._pool.format_of(layer).encode)
             vectors, device = self._pool.vectors(layer), self._state.device_rows(layer)
@@ -264,11 +251,10 @@ class RowLists:
         """Start fetching the KV of selected tokens.
 
         Args:
-            layer: The layer index.
             tokens: Token lists, int64 `[P, n]`.
             counts: Number of valid tokens of each list, int32 `[P]`. None if all are valid.
-            overlapping: Whether KV that several sequences select from shared blocks is read from the pool only once.
-            cached: Whether KV is copied from the working sets if they contain it.
+            overlapping: Whether to read KV that several sequences select from shared blocks only once from the pool.
+            cached: Whether to use the working sets.
         """
         # Inputs and staged KV are allocated in the compute stream (`Staging`). All other tensors are allocated, used
         # and freed in the prefetch stream.
@@ -291,7 +277,6 @@ class RowLists:
             return PendingBatchFetch(self._state, staging_key, self._prefetch.record_event(), staged, tally)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the ids of the rows of K and V, int64 `[planes, P, n]`."""
         at = tokens.view(self._batch, -1)
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
         offsets = self._planes[layer].unsqueeze(1).unsqueeze(-1)
@@ -311,7 +296,7 @@ class RowLists:
         *,
         overlapping: bool,
     ) -> torch.Tensor | None:
-        """Fill `staged` with the KV of `tokens`, from the working sets, from copies of blocks, or from the pool.
+        """Fill `staged` with the KV of `tokens`, from working sets, copies of blocks, or the pool.
 
         If `overlapping`, KV that several sequences need is read from the pool once and then copied on the device.
         Return `PendingBatchFetch.tally`.
@@ -346,10 +331,9 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, hits: torch.Tensor | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the numbers of transferred entries and of hits (`PendingBatchFetch.tally`).
+        """Return `PendingBatchFetch.tally`. `hits` `[B]` counts the entries found on the device.
 
-        `hits` `[B]` are the entries found on the device. `again` is not negative for entries that were fetched for
-        another sequence.
+        `again` is at least 0 for entries that are fetched for another sequence.
         """
         if hits is None and again is None:
             return None

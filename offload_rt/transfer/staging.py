@@ -1,4 +1,4 @@
-"""Lifetime of buffers that two streams use, in place of the allocator's `record_stream`."""
+"""Lifetime of buffers that two streams use, without the allocator's `record_stream`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .streams import Event, Stream
 class Staging:
     """Keeps the buffers of a fetch alive until the compute stream waits for the fetch.
 
-    They are allocated in the compute stream, and released as soon as its wait is queued: only later work of that stream
-    can reuse the memory. The amount of memory therefore does not depend on how far the host runs ahead of the device.
-    `record_stream` would keep the memory until the device has executed the wait.
+    Buffers are allocated in the compute stream, and released as soon as the wait is queued in this stream. Only later
+    compute work can then reuse the memory. `record_stream` would keep the memory until the device has executed the
+    wait.
     """
 
     def __init__(self, prefetch: Stream) -> None:
@@ -29,7 +29,7 @@ class Staging:
         self._buffers[number] = tensors
         return number
 
-    def arrive(self, number: int, event: Event, *made: torch.Tensor) -> None:
+    def release(self, number: int, event: Event, *made: torch.Tensor) -> None:
         """Make the compute stream wait for a fetch, and release its buffers.
 
         Args:
@@ -41,7 +41,7 @@ class Staging:
         self._buffers.pop(number, None)
 
     def clear(self) -> None:
-        """Release all buffers, when the prefetch stream is idle."""
+        """Release all buffers. The prefetch stream must be idle."""
         self._buffers.clear()
 
 
@@ -53,10 +53,10 @@ It exceeds the size of one step's write-backs, so the compute stream only waits 
 
 
 class PendingWriteBacks:
-    """Keeps buffers that the write-back stream reads alive until the compute stream waits for the write-back.
+    """Keeps buffers of write-backs alive until the compute stream waits for the write-back, like `Staging`.
 
-    As in `Staging`, only later work of the compute stream can reuse the memory. A prefill releases the slices of a
-    layer when the next layer starts, so their write-back overlaps with the attention and the MLP of the layer.
+    A prefill releases the buffers of a layer when the next layer starts. Until then, the write-back runs in parallel
+    with the attention and the MLP of the layer.
     """
 
     def __init__(self, write_back: Stream) -> None:
@@ -67,14 +67,14 @@ class PendingWriteBacks:
     def hold(self, event: Event, *tensors: torch.Tensor) -> None:
         """Keep `tensors` alive until the compute stream waits for `event`.
 
-        `event` must be the newest event of the write-back stream, recorded after the stream has read the tensors.
+        `event` must be the newest event of the write-back stream, after all reads of the tensors.
         """
         size = sum(tensor.nbytes for tensor in tensors)
         self._pending.append((event, size, tensors))
         self._bytes += size
 
     def release(self, most: int = 0) -> None:
-        """Make the compute stream wait for the oldest events and release their tensors, until `most` bytes remain."""
+        """Release the oldest tensors until at most `most` bytes remain. The compute stream waits for their events."""
         last: Event | None = None
         while self._pending and self._bytes > most:
             last, size, _ = self._pending.popleft()
@@ -83,6 +83,6 @@ class PendingWriteBacks:
             self._write_back.hold_compute(last)
 
     def clear(self) -> None:
-        """Release all tensors. All write-backs must have finished, or the compute stream must already wait for them."""
+        """Release all tensors. All write-backs must have ended, or the compute stream must already wait for them."""
         self._pending.clear()
         self._bytes = 0

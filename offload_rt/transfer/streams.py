@@ -30,7 +30,7 @@ class Stream(Protocol):
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Queue work of this stream after all compute work queued so far."""
+        """Return a context in which work is queued in this stream, after all compute work queued so far."""
         ...
 
     def record_event(self) -> Event:
@@ -40,14 +40,15 @@ class Stream(Protocol):
     def wait_for(self, event: Event) -> None: ...
 
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Make later compute work, which uses `tensors` of this stream, wait for `event`."""
+        """Make later compute work wait for `event`. This work uses `tensors`, which this stream has allocated."""
         ...
 
 
 class DeviceStream(Stream):
     """A stream of CUDA, ROCm (which torch also calls cuda) or XPU.
 
-    Tensors that two streams use are recorded with the caching allocator, so that their memory is not reused too early.
+    Tensors that two streams use are registered with the caching allocator, so that their memory is not reused too
+    early.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +75,7 @@ class DeviceStream(Stream):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which `device` is current, as Triton launches and graph captures require."""
+    """Return a context in which `device` is the current device. Triton launches and graph captures need this."""
     if device.type == "cpu":
         return nullcontext()
     chosen: AbstractContextManager[None] = torch.accelerator.device_index(device.index)

@@ -1,4 +1,4 @@
-"""Working sets of the sequences of a batch. Kernels get the addresses of all of them in one table."""
+"""Working sets of the sequences of a batch. Kernels read the addresses of all working sets from one table."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .working_set import LayerSet, LookUp, WorkingSet, look_up
 class WorkingLists:
     """Working sets of up to `batch` sequences. All methods must be called in the prefetch stream.
 
-    `hold` sets the sequences of the batch. Kernels read the addresses of the working sets from one tensor, so a CUDA
-    graph can be replayed for other sequences. The first look-up of a layer allocates memory and copies addresses. To
-    capture it in a graph, pass the layer to `use` before.
+    `hold` sets the sequences. A CUDA graph can be replayed for other sequences, because kernels read addresses from a
+    tensor. The first look-up of a layer allocates memory, which a graph cannot capture. Call `use` for the layer
+    before.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
@@ -31,22 +31,20 @@ class WorkingLists:
         self._working_sets: Sequence[WorkingSet] = ()
 
     def use(self, layers: Iterable[int]) -> None:
-        """Let `hold` allocate the working sets of `layers`, so that a graph can capture look-ups."""
+        """Make `hold` allocate the working sets of `layers`, so that a graph can capture look-ups."""
         self._used.update(layers)
 
     def hold(self, working_sets: Sequence[WorkingSet], padding: int) -> None:
-        """Set the sequences of a batch. Look-ups do not change the last `padding` of them."""
+        """Set the sequences of a batch. Look-ups do not change the working sets of the last `padding` sequences."""
         self._working_sets = working_sets
         counts = [self._entries] * (len(working_sets) - padding) + [0] * padding
         copy_into(torch.tensor(counts, dtype=torch.int32), self._entry_counts)
         self._bind()
 
     def release(self) -> None:
-        """Drop all references to working sets, until the next `hold`."""
         self._working_sets, self._sets = (), {}
 
     def _bind(self) -> None:
-        """Copy the addresses of the working sets of all layers in use to the device."""
         self._sets = {layer: [one.layer(layer) for one in self._working_sets] for layer in self._used}
         addresses = torch.zeros(self._tables.shape, dtype=torch.int64)
         for layer, sets in self._sets.items():
@@ -54,7 +52,7 @@ class WorkingLists:
         copy_into(addresses, self._tables)
 
     def look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> LookUp:
-        """Look up which of the tokens `[P, n]` are cached. Then call `take` and `put`, in this order."""
+        """Look up which of the tokens `[P, n]` are cached. Then call `take`, and after it `put`."""
         if layer not in self._used:
             self._used.add(layer)
             self._bind()

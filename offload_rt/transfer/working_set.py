@@ -1,9 +1,10 @@
 """Working set: a cache of recently fetched KV on the device. Only KV that is not in the cache is transferred.
 
 Each layer that selects tokens caches at most `capacity` entries per KV head. All operations have static shapes and do
-not synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted first. A
-use adds 1 to the score of an entry, and each look-up multiplies all scores of the layer by `DECAY` (LRFU, Lee et al.
-2001: LRU for a decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
+not synchronise with the host, so they can be captured in a graph.
+
+The entry with the lowest score is evicted first. Each use adds 1 to the score of an entry, and each look-up multiplies
+all scores of the layer by `DECAY` (LRFU, Lee et al. 2001). Measurements: `eval/results/reference/working_set.md`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ class LookUp:
     """Result of a look-up of n tokens in each of P lists (one per KV head).
 
     Attributes:
-        slots: Slot of each cached token, int64 `[P, n]`. -1 for tokens that are not cached.
-        into: Slot assigned to each missing token, int64 `[P, n]`. -1 for all other tokens, including missing tokens for
-            which no slot is left.
+        slots: Slot of each cached token, int64 `[P, n]`; -1 for all other tokens.
+        into: Slot assigned to each missing token, int64 `[P, n]`; -1 for all other tokens, or if no slot is left.
         hits: Number of cached tokens of each list, int64 `[P]`.
     """
 
@@ -42,7 +42,7 @@ class LookUp:
 
 
 def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a layer's working set with `rows` entries per KV head; 0 if there are none."""
+    """Return the size in bytes of a layer's working set with `rows` entries per KV head."""
     # One additional entry receives KV that is not kept.
     if rows == 0:
         return 0
@@ -55,7 +55,7 @@ def look_up(
 ) -> LookUp:
     """Look up tokens, and assign slots to missing tokens.
 
-    Missing tokens are inserted in order, as long as there are slots without a token of this look-up.
+    Missing tokens replace the entries with the lowest scores, but not other tokens of this look-up.
 
     Args:
         table: Tables of all lists, int32 `[P, capacity + 1, 2]`, contiguous (`LayerSet.table`). Updated in place.
@@ -91,10 +91,10 @@ class LayerSet:
     """The working set of one layer.
 
     Attributes:
-        table: For each slot, its token (negative if the slot is empty) and the bits of its float32 score. int32 `[Hkv,
-            capacity + 1, 2]`. The last slot is never read.
-        rows: Cached K of all heads, then V of all heads unless keys contain the values, in the storage format,
-            `[planes * Hkv, capacity + 1, width]`.
+        table: Token (negative for none) and bits of the float32 score of each slot, int32 `[Hkv, capacity + 1, 2]`. The
+            last slot is never read.
+        rows: Cached KV `[planes * Hkv, capacity + 1, width]` in the storage format: K of all heads, then V of all heads
+            unless keys contain the values.
     """
 
     table: torch.Tensor
@@ -102,7 +102,7 @@ class LayerSet:
 
     @classmethod
     def empty(cls, shape: RowShape, capacity: int, storage: torch.dtype, device: torch.device) -> LayerSet:
-        """Create an empty working set for entries of `shape`, whose `head_dim` is the number of stored elements."""
+        """Create an empty working set. `shape.head_dim` is the number of stored elements per vector."""
         table = torch.full((shape.kv_heads, capacity + 1, 2), _EMPTY, dtype=torch.int32, device=device)
         table.view(torch.float32)[..., 1] = -torch.inf
         size = shape.planes * shape.kv_heads, capacity + 1, shape.head_dim
@@ -133,10 +133,10 @@ class LayerSet:
 
 
 class WorkingSet:
-    """The working set of one sequence.
+    """The working set of one sequence. It is used only in the prefetch stream.
 
     Cached KV is in the storage format and thus bit-identical to the KV in the pool. The memory of a layer is allocated
-    when the layer first selects tokens, and its address never changes. It is used only in the prefetch stream.
+    when the layer first selects tokens, and its address never changes.
     """
 
     def __init__(self, shape: RowShape, capacity: int, storage: torch.dtype, device: torch.device) -> None:
@@ -154,7 +154,6 @@ class WorkingSet:
         return self._layers[layer]
 
     def forget(self, layer: int, token: int) -> None:
-        """Remove a token whose KV changes."""
         if layer in self._layers:
             self._layers[layer].forget(token)
 
@@ -166,8 +165,7 @@ class WorkingSet:
     def check_integrity(self, stored: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         """Assert that cached KV equals the KV in the pool.
 
-        `stored(layer, tokens)` returns the KV `[planes, Hkv, n, width]` of tokens `[Hkv, n]` in the pool; token 0 for
-        empty slots.
+        `stored(layer, tokens)` returns the KV `[planes, Hkv, n, width]` of tokens `[Hkv, n]` in the pool.
         """
         for number, layer in self._layers.items():
             layer.check_integrity()

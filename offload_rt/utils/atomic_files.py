@@ -1,4 +1,4 @@
-"""Write files completely, or so that they have either their old or their new content if the machine stops."""
+"""Atomic and durable writes of files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from .private_files import open_private
 def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = False, durable: bool = True) -> None:
     """Write a file through a temporary file in the same folder. Several processes may do this at once.
 
-    A killed process leaves `STEM.*.tmp`. If the write fails, an existing file is unchanged, and the temporary file is
-    removed.
+    If the write fails, an existing file is unchanged. If the process is killed, a file `STEM.*.tmp` may remain.
 
     Args:
-        path: The file.
-        data: Its new content.
         private: Whether only the owner can access the file. If False, the umask decides.
-        keep: Do not replace an existing file.
+        keep: Keep an existing file, and do not write `data`.
         durable: Wait until the content is on disk. Otherwise, the file can lose its content in a power failure.
 
     Raises:
@@ -39,7 +36,6 @@ def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = 
 
 
 def _put_new(temporary: Path, path: Path) -> None:
-    """Rename a complete temporary file to `path`, unless `path` exists already."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -57,7 +53,7 @@ def _put_new(temporary: Path, path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Write a file and sync it to disk. On failure, remove the file and raise the error again."""
+    """Write a file and wait until it is on disk. On failure, remove the file and raise the error again."""
     _write(path, data, private=private, durable=True)
 
 
@@ -77,14 +73,14 @@ def _write(path: Path, data: bytes, *, private: bool, durable: bool) -> None:
 
 
 def write_all(handle: int, offset: int, data: memoryview) -> None:
-    """Write `data` at byte `offset`, in as many system calls as needed. Raise OSError."""
+    """Write `data` at byte `offset`. Raises OSError."""
     while data:
         count = os.pwrite(handle, data, offset)
         offset, data = offset + count, data[count:]
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk. Raise OSError."""
+    """Wait until a file, or the list of files in a folder, is on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

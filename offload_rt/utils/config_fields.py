@@ -1,4 +1,4 @@
-"""Describe and validate the fields of configuration dataclasses, and create instances from mappings."""
+"""Fields of configuration dataclasses: descriptions, checks, and creation from mappings."""
 
 from __future__ import annotations
 
@@ -38,15 +38,12 @@ class Option:
 
     Attributes:
         help: One line, with the unit.
-        metavar: Placeholder for the value in usage texts, such as "SIZE". If None, the choices of the field's type are
-            listed.
+        metavar: Placeholder for the value in usage texts, such as "SIZE". If None, the possible values are listed.
         flag: Name of the flag if it differs from the name of the field.
-        group: Heading under which commands that run a model list the flag. None if the option is available in Python
-            only.
+        group: Heading of the flag in the help of commands that run a model. None if only Python has the option.
         plans: Whether memory demand depends on the option. If so, the command `info` has the flag.
-        neutral: Value that gives the option no effect. It is left out of KV provenance keys, so that stores of
-            versions without the option stay valid.
-        stored_name: Name of the field in KV provenance keys, if the field was renamed, else None.
+        neutral: Value without any effect. KV provenance keys do not contain it, so that earlier keys stay valid.
+        stored_name: Earlier name of the field, which KV provenance keys use, or None.
     """
 
     help: str
@@ -59,12 +56,11 @@ class Option:
 
 
 def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:
-    """Return a dataclass field with a default value. `help` and `more` are the fields of its `Option`."""
+    """Return a dataclass field with an `Option`, whose fields are `help` and `more`."""
     return field(default=default, repr=repr, metadata={"option": Option(help, **more)})
 
 
 def option_of(described: Field[Any]) -> Option:
-    """Return the `Option` of a field that was made by `option`."""
     return described.metadata["option"]  # type: ignore[no-any-return]
 
 
@@ -74,9 +70,9 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_types(config: Any) -> None:
-    """Check the types of fields of a frozen dataclass that are annotated as bool, int, float, str or a union of these.
+    """Check the types of all fields of a frozen dataclass that are bool, int, float, str, None or a union of these.
 
-    Numbers of other libraries, such as numpy, are converted. Fields of other types, such as `Size`, are skipped.
+    Numbers of other libraries, such as numpy, are converted. All other fields are skipped.
 
     Raises:
         ConfigError: A field has a value of another type.
@@ -95,7 +91,7 @@ def check_types(config: Any) -> None:
 
 
 def _number(value: Any, kinds: set[type]) -> int | float | None:
-    """Convert a number of another library to int or float, whichever is in `kinds`. Return None for other values."""
+    """Convert a number of another library to int or float. Return None if this is not possible or not in `kinds`."""
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
             number = index(value)
@@ -108,9 +104,8 @@ def _number(value: Any, kinds: set[type]) -> int | float | None:
     return None
 
 
-@cache
+@cache  # sampling parameters are checked per request
 def field_types(kind: type) -> dict[str, Any]:
-    """Return the evaluated annotations of a class. Cached, because sampling parameters are checked per request."""
     return get_type_hints(kind, include_extras=True)
 
 
@@ -118,7 +113,7 @@ _CALLED = {bool: "True or False", int: "an integer", float: "a number", str: "a 
 
 
 def _scalars(hint: Any) -> set[type] | None:
-    """Return the scalar types that an annotation allows. None if it allows other types as well."""
+    """Return the scalar types that an annotation allows, or None if it allows other types as well."""
     if get_origin(hint) is Literal:
         return {type(value) for value in get_args(hint)}
     if get_origin(hint) in (Union, UnionType):
@@ -128,7 +123,7 @@ def _scalars(hint: Any) -> set[type] | None:
 
 
 def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """Return `config` (`cls()` if None) with fields replaced by `options`. Raise ConfigError for unknown names."""
+    """Return `config`, or a default `cls`, with fields replaced by `options`. Raises ConfigError for unknown names."""
     if config is None:
         return from_mapping(cls, options)
     check(isinstance(config, cls), f"{config!r:.80} is {type(config).__name__}; it must be {cls.__name__}")
@@ -142,14 +137,14 @@ def check_mapping(name: str, options: object) -> None:
 
 
 def check_keys(cls: type, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a key of `options` is not a field of `cls`. The message suggests a similar field."""
+    """Raise ConfigError if a key of `options` is not a field of `cls`."""
     known = [f.name for f in fields(cls)]
     for key in options:
         check_choice(f"option of {cls.__name__}", key, known)
 
 
 def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
-    """Return `cls(**options)`. Raise ConfigError if a key is unknown, or if `options` is not a mapping."""
+    """Return `cls(**options)`. Raises ConfigError if a key is unknown, or if `options` is not a mapping."""
     check_mapping(cls.__name__, options)
     check_keys(cls, options)
     return cls(**options)

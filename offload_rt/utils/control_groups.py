@@ -11,10 +11,12 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, whether it is version 2) of this process's control groups and their parents.
+    """Yield the folder of each control group of this process, with its parents, and whether it has version 2.
 
-    `controller` is "memory" or "cpu". `membership` is the file that names the groups, `root` the folder with all
-    groups.
+    Args:
+        controller: "memory" or "cpu".
+        root: Folder with all control groups.
+        membership: File that lists the control groups of the process.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -36,14 +38,13 @@ def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path
 
 
 def processor_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the number of processors that this process may use, rounded up. None if there is no limit."""
+    """Return the number of processors that this process may use, rounded up, or None if there is no limit."""
     limits = [_quota(folder, two) for folder, two in groups("cpu", root, membership)]
     least = min((limit for limit in limits if limit is not None), default=None)
     return None if least is None or least >= len(os.sched_getaffinity(0)) else max(1, least)
 
 
 def _quota(folder: Path, two: bool) -> int | None:
-    """Return the processor limit of a control group (version 2 if `two`), rounded up. None if there is none."""
     names = ("cpu.max",) if two else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
         time, period = " ".join((folder / name).read_text() for name in names).split()

@@ -6,14 +6,11 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def install_command(extra: str) -> str:
-    """Return a shell command that installs the optional packages of an extra.
-
-    The command names the packages themselves, because this project is not on the package index.
-    """
     try:
         listed = requires("offload-rt") or []
     except PackageNotFoundError:  # The package runs from the source folder and is not installed.
         listed = []
+    # The command names the packages themselves, because this project is not on the package index.
     marker = f'extra == "{extra}"'
     found = [repr(entry.partition(";")[0].strip()) for entry in listed if marker in entry.replace("'", '"')]
     return f"pip install {' '.join(found)}" if found else f"pip install '.[{extra}]' in the checkout"

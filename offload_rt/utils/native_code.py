@@ -1,7 +1,7 @@
-"""Loading of this package's C code, which is prebuilt in the wheel or compiled on first use into the user's cache.
+"""Loading of this package's C code. It is prebuilt in the wheel, or compiled on first use into the user's cache.
 
-Code is compiled for a few instruction set levels, and a wheel, or a home folder that several machines share, can
-contain code for all of them. If there is neither a prebuilt library nor a compiler, callers use torch or numpy.
+Code is compiled separately for each instruction set level. If there is neither a prebuilt library nor a compiler,
+callers use torch or numpy instead.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def processor_level() -> str:
     """Return the instruction set level to use: `OFFLOAD_RT_CPU_LEVEL`, else the highest level of the processor.
 
     Raises:
-        ConfigError: The variable names an unknown level, or a level that this processor does not support.
+        ConfigError: The variable names a level that is unknown or that this processor does not support.
     """
     levels, forced = available_levels(), os.environ.get(LEVEL_VARIABLE, "").strip()
     if not forced:
@@ -78,7 +78,7 @@ def processor_level() -> str:
 
 
 def machine_levels() -> tuple[str, ...]:
-    """Return all instruction set levels of this machine's architecture, lowest first, supported or not."""
+    """Return all instruction set levels of this processor architecture, lowest first, supported or not."""
     architecture = platform.machine().lower()
     if architecture in ("aarch64", "arm64"):
         return ("neon",)
@@ -97,7 +97,7 @@ class _Field(ctypes.Structure):
 
 
 def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
-    """Check that a structure has the same fields in Python (`_Name`) and in C (`Name`).
+    """Check that the structure `_Name` in Python has the same fields as the structure `Name` in C.
 
     Raises:
         RuntimeError: Fields differ in name, offset or size.
@@ -106,10 +106,10 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
     described = ctypes.cast(ctypes.addressof(_Field.in_dll(library, f"fields_of_{name}")), ctypes.POINTER(_Field))
     fields = itertools.takewhile(lambda field: field.name is not None, map(described.__getitem__, itertools.count()))
     in_c = {field.name.decode(): (field.offset, field.size) for field in fields}
-    in_c["the whole"] = 0, described[len(in_c)].size
+    in_c["the total size"] = 0, described[len(in_c)].size
     places = {field[0]: getattr(structure, field[0]) for field in structure._fields_}
     in_python = {field: (place.offset, place.size) for field, place in places.items()}
-    in_python["the whole"] = 0, ctypes.sizeof(structure)
+    in_python["the total size"] = 0, ctypes.sizeof(structure)
     if unlike := [field for field in {**in_c, **in_python} if in_c.get(field) != in_python.get(field)]:
         raise RuntimeError(
             f"{name} in {Path(library._name).name} and {structure.__name__} in {structure.__module__} differ in "
@@ -118,10 +118,9 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
 
 
 def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
-    """Return the library of `source` and `flags` for the processor's level: prebuilt, cached or compiled now.
+    """Return the library of `source` for the processor's level: prebuilt, cached, or compiled now with `flags`.
 
-    Return None if the library cannot be loaded or compiled. This is logged with the text `fallback`. The first time, a
-    warning is logged as well.
+    If this fails, log the text `fallback`, warn once per process, and return None.
     """
     level = processor_level()
     prebuilt, cached = library_paths(source, flags, level)
@@ -149,7 +148,7 @@ def _warn_once(level: str) -> None:
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
-    """Return the file name of a compiled library, with a hash of the source, the headers in its folder, and flags."""
+    """Return the file name of a compiled library, with a hash of its source, its headers and its compiler flags."""
     digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):
         digest.update(header.read_bytes())
@@ -157,9 +156,9 @@ def library_name(source: Path, flags: Sequence[str], level: str) -> str:
 
 
 def compile_library(source: Path, flags: Sequence[str], level: str, target: Path) -> None:
-    """Compile `source` to `target` for an instruction set level, atomically.
+    """Compile `source` atomically to `target` for an instruction set level.
 
-    Raise OSError if there is no compiler or the folder cannot be written, or SubprocessError if the compiler fails.
+    Raises OSError if there is no compiler or the folder cannot be written, and SubprocessError if the compiler fails.
     """
     if (compiler := find_compiler()) is None:
         raise FileNotFoundError(f"there is no compiler {_compiler_command()[0]}")
@@ -205,12 +204,10 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def processor_name() -> str:
-    """Return the model name of the processor. Empty if it is unknown."""
     return _cpuinfo("model name") or platform.processor()
 
 
 def _cpuinfo(wanted: str) -> str:
-    """Return the entry `wanted` of the first processor in /proc/cpuinfo, or ""."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")

@@ -35,8 +35,6 @@ HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """A C source file, its compiler flags and its macros."""
-
     source: str  # path relative to the package folder
     flags: tuple[str, ...]  # in addition to the flags of the level
     fallback: str  # consequence of a missing library, for the log message
@@ -82,13 +80,13 @@ LIBRARIES = {
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Return the library `name` for this processor with the macro values `constants`. None: see `load_library`."""
+    """Return the library `name` with the macro values `constants`, or None if it is not available (`load_library`)."""
     library = LIBRARIES[name]
     return load_library(library.path, library.flags_for(constants), library.fallback)
 
 
 def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """Yield source, flags and level of each library that a wheel for this machine contains."""
+    """Yield source, compiler flags and level of each library that a wheel for this machine contains."""
     for level in machine_levels():
         for library in LIBRARIES.values():
             for flags in library.prebuilt_flags():
@@ -97,7 +95,7 @@ def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """Instruction set of the C code in use, and whether it was compiled here or comes from the wheel."""
+    """Instruction set level and origin of the C code in use."""
 
     level: str  # as in `OFFLOAD_RT_CPU_LEVEL`
     origin: str  # "prebuilt" (in the wheel), "compiled" (by this machine's compiler on first use) or "missing"

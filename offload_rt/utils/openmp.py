@@ -1,8 +1,8 @@
-"""Settings of the OpenMP library that torch has loaded: the number of threads per caller, and how threads wait.
+"""Settings of the OpenMP library that torch has loaded: number of threads, and how threads wait for work.
 
-A thread of GCC's OpenMP library (libgomp) spins for about 3 ms after each operation. On a busy machine, this takes
-processor time from the thread that it waits for and from other processes. `OMP_WAIT_POLICY=passive` prevents this, but
-libgomp reads the variable only once, when torch is imported.
+Threads of GCC's OpenMP library (libgomp) spin for about 3 ms after each operation. On a busy machine, they take
+processor time from other threads and processes. `OMP_WAIT_POLICY=passive` prevents this, but libgomp reads the variable
+only when torch is imported.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ WAIT_VARIABLES = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"
 def stop_spinning() -> bool:
     """Make libgomp threads sleep soon after each parallel region, even if torch is already imported.
 
-    libgomp spins for 100 instead of 300,000 iterations if it manages more threads than there are processors
-    (`gomp_throttled_spin_count_var`). This function therefore starts one OpenMP thread more than there are processors.
-    The threads sleep until the process ends.
-
     Returns:
         False, without any effect, if another OpenMP library is in use or the user has set one of `WAIT_VARIABLES`.
     """
     library = _library("libgomp.so.1")
     if library is None or os.environ.keys() & WAIT_VARIABLES:
         return False
+    # libgomp spins for 100 instead of 300,000 iterations if it manages more threads than there are processors
+    # (`gomp_throttled_spin_count_var`). One thread more than that sleeps here until the process ends.
     threads, started, for_ever = library.omp_get_num_procs() + 1, threading.Event(), threading.Lock()
     for_ever.acquire()
 
@@ -73,9 +71,9 @@ def thread_setter() -> Callable[[int], Any]:
 
 @cache
 def mkl_thread_setter() -> Callable[[int], int]:
-    """Return a function that sets MKL's number of threads for the calling thread and returns the old one (0: unset).
+    """Return a function that sets MKL's number of threads for the calling thread. It returns the old number (0: unset).
 
-    It is needed because after `torch.set_num_threads`, MKL ignores OpenMP's number of threads.
+    MKL ignores OpenMP's number of threads after a call of `torch.set_num_threads`.
     """
     try:
         set_threads = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local

@@ -15,7 +15,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 def make_private_folder(path: Path) -> bool:
     """Create a folder and any missing parents with mode 0700. Return False if the folder already exists.
 
-    Raise OSError if it cannot be created, or if `path` exists and is not a folder.
+    Raises OSError if it cannot be created, or if `path` exists and is not a folder.
     """
     if not path.parent.exists():
         make_private_folder(path.parent)
@@ -30,7 +30,7 @@ def make_private_folder(path: Path) -> bool:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file and return its handle. With O_CREAT, the file gets mode 0600. Symbolic links are not followed."""
+    """Open a file and return its descriptor. New files get mode 0600. Symbolic links are not followed."""
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         status = os.fstat(handle)
@@ -43,7 +43,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """Remove other users' access to a file or folder. Skip symbolic links. Raise OSError if this fails."""
+    """Remove other users' access to a file or folder. Symbolic links are skipped. Raises OSError."""
     status = path.lstat()
     mode = FOLDER_MODE if stat.S_ISDIR(status.st_mode) else FILE_MODE
     known = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)

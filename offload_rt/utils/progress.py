@@ -1,4 +1,4 @@
-"""Progress of long operations: bars on stderr after two seconds, or calls of an observer."""
+"""Progress of long operations: bars on stderr after two seconds, or calls of an observer function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _observer: ContextVar[Observer | None] = ContextVar("_observer", default=None)
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Context in which all reported progress is passed to `observer`, even if no bar is shown."""
+    """Return a context in which all progress is passed to `observer`, even if no bar is shown."""
     token = _observer.set(observer)
     try:
         yield
@@ -32,7 +32,6 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def report(task: str, done: int = 0, total: int | None = None) -> None:
-    """Pass progress to the observer, if there is one."""
     if (observer := _observer.get()) is not None:
         observer(task, done, total)
 
@@ -42,7 +41,7 @@ class Show(Protocol):
 
 
 class Progress:
-    """Creates progress bars that disappear when their work is done.
+    """Creates progress bars, which disappear when their work is done.
 
     No bar is shown if `enabled` is False, if stderr is not a terminal, or if there is an observer.
     """
@@ -52,7 +51,7 @@ class Progress:
 
     @contextmanager
     def items(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """Yield a function that advances a bar labelled `what`. Call it after each of `total` items."""
+        """Yield a function that advances the bar `what` by one. Call it after each of `total` items."""
         done = 0
         with self.bar(what, total) as show:
 
@@ -65,7 +64,7 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str, total: int | None = None) -> Iterator[Show]:
-        """Yield a function that sets the finished amount of a bar labelled `what`, and its total if `total` is None."""
+        """Yield a function that sets the finished amount of the bar `what`, and optionally a new total amount."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

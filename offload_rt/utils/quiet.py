@@ -7,7 +7,10 @@ import sys
 
 
 def quiet_transformers() -> None:
-    """Limit transformers' log to errors and disable its progress bars, unless the user has set its variables."""
+    """Limit transformers' log to errors and disable its progress bars.
+
+    If transformers is not imported yet, environment variables of the user have priority.
+    """
     if "transformers" in sys.modules:
         from transformers.utils import logging
 

@@ -15,7 +15,7 @@ LARGEST = 1 << 28  # maximum size in bytes
 
 
 def read_small(path: Path, most: int = LARGEST) -> bytes:
-    """Return the content of a file or pipe of up to `most` bytes. Raise OSError for larger files and for devices."""
+    """Return the content of a file or pipe. Raises OSError for devices, and for more than `most` bytes."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if stat.S_ISCHR(status.st_mode) and not file.isatty():
@@ -27,7 +27,7 @@ def read_small(path: Path, most: int = LARGEST) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raise ValueError if it is invalid or nested too deeply."""
+    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -35,16 +35,13 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raise OSError if it cannot be read (`read_small`), ValueError if it is invalid."""
     return parse_json(read_small(path))
 
 
 def foreign_file(path: Path, expected: str) -> ModelError | None:
-    """Return the error for a file of weights that is empty, a Git LFS pointer or a text. None for other files.
+    """Return the error for a file of weights that is empty, a Git LFS pointer or plain text, or None.
 
-    Args:
-        path: The file.
-        expected: Format of the file, such as "a GGUF file".
+    `expected` names the expected format, such as "a GGUF file".
     """
     with path.open("rb") as file:
         start = file.read(64)

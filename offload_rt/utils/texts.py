@@ -2,12 +2,12 @@
 
 A SPEC is one of:
 
-- `-`: standard input, plain text;
-- a path: `book.txt` is plain text in UTF-8; `.jsonl`, `.json`, `.csv` and `.parquet` are tables, also read
-  through `datasets`; `prompts.jsonl:question` takes one column (default: `text`, else the only column of strings);
+- `-`: plain text from standard input;
+- a path: `book.txt` is plain text in UTF-8; `.jsonl`, `.json`, `.csv` and `.parquet` are tables;
+  `prompts.jsonl:question` takes one column (default: `text`, else the only column of strings);
 - `NAME:SPLIT`, `NAME:CONFIG:SPLIT` or `NAME:CONFIG:SPLIT:COLUMN`: a dataset of the hub, such as
-  `wikitext:wikitext-2-raw-v1:test`. It is streamed, so that only the rows that are read are downloaded. With
-  HF_HUB_OFFLINE=1 or HF_DATASETS_OFFLINE=1 it is read from the local cache.
+  `wikitext:wikitext-2-raw-v1:test`. Only the rows that are read are downloaded. With HF_HUB_OFFLINE=1 or
+  HF_DATASETS_OFFLINE=1, the dataset is read from the local cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHARACTERS = 50_000_000  # maximum number of characters of a text that is joined
 
 
 def read_file(path: str) -> str:
-    """Return the text of a UTF-8 file, or of stdin for "-". Raise InputError if it is missing, empty or not text."""
+    """Return the text of a UTF-8 file, or of stdin for "-". Raises InputError if it is missing, empty or not text."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_small(Path(path))
     except (OSError, ValueError) as error:
@@ -49,9 +49,9 @@ def read_file(path: str) -> str:
 
 
 def read_text(spec: str) -> str:
-    """Return the text of a plain file, or the first `CHARACTERS` characters of the rows of a table or dataset.
+    """Return the text of a plain file, or the first `CHARACTERS` characters of a table or dataset.
 
-    Raise InputError if the text cannot be read, or ConfigError if the package `datasets` is needed and not installed.
+    Raises InputError if the text cannot be read, and ConfigError if the package `datasets` is needed but not installed.
     """
     rows = _rows(spec)
     if rows is None:
@@ -68,7 +68,7 @@ def read_text(spec: str) -> str:
 
 
 def check_writable(path: str | None) -> None:
-    """Raise InputError if `path` cannot be written. Call this before a long computation of the file's content."""
+    """Raise InputError if `path` cannot be written. Call this before a long computation."""
     if path is None:
         return
     folder = Path(path).parent
@@ -79,7 +79,7 @@ def check_writable(path: str | None) -> None:
 
 
 def text_name(spec: str) -> str:
-    """Return the name of a text for tables: the name of a file without its folder, or the SPEC of a dataset."""
+    """Return a short name for a text: the file name without its folder, or the SPEC of a dataset."""
     return Path(spec).name if _path_of(spec) is not None else spec
 
 
@@ -94,7 +94,6 @@ def _path_of(spec: str) -> tuple[Path, str | None] | None:
 
 
 def _rows(spec: str) -> Iterator[str] | None:
-    """Return the rows of a table or dataset. None for a plain file."""
     file = _path_of(spec)
     if file is None:
         return _hub_rows(spec)
@@ -108,7 +107,6 @@ def _rows(spec: str) -> Iterator[str] | None:
 
 
 def _hub_rows(spec: str) -> Iterator[str]:
-    """Return the rows of a dataset on the hub. They are streamed, except in offline mode."""
     parts = spec.split(":")
     if not 2 <= len(parts) <= 4 or not all((parts[0], parts[-1])):
         raise InputError(
@@ -128,7 +126,6 @@ def _offline() -> bool:
 
 
 def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, Any]]:
-    """Call `datasets.load_dataset`. Raise its errors as one-line InputErrors."""
     try:
         from datasets import disable_progress_bars, load_dataset
     except ModuleNotFoundError as error:
@@ -149,10 +146,6 @@ def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, 
 
 
 def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
-    """Return the strings of `column`, or by default of "text" or the only column of strings.
-
-    Raise InputError if there is no such column.
-    """
     each = iter(rows)
     first = next(each, None)
     if first is None:
@@ -160,6 +153,7 @@ def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -
     texts = [name for name, value in first.items() if isinstance(value, str)]
     wanted = column or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
     if wanted not in texts:
-        problem = f"no column {column!r} of strings" if column else "no column 'text', and not exactly one of strings"
+        no_default = "no column 'text', and not exactly one column of strings"
+        problem = f"no column {column!r} of strings" if column else no_default
         raise InputError(f"{spec!r} has {problem}; columns of strings: {', '.join(texts) or 'none'}; choose one")
     return (str(row[wanted]) for row in chain([first], each))

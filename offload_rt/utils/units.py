@@ -22,7 +22,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 def parse_size(size: int | str, name: str = "size") -> int:
     """Return the number of bytes for an int or a string such as "200GiB", "1.5GB" or "512M".
 
-    K, M, G and T without "iB" or "B" are binary units. Raise ConfigError if the size is not positive.
+    K, M, G and T are binary units, as are KiB, MiB, GiB and TiB. Raises ConfigError if the size is not positive.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?(?:i?B)?|B)\s*", size, re.IGNORECASE)
@@ -45,7 +45,7 @@ def parse_size(size: int | str, name: str = "size") -> int:
 def parse_duration(duration: float | str, name: str = "duration") -> float:
     """Return the number of seconds for a number or a string such as "90s", "30m", "12h", "7d" or "2w".
 
-    Raise ConfigError if it is not positive.
+    Raises ConfigError if it is not positive.
     """
     if isinstance(duration, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)\s*", duration, re.IGNORECASE)

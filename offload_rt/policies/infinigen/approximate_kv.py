@@ -1,14 +1,10 @@
-"""Approximate KV of a sequence on the compute device, in pages: quantised keys and values of all its tokens.
+"""Approximate KV of a sequence on the compute device: quantised keys and values of all its tokens, in pages.
 
-The 4-bit keys score all tokens. With the 4-bit or 2-bit values, they estimate attention to tokens that were not
-selected.
+The 4-bit keys score all tokens. Keys and 4-bit or 2-bit values estimate the attention to tokens that were not selected.
 
-Keys are transformed to the calibrated basis and centred. Then each column is scaled by the square root of its standard
-deviation, and a rotation is applied, which minimises the effect of quantisation on the scores. Values are rotated
-before quantisation, and the attention output is rotated back once.
-
-In models with latent attention, the elements of a key after its value (`ModelGeometry.value_dim`) are left out of the
-rotation of values. They would increase the quantisation error.
+Keys and values are transformed before quantisation, to reduce its error. Keys are skewed and centred, each column is
+scaled by the square root of its standard deviation, and a rotation is applied. Values are only rotated, and the
+attention output is rotated back.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ VALUE_BITS = {"int4": 4, "int2": 2}
 
 
 def token_bytes(approximate_kv: str, geometry: ModelGeometry) -> float:
-    """Return the size in bytes of a token's approximate KV in one layer. Raise ConfigError if it cannot be packed."""
+    """Return the size in bytes of a token's approximate KV in one layer. Raises like `approximate_layout`."""
     return geometry.kv_heads * approximate_layout(approximate_kv, geometry).block_bytes / BLOCK
 
 
@@ -66,13 +62,13 @@ def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ApproximateBasis:
-    """Matrices of one layer that are applied to keys, queries and values before quantisation.
+    """Matrices of one layer that transform queries, keys and values before quantisation.
 
     Attributes:
         basis: Basis of queries and keys, with all columns.
-        mean: Mean of the keys in this basis, `[Hkv, d]`.
-        mixing: Rotation of the values, `[d, d]`. Its rows after `value_dim` are 0.
-        unmixing: Transposed `mixing`, its inverse for values.
+        mean: Mean of the transformed keys, `[Hkv, d]`.
+        mixing: Rotation of the values, `[d, d]`. Its rows from `ModelGeometry.value_dim` on are 0.
+        unmixing: Transposed `mixing`, which rotates the attention output back.
     """
 
     basis: Basis
@@ -82,7 +78,6 @@ class ApproximateBasis:
 
     @classmethod
     def of(cls, artifact: SkewArtifact, layer: int, geometry: ModelGeometry, dtype: torch.dtype) -> ApproximateBasis:
-        """Compute the matrices of a layer from its calibration."""
         rotation = mixing(artifact.query.shape[-1]).to(artifact.query.device)
         std = artifact.key_std[layer].double()
         scale = std.clamp_min(1e-3 * std.amax().clamp_min(1e-30)).sqrt().unsqueeze(1)
@@ -90,6 +85,7 @@ class ApproximateBasis:
         key = (artifact.key[layer].double() * scale) @ rotation
         mean = (artifact.key_mean[layer].double() * scale.squeeze(1)) @ rotation
         basis = Basis(query.to(dtype).contiguous(), key.to(dtype).contiguous(), geometry.scales[layer])
+        # With latent attention, values are the first elements of keys. All other elements would increase the error.
         rotation[geometry.value_dim or geometry.head_dim :] = 0
         return cls(basis, mean.to(dtype), rotation.to(dtype), rotation.T.to(dtype).contiguous())
 
@@ -99,7 +95,7 @@ class ApproximateBasis:
 
 
 class Page:
-    """A page `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with weak references to the `LayerPages` that use it (`users`)."""
+    """A page `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with weak references to the `LayerPages` that share it."""
 
     def __init__(self, rows: torch.Tensor, holder: LayerPages) -> None:
         self.rows = rows
@@ -107,10 +103,9 @@ class Page:
 
 
 class LayerPages:
-    """The pages of one sequence, and the number of tokens that each layer has stored in them.
+    """The pages of one sequence. A page has space for `PAGE_TOKENS` tokens in all layers that select tokens.
 
-    A page has space for `PAGE_TOKENS` tokens of all layers. A page that is shared with a fork is read-only, and copied
-    before a write.
+    Forks share pages. A shared page is copied before a write.
     """
 
     def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:
@@ -122,11 +117,11 @@ class LayerPages:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the pages. The size of a shared page is divided among its sequences."""
+        """Size in bytes of the pages. The size of a shared page is divided by the number of sequences."""
         return round(sum(page.rows.nbytes / len(page.users) for page in self._pages))
 
     def pages(self, layer: int) -> Pages:
-        """Return the pages of the layer for reading, the same object until a page is added or copied."""
+        """Return the pages of the layer for reading. The object is replaced when a page is added or copied."""
         if layer not in self._views:
             tensors = tuple(page.rows for page in self._pages)
             first = next(iter(self._views.values()), None)
@@ -136,10 +131,9 @@ class LayerPages:
         return self._views[layer]
 
     def reserve(self, layer: int, tokens: range) -> Pages:
-        """Reserve space for the `tokens` of a layer, and return its pages for writing.
+        """Return the pages of the layer for writing, with space for `tokens` and not shared with a fork.
 
-        Missing pages are added, and pages that are shared with a fork are copied. `tokens` extend the length of the
-        layer, and must not start after its end.
+        `tokens` must not start after the last token of the layer.
         """
         assert tokens.start <= self.lengths[layer], "tokens must be contiguous"
         for index in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
@@ -152,7 +146,6 @@ class LayerPages:
         return self.pages(layer)
 
     def _copy(self, index: int) -> None:
-        """Replace a shared page by a private copy of the blocks with tokens of this sequence."""
         shared = self._pages[index]
         blocks = min(PAGE_BLOCKS, -(-max(self.lengths.values()) // BLOCK) - index * PAGE_BLOCKS)
         private = Page(torch.empty_like(shared.rows), self)
@@ -161,7 +154,7 @@ class LayerPages:
         self._pages[index], self._views = private, {}
 
     def fork(self, tokens: int | None = None) -> LayerPages:
-        """Return a copy of the first `tokens` tokens (None: all) that shares their pages."""
+        """Return a fork with the first `tokens` tokens, or all tokens if `tokens` is None."""
         copy = object.__new__(LayerPages)
         copy._index, copy._shape, copy._device, copy._views = self._index, self._shape, self._device, {}
         count = max(self.lengths.values(), default=0) if tokens is None else tokens
@@ -183,10 +176,9 @@ class LayerPages:
 
 
 class ApproximateKV:
-    """Approximate KV of one sequence in pages. A fork shares the pages, which are copied before a write."""
+    """Approximate KV of one sequence in pages (`ScoringKeys`). Forks share pages until a write."""
 
     def __init__(self, bases: dict[int, ApproximateBasis], layout: Layout, device: torch.device) -> None:
-        """Create empty approximate KV. `bases` has the matrices of each layer that selects tokens."""
         self.bases, self._layout = bases, layout
         heads = next((basis.mean.shape[0] for basis in bases.values()), 0)
         self._pages_of_layers = LayerPages(bases, heads, layout.block_bytes, device)
@@ -196,11 +188,9 @@ class ApproximateKV:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the pages. The size of a shared page is divided among its sequences."""
         return self._pages_of_layers.nbytes
 
     def length(self, layer: int) -> int:
-        """Return the number of tokens, including those that wait to be quantised."""
         return self._pages_of_layers.lengths[layer] + len(self._pending[layer]) if layer in self.bases else 0
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
@@ -222,7 +212,6 @@ class ApproximateKV:
             self._quantise(layer, k, v, self._pages_of_layers.lengths[layer])
 
     def _quantise(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Quantise k and v `[Hkv, m, d]`, `PROMPT_KEYS_AT_ONCE` tokens at a time, and write them to the pages."""
         matrices, stop = self.bases[layer], start + k.shape[1]
         pages = self._pages_of_layers.reserve(layer, range(start, stop))
         for first in range(start, stop, PROMPT_KEYS_AT_ONCE):
@@ -235,7 +224,6 @@ class ApproximateKV:
     def observe(self, layer: int, q: torch.Tensor) -> None: ...
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copy the KV entry in slot `source` to slot `target`."""
         pages = self.storage(layer, range(target, target + 1))
         [(source_blocks, source_slots, _)] = pages.parts(range(source, source + 1))
         [(target_blocks, target_slots, _)] = pages.parts(range(target, target + 1))
@@ -249,7 +237,7 @@ class ApproximateKV:
         return self.query(layer, q, tokens).scores
 
     def query(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
-        """Return an object that scores `tokens` for query q `[H, d]`, valid until the stored keys change."""
+        """Prepare to score `tokens` with query q `[H, d]`. The result is valid until the stored keys change."""
         if tokens.stop > self._pages_of_layers.lengths[layer]:
             self._quantise_pending(layer)
         matrices, pages = self.bases[layer], self._pages_of_layers.pages(layer)
@@ -287,19 +275,7 @@ class ApproximateKV:
         selected: tuple[torch.Tensor, torch.Tensor],
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention of a batch with approximate attention to the candidates that were not selected.
-
-        Args:
-            layer: The layer index.
-            q: True queries `[H, B, d]`.
-            table: The pages of all sequences of the batch.
-            spans: The candidates.
-            selected: Selected token indices and their counts. Approximate attention skips these tokens.
-            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`, with P = B * Hkv.
-
-        Returns:
-            Merged out `[P, G, d]` and lse `[P, G]`.
-        """
+        """Implement `KeyLists.merge_approximate` for the sequences whose pages are in `table`."""
         matrices, skewed = self.bases[layer], self.bases[layer].basis.skew_queries(q, table.heads)
         return dispatch.merge_approximate(
             skewed,
@@ -315,7 +291,6 @@ class ApproximateKV:
         )
 
     def fork(self, tokens: int | None = None) -> ApproximateKV:
-        """Return a copy of the first `tokens` tokens (None: all) that shares their pages."""
         for layer in self.bases:
             self._quantise_pending(layer)
         copy = object.__new__(ApproximateKV)

@@ -14,9 +14,9 @@ from ...kernels.selection import floor_fraction, skew
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Matrices that skew the queries and keys of one layer, each `[Hkv, d, r]`, and the attention scale of the model.
+    """Matrices `query` and `key`, `[Hkv, d, r]`, that skew the queries and keys of one layer, and its attention scale.
 
-    The product of a skewed query and a skewed key approximates q·k; with r = d it is exact.
+    The product of a skewed query and a skewed key approximates q·k. If r = d, it is exact.
     """
 
     query: torch.Tensor
@@ -28,20 +28,20 @@ class Basis:
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, columns: torch.Tensor) -> Basis:
-        """Return a basis with only some columns of each KV head, with the indices `columns`, int64 `[Hkv, r]`."""
+        """Return a basis with only some columns of each KV head. `columns` are int64 `[Hkv, r]`."""
         index = columns.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
     def skew_query(self, q: torch.Tensor) -> torch.Tensor:
-        """Skew a query `[H, d]` and multiply it by the attention scale: `[Hkv, G, r]`."""
+        """Return the skewed query `[Hkv, G, r]` of q `[H, d]`, multiplied by the attention scale."""
         return skew(q.view(self.query.shape[0], -1, self.query.shape[1]), self.query).mul_(self.scale)
 
     @classmethod
     def stacked(cls, bases: Sequence[Basis | None]) -> Basis | None:
-        """Combine the bases of the sequences in a batch. Return None if they have none.
+        """Combine the bases of the sequences of a batch. Return None if their keys are not skewed.
 
-        A basis that all sequences share is returned unchanged. Otherwise, the matrices are concatenated to `[P, d, r]`,
-        one per sequence and KV head.
+        If all sequences share one basis, it is returned. Otherwise, matrices are concatenated to `[P, d, r]`, one for
+        each of P = B * Hkv lists.
         """
         present = [basis for basis in bases if basis is not None]
         if all(basis is bases[0] for basis in bases):
@@ -49,36 +49,36 @@ class Basis:
         return cls(torch.cat([b.query for b in present]), torch.cat([b.key for b in present]), present[0].scale)
 
     def skew_queries(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Skew and scale queries `[H, B, d]` of a batch: contiguous `[P, G, r]`, with P = B * Hkv."""
+        """Return the skewed queries `[P, G, r]` of q `[H, B, d]`, multiplied by the scale. P = B * Hkv."""
         return dispatch.skew_queries(q, self.query, kv_heads, self.scale)
 
 
-class Columns(Protocol):
-    """Chooses which columns of the skewed keys the scoring keys of a sequence contain."""
+class ColumnChoice(Protocol):
+    """Chooses the columns of skewed keys that are stored as scoring keys of a sequence."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of matrices that only this sequence uses."""
+        """Size in bytes of matrices that other sequences do not share."""
         ...
 
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Observe the queries `[H, m, d]` of a prefill chunk."""
-        ...
+    def observe(self, layer: int, q: torch.Tensor) -> None: ...
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the basis for new keys k `[Hkv, m, d]` of a layer. The first call fixes it."""
+        """Return the basis of a layer with the chosen columns, for its new keys k `[Hkv, m, d]`.
+
+        The basis of a layer never changes.
+        """
         ...
 
-    def fork(self) -> Columns: ...
+    def fork(self) -> ColumnChoice: ...
 
 
 class CalibratedColumns:
-    """Columns fixed at calibration, the same for all sequences, so that prefixes can be shared."""
+    """Columns chosen at calibration. All sequences have the same columns, so prefixes can be shared."""
 
     nbytes = 0
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """Set the basis of each layer that selects tokens. Each contains only the stored columns."""
         self._bases = bases
 
     def observe(self, layer: int, q: torch.Tensor) -> None: ...
@@ -91,14 +91,13 @@ class CalibratedColumns:
 
 
 class PromptColumns:
-    """Columns chosen from the prompt (paper §4.3): those with the largest sum of |Q~| + |K~| over its tokens.
+    """Columns chosen from the prompt (paper §4.3): those with the largest sum of absolute values.
 
-    Q~ and K~ are the skewed queries and keys. The columns of a layer and KV head are chosen when its first keys arrive,
-    and do not change. The sum includes Q~ of all query heads in the group.
+    The sum covers the skewed keys of the prompt, and its skewed queries in all query heads of the group. The columns of
+    a layer and KV head are chosen when its first keys arrive, and do not change later.
     """
 
     def __init__(self, bases: dict[int, Basis], columns: int) -> None:
-        """Set the full basis of each layer that selects tokens, and the number of columns to choose per KV head."""
         self._bases = bases
         self._kept = columns
         self._sums: dict[int, torch.Tensor] = {}
@@ -109,16 +108,15 @@ class PromptColumns:
         return sum(basis.nbytes for basis in self._chosen.values())
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Add |Q~| of the queries to the sum of each column, until the columns are chosen."""
         if layer not in self._chosen:
             basis = self._bases[layer].query
             grouped = q.reshape(basis.shape[0], -1, q.shape[-1])
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the layer's basis with the columns chosen for this prompt, in descending order of their sums.
+        """Return the layer's basis with the chosen columns, in descending order of their sums.
 
-        If sums are equal, the column with the larger weight in calibration comes first.
+        If sums are equal, the column comes first that calibration ranks higher.
         """
         if layer not in self._chosen:
             full = self._bases[layer]

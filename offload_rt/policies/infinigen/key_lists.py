@@ -1,7 +1,6 @@
-"""Batched token selection and approximate attention for the decode step.
+"""Token selection and approximate attention for a whole batch in a decode step.
 
-The host does not wait for the device, and the number of launches does not depend on the batch size. The selected tokens
-equal those of `kernels.selection.select_tokens`, in ascending order.
+The host does not wait for the device, and the number of kernel launches does not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from .scoring_keys import BatchedKeys
 
 
 class KeyLists:
-    """Scoring keys of up to `batch` sequences with up to `tokens` tokens each, in all layers that select tokens.
+    """Scoring keys of a batch, with up to `batch` sequences of up to `tokens` tokens, in all layers that select tokens.
 
-    `load` sets the sequences before each step. Kernels find their keys through tables of pointers: one table per layer,
-    or one for all layers if the keys are in pages. The tables keep their addresses, so captured CUDA graphs stay valid.
+    Call `load` before each step. Kernels read the addresses of the keys from tables on the device. A table stays at its
+    address, so that captured CUDA graphs remain valid.
     """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
-        """Create empty tables for `layers`, the layers that select tokens."""
         self._rule, self._index = rule, {layer: i for i, layer in enumerate(layers)}
         self._pointers = torch.zeros(len(self._index), batch, FIELDS, dtype=torch.int64, device=device)
         self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
@@ -42,8 +40,8 @@ class KeyLists:
         """Set the sequences of the batch, and reserve slot `slots[b]` for the newest key of sequence b.
 
         Returns:
-            If the keys have moved in memory: the new contents of `pointer_tables`, which the caller copies to the
-            device. Otherwise None.
+            New contents of `pointer_tables`, which the caller must copy to the device, or None if they have not
+            changed.
         """
         self._keys = list(keys)
         bases = [[sequence.basis(layer) for sequence in keys] for layer in self._index]
@@ -63,28 +61,24 @@ class KeyLists:
         return torch.tensor([[entry(tensor) for tensor in layer_tensors] for layer_tensors in tensors])
 
     def release(self) -> None:
-        """Drop all references to sequences, until the next `load`."""
         self._keys, self._bases, self._stored, self._storages, self._basis = [], [], [], [], []
 
     @property
     def pointer_tables(self) -> torch.Tensor:
-        """Pointer tables on the device, int64 `[layers, B, FIELDS]` or `[1, B, pages]`."""
+        """Addresses on the device: int64 `[layers, B, FIELDS]` (`PointerTable`), or `[1, B, pages]` for pages."""
         return self._pages if isinstance(self._storages[0], PageTable) else self._pointers
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write the newest key k `[P, d]`, and value v for approximate KV, to slot `slots[p]` of list p.
-
-        P = B * Hkv.
-        """
+        """Store the newest keys k `[P, d]`, and values v for approximate KV, in `slots` int64 `[P]`. P = B * Hkv."""
         index = self._index[layer]
         self._keys[0].append_batch(layer, k, v, self._basis[index], self._storages[index], slots)
 
     def select(self, layer: int, q: torch.Tensor, spans: CandidateSpans) -> tuple[torch.Tensor, torch.Tensor]:
-        """Select tokens with the (predicted) queries q `[H, B, d]`.
+        """Select tokens with the predicted or true queries q `[H, B, d]`. P = B * Hkv.
 
         Returns:
             Token indices int64 `[P, cap]` in ascending order, and counts int32 `[P]`. Only the first `counts[p]`
-            indices of list p are selected. The remaining entries are arbitrary indices within the context.
+            indices of list p are selected. All other entries are arbitrary indices within the context.
         """
         index = self._index[layer]
         storage = self._storages[index]
@@ -103,15 +97,13 @@ class KeyLists:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact attention with approximate attention to the candidates that were not selected.
 
+        Return merged out and lse. Without approximate KV, `exact` is returned unchanged.
+
         Args:
-            layer: The layer index.
             q: True queries `[H, B, d]`.
             spans: The candidates.
             selected: Token indices and counts, as returned by `select`.
             exact: Exact attention: out `[P, G, d]` and lse `[P, G]`, with P = B * Hkv.
-
-        Returns:
-            Merged out `[P, G, d]` and lse `[P, G]`. Without approximate KV, `exact` is returned unchanged.
         """
         keys, index = self._keys[0], self._index[layer]
         if not isinstance(keys, ApproximateKV):
@@ -121,12 +113,11 @@ class KeyLists:
         return keys.merge_approximate(layer, q, storage, spans, selected, exact)
 
     def on_attended(self, layer: int, spans: CandidateSpans, weights: torch.Tensor, attended: torch.Tensor) -> None:
-        """Pass the attention weights `[P, tokens]` of a decode step to the policy. P = B * Hkv.
+        """Pass the attention weights of a decode step to the policy. P = B * Hkv.
 
         Args:
-            layer: The layer index.
             spans: The candidates.
-            weights: Softmax weights, summed over query heads; 0 for tokens that were not attended.
+            weights: Softmax weights `[P, tokens]`, summed over query heads; 0 for tokens not attended.
             attended: Whether each token was attended, bool `[P, tokens]`.
         """
         keys, storage = self._keys[0], self._storages[self._index[layer]]
@@ -135,7 +126,6 @@ class KeyLists:
 
 
 def _differ(new: Sequence[Sequence[object]], old: Sequence[Sequence[object]]) -> bool:
-    """Return whether two nested lists differ in the identity of an element."""
     if len(new) != len(old):
         return True
     pairs = zip(new, old, strict=True)

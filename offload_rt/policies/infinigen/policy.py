@@ -1,8 +1,4 @@
-"""Policy "infinigen" (InfiniGen §4.3): fetch only the tokens that are important for the next layer's attention.
-
-The policy predicts the query of the next layer, scores every token with compressed skewed keys, and fetches the tokens
-with the largest scores.
-"""
+"""Policy "infinigen" (InfiniGen §4.3): fetch only the tokens that are important for the next layer's attention."""
 
 from __future__ import annotations
 
@@ -70,9 +66,9 @@ class InfiniGenState(PolicyState):
         self._keys.move(layer, source, target)
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select the tokens whose score for query q `[H, d]` is within `alpha` of the largest score of their head.
+        """Select the candidates whose score for query q `[H, d]` is within `alpha` of the largest score of their head.
 
-        With option `budget`, select the tokens with the largest scores instead, up to this fraction of the context.
+        With option `budget`, select the candidates with the largest scores instead.
         """
         candidates = visible.candidates
         if not candidates:
@@ -92,7 +88,7 @@ class InfiniGenState(PolicyState):
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _select_as_batch(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select tokens with the code for batches, so that their number stays on the device (`Selection.counts`)."""
+        """Select tokens like a batch of one, so that their number stays on the device (`Selection.counts`)."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
         new_tables = lists.load([self._keys], [slots - 1])
@@ -108,8 +104,8 @@ class InfiniGenState(PolicyState):
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Select additional candidates until the missed attention mass is at most `max_missed_mass`.
 
-        The mass (mean over query heads) is estimated from the true query q `[H, d]` and the scoring keys of all visible
-        tokens. `max_fraction` limits the total number of selected tokens. Return None if no more are needed or allowed.
+        The mass is a mean over query heads, estimated from the scoring keys of all visible tokens. The total number of
+        selected tokens is limited by `max_fraction`.
         """
         options, candidates = self._policy.options, visible.candidates
         if options.max_missed_mass is None:
@@ -152,7 +148,6 @@ class InfiniGenState(PolicyState):
         return InfiniGenState(self._policy, self._keys.fork())
 
     def fork_prefix(self, tokens: int) -> InfiniGenState | None:
-        """Return a state of the first `tokens` tokens that shares their pages; None without approximate KV."""
         if self._approximate is None:
             return None
         return InfiniGenState(self._policy, self._approximate.fork(tokens))
@@ -163,10 +158,10 @@ class InfiniGenState(PolicyState):
 
 
 class InfiniGen:
-    """Policy "infinigen" for one model: its options, and the bases of the layers that select tokens.
+    """Policy "infinigen" for one model.
 
-    With `keys_on_host` (paper §6.2), scoring keys are in host memory. Each layer then copies its query to the host, and
-    the selected indices back to the device. The selected tokens are the same.
+    With `keys_on_host` (paper §6.2), scoring keys are in host memory. Each layer copies its query to the host, and the
+    indices of the selected tokens to the device.
     """
 
     name = "infinigen"
@@ -184,19 +179,11 @@ class InfiniGen:
         *,
         keys_on_host: bool = False,
     ) -> None:
-        """Create the policy.
-
-        Args:
-            options: Checked options.
-            geometry: Shapes of the model.
-            artifact: The skew artifact of the model.
-            device: The compute device of the model.
-            dtype: The dtype of the model. Scoring uses float32 or wider.
-            keys_on_host: Whether scoring keys are kept in host memory and scored there.
+        """Create the policy. Scores are computed in float32, or wider if `dtype` is wider.
 
         Raises:
             ConfigError: If an option does not fit the model.
-            ArtifactError: If the artifact belongs to a model with other shapes.
+            ArtifactError: If the artifact belongs to another model or an earlier version.
         """
         _check(options, geometry, artifact)
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
@@ -228,7 +215,6 @@ class InfiniGen:
 
     @staticmethod
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand of scoring keys, bases, corrections and the skew artifact."""
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         guessing, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
         # While the policy is built, the complete artifact is in memory. Queries and keys have one basis per head,
@@ -256,9 +242,9 @@ class InfiniGen:
         )
 
     def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Correct a predicted attention input `[T, D]` with a slope and an offset per channel (`skewing.prediction`).
+        """Apply the calibrated slope and offset of each channel to the attention input `[T, D]` (`skewing.prediction`).
 
-        It is unchanged if option `corrected` is off or the layer attends to all tokens.
+        If the layer has no correction, the input is returned unchanged.
         """
         if layer not in self._correction:
             return attention_input
@@ -268,7 +254,6 @@ class InfiniGen:
     def _corrections(
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return slope and offset `[D]` of every layer whose predicted attention input is corrected."""
         corrections = {}
         for layer in range(self.geometry.layers):
             source = source_between(self.query_source, self.geometry.between(layer))
@@ -289,7 +274,6 @@ class InfiniGen:
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def _approximate_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], ScoringKeys]:
-        """Return a function that creates the approximate KV of a sequence. All sequences share the bases."""
         geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
         bases = {
             layer: ApproximateBasis.of(artifact, layer, geometry, compute)
@@ -300,7 +284,6 @@ class InfiniGen:
         return lambda: ApproximateKV(bases, layout, self.keys_device)
 
     def _keys_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], ScoringKeys]:
-        """Return a function that creates the scoring keys of a sequence. All sequences share the bases."""
         options, geometry, device = self.options, self.geometry, self.keys_device
         compute = torch.promote_types(dtype, torch.float32)
         column_count = stored_columns(options.partial_ratio, geometry.head_dim)
@@ -326,12 +309,11 @@ class InfiniGen:
 
 
 def _padded_tokens(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return token indices `[Hkv, n]`, with -1 from index `counts[h]` on."""
+    """Replace all but the first `counts[h]` entries of each row of token indices `[Hkv, n]` by -1."""
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= counts.unsqueeze(1), -1)
 
 
 def _resolve_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:
-    """Return the source of the predicted query, with "auto" replaced by the default of the device."""
     if options.ahead is not None:
         return options.ahead
     if options.source != "auto":

@@ -1,9 +1,7 @@
-"""Scoring keys: compressed keys of a sequence that are used to score its tokens.
+"""Scoring keys: compressed keys of a sequence, from which its tokens are scored.
 
-A scoring key has some columns of the skewed key in the model's dtype or int8, or all columns as int4 or int2. Keys are
-quantised as soon as they are added. Keeping the newest keys in full precision would not change the selection, because
-resident tokens are not candidates. (A repair also estimates the attention mass of resident tokens from their quantised
-keys.)
+A scoring key consists of some columns of the skewed key in the model's dtype or as int8, or of all columns as int4 or
+int2.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ...kernels.selection import (
 )
 from ..growing import LayerTensors
 from ..rule import CandidateSpans
-from .bases import Basis, Columns, stored_columns
+from .bases import Basis, ColumnChoice, stored_columns
 
 PROMPT_KEYS_AT_ONCE = 4096
 """Number of prompt keys that are skewed and quantised at a time, to limit temporary memory."""
@@ -56,24 +54,23 @@ def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype:
 
 
 def row_width(columns: int) -> int:
-    """Return the size in bytes of a row, padded to `ROW_BYTES`."""
+    """Return the number of bytes for `columns` columns, padded to `ROW_BYTES`."""
     return -(-columns // ROW_BYTES) * ROW_BYTES
 
 
 class PartialKeys:
     """Scoring keys of scorer "partial": r columns of each skewed key in the model's dtype, `[Hkv, r, capacity]`.
 
-    With this layout, scoring is one batched matrix product that reads r contiguous rows per head.
+    Tokens are the last axis, so scoring is one batched matrix product that reads r contiguous rows per head.
     """
 
-    def __init__(self, columns: Columns, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, columns: ColumnChoice, dtype: torch.dtype, device: torch.device) -> None:
         self._columns = columns
         self._keys = LayerTensors(2, dtype, device)
         self._bases: dict[int, Basis] = {}
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the keys and of the matrices chosen from the prompt."""
         return self._keys.nbytes + self._columns.nbytes
 
     def length(self, layer: int) -> int:
@@ -106,7 +103,6 @@ class PartialKeys:
         return self._bases[layer]
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the stored keys `[Hkv, r, capacity]` for writing to `slots`."""
         return self._keys.reserve(layer, slots.stop)
 
     def append_batch(
@@ -142,8 +138,8 @@ class PartialKeys:
 class Quantiser:
     """Quantiser of the skewed keys of one layer, fixed at calibration.
 
-    For each column of `basis`, `mean` is the centre of the quantisation levels, and `step` is the distance between
-    adjacent levels. Both are `[Hkv, d]`.
+    `mean` is the centre of the quantisation levels of each column, and `step` the distance between adjacent levels.
+    Both are `[Hkv, d]`.
     """
 
     basis: Basis
@@ -152,22 +148,21 @@ class Quantiser:
 
     @classmethod
     def fit(cls, basis: Basis, mean: torch.Tensor, std: torch.Tensor, bits: int) -> Quantiser:
-        """Return the best quantiser for columns with normal distributions of `mean` and `std`, both `[Hkv, d]`."""
+        """Return the best quantiser for normally distributed columns with `mean` and `std`, both `[Hkv, d]`."""
         # A column that was constant in calibration gets a thousandth of the largest standard deviation of its head.
         floor = std.amax(-1, keepdim=True).clamp_min(1e-6) / 1000
         return cls(basis, mean.contiguous(), std.maximum(floor) * GAUSSIAN_STEP[bits])
 
 
 class QuantisedKeys:
-    """Scoring keys of scorers "int8" (r stored columns), "int4" and "int2" (all columns).
+    """Scoring keys of scorers "int8" (some columns), "int4" and "int2" (all columns).
 
-    The codes of f = 8 / bits adjacent tokens are packed into bytes `[Hkv, capacity / f, w]`. The columns of a token are
-    therefore contiguous, as an int8 product needs. A row has w = `row_width(d)` bytes. Only its first d bytes are used,
-    where d is the number of stored columns.
+    A byte contains the codes of f = 8 / bits adjacent tokens for one column, in a tensor `[Hkv, capacity / f, w]`. The
+    columns of a token are contiguous, as int8 matrix products require, and padded to w = `row_width(columns)` bytes.
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """Create empty keys. All sequences share `quantisers`, so `bytes` does not include their size."""
+        """Create empty keys. `bytes` does not include `quantisers`, which all sequences share."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, tokens_per_slot=self._fields)
@@ -182,17 +177,18 @@ class QuantisedKeys:
     def observe(self, layer: int, q: torch.Tensor) -> None: ...
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Skew, quantise and pack keys k `[Hkv, m, d]`. Codes of other tokens in the same bytes do not change."""
         self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
         stored = self.length(layer)
         assert start <= stored, f"layer {layer} has {stored} keys, not {start}"
         data = self.storage(layer, range(start, start + k.shape[1]))
+        # The newest keys need no full precision, because resident tokens are not candidates. Only a repair also scores
+        # resident tokens.
         for rows in k.split(PROMPT_KEYS_AT_ONCE, dim=1):
             self._write(layer, data, rows, start, max(stored, start))
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, stored: int) -> None:
-        """Write up to `PROMPT_KEYS_AT_ONCE` keys into `data`, whose first `stored` tokens have valid codes."""
+        """Write keys into `data`, whose first `stored` tokens have valid codes. Codes of other tokens do not change."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
@@ -218,7 +214,6 @@ class QuantisedKeys:
         data[:, target_byte : target_byte + 1] = pack(codes, self._bits)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`, which is quantised first."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         offset = tokens.start - first * self._fields
         quantiser = self._quantisers[layer]
@@ -230,7 +225,6 @@ class QuantisedKeys:
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the codes `[Hkv, capacity / f, w]` for writing to `slots`."""
         return self._packed.reserve(layer, slots.stop)
 
     def append_batch(

@@ -1,4 +1,4 @@
-"""Interface of scoring keys, with which the tokens of a sequence are scored."""
+"""Interfaces of scoring keys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ class BatchedKeys(Protocol):
     """Scoring keys of one sequence that can be scored together with those of other sequences in a batch."""
 
     def basis(self, layer: int) -> Basis | None:
-        """Return the basis of keys and queries of a layer that has a key, or None if they are not transformed."""
+        """Return the basis of queries and keys of a layer, or None if they are not skewed.
+
+        The layer must have at least one key.
+        """
         ...
 
     def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
-        """Return the stored keys of the layer for writing to `slots`, which extend its length.
+        """Return the stored keys of the layer for writing to `slots`, which become part of the layer.
 
-        The memory is not shared with a fork until the next `fork`. Calls return the same object until it is
-        reallocated.
+        The memory is not shared with a fork until the next `fork`. Until the memory is reallocated, each call returns
+        the same object.
         """
         ...
 
@@ -36,17 +39,14 @@ class BatchedKeys(Protocol):
         storages: Any,
         slots: torch.Tensor,
     ) -> None:
-        """Store the newest keys of a batch of sequences whose scoring keys have this class.
-
-        A list belongs to one KV head of one sequence; P = B * Hkv.
+        """Store the newest keys of the sequences of a batch, whose scoring keys all have this class. P = B * Hkv.
 
         Args:
-            layer: The layer index.
-            k: The newest key of each list, `[P, d]`.
-            v: The newest value of each list, `[P, d]`. Only approximate KV uses it.
+            k: The newest keys, `[P, d]`.
+            v: The newest values, `[P, d]`. Only approximate KV uses them.
             basis: The basis of the batch (`Basis.stacked`).
-            storages: A `PointerTable` or `PageTable` built from the results of `storage`.
-            slots: The slot of the new key in each list, int64 `[P]`.
+            storages: A `PointerTable` or `PageTable` of the results of `storage`.
+            slots: The slots of the new keys, int64 `[P]`.
         """
         ...
 
@@ -60,21 +60,19 @@ class ScoringKeys(BatchedKeys, Protocol):
 
     @property
     def bytes(self) -> int:
-        """Allocated bytes of this sequence."""
+        """Allocated bytes of this sequence. The size of a shared page is divided by the number of sequences."""
         ...
 
-    def length(self, layer: int) -> int:
-        """Return the number of keys of the layer."""
-        ...
+    def length(self, layer: int) -> int: ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Observe the queries `[H, m, d]` of a prefill chunk, to choose columns if these are not fixed yet."""
+        """Observe the queries `[H, m, d]` of a prefill chunk, from which columns may be chosen."""
         ...
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Write k `[Hkv, m, d]` to the slots from `start` on. `start` is at most `length(layer)`.
+        """Store keys k `[Hkv, m, d]` in the slots from `start` on. `start` is at most `length(layer)`.
 
-        Approximate KV also stores v `[Hkv, m, d]`, which may be on another device than k.
+        Approximate KV also stores the values v `[Hkv, m, d]`, which may be on another device than k.
         """
         ...
 

@@ -1,11 +1,10 @@
 """Mixture-of-experts weights that stay in host memory.
 
-Each layer keeps its most recently used experts in slots on the device. If the router chooses other experts, they are
-copied to the device. The experts module of transformers then computes with the weights in the slots, and gets slot
-indices in place of expert indices.
+Each layer keeps its most recently used experts in slots on the device, and copies other experts when the router chooses
+them. The experts module of transformers then computes with the weights in the slots. It gets slot indices instead of
+expert indices.
 
-The choice of experts is not predicted one layer ahead, because copying an expert takes many times longer than computing
-a layer. A correct prediction would save at most the time of one layer, and a wrong one would delay other transfers.
+Experts are not prefetched for the next layer, because copying an expert takes many times longer than computing a layer.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from ...models.weights import aligned, experts_of
 
 
 class ExpertCache(nn.Module):
-    """Replacement for the experts module of one layer, which it calls with the slots as parameters.
+    """Replacement for the experts module of one layer. It calls this module with slots instead of experts.
 
-    Each parameter of the E experts has the shape `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on
-    the device.
+    Each parameter has the shape `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device.
     """
 
     def __init__(self, experts: Any, slots: int, device: torch.device) -> None:
-        """Move the parameters of `experts` to the host memory of the cache. Raises MemoryLimitError."""
+        """Move the parameters of `experts` to host memory. Raises MemoryLimitError."""
         super().__init__()
         self.num_experts, self.slots = int(experts.num_experts), min(slots, int(experts.num_experts))
         weights = dict(experts.named_parameters())
@@ -70,7 +68,7 @@ class ExpertCache(nn.Module):
 
         Args:
             hidden: Hidden states `[T, D]`.
-            index: Experts that the router has chosen for each token, `[T, k]`.
+            index: Indices of the chosen experts of each token, `[T, k]`.
             weights: Weights of these experts, `[T, k]`.
         """
         choices = index.cpu()
@@ -98,15 +96,14 @@ class ExpertCache(nn.Module):
         return parts.view(tokens, k, -1).sum(1)
 
     def _groups(self, chosen: Sequence[int]) -> Iterator[list[int]]:
-        """Split `chosen` into groups of up to `slots` experts. Those on the device come first."""
         ordered = sorted(chosen, key=lambda expert: expert not in self._expert_in_slot)
         for first in range(0, len(ordered), self.slots):
             yield ordered[first : first + self.slots]
 
     def _copy_to_slots(self, experts: Sequence[int]) -> torch.Tensor:
-        """Copy up to `slots` experts to the device, in place of the least recently used ones.
+        """Copy experts to slots, in place of the least recently used ones.
 
-        Return the slot of each expert, int64 `[E]` on the host; -1 for all other experts.
+        Return the slot of each expert, int64 `[E]` on the host; -1 for experts that are not in `experts`.
         """
         self._now += 1
         free = sorted(

@@ -53,7 +53,6 @@ class HostWeights:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of buffers and expert slots on the device."""
         return sum(part.device_bytes for part in self._parts)
 
     @property

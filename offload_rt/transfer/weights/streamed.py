@@ -1,7 +1,7 @@
 """Streaming of decoder layers whose weights do not fit in device memory.
 
-The weights of streamed layers are in host memory and are copied to the device one layer ahead. Each decode step and
-each prefill copies all of them once, so neither can be faster than this copy.
+The weights of streamed layers are copied to the device one layer ahead. Each decode step and each prefill copies all of
+them once, so neither can be faster than this copy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ BUFFERS = 2
 class WeightStream:
     """Streams the weights of decoder layers from host memory through `BUFFERS` device buffers.
 
-    The parameters of each streamed layer are one memory block on the host (page-locked on CUDA). Modules are never
-    replaced. While a layer is on the device, its parameters are views of a buffer; otherwise they are views of the host
-    block.
+    Each streamed layer has its parameters in one memory block on the host (page-locked on CUDA). While the layer is on
+    the device, its parameters are views of a buffer, else views of this memory block.
 
-    A block is copied after all compute work queued so far, so no pending work reads the overwritten buffer. The compute
-    stream waits for the copy when the layer is first used. Call `begin(l)` after the work of all layers before l has
-    been queued. Their buffers are then reused.
+    A copy waits for all compute work queued so far, because this work may read the old content of the buffer. The
+    compute stream waits for the copy when the layer is first used. Call `begin(l)` when the work of all layers before l
+    is queued.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class WeightStream:
 
         All parameters must be in host memory.
         """
-        assert len(streamed) > BUFFERS, "so few layers fit the device as well as the buffers"
+        assert len(streamed) > BUFFERS, "the buffers have space for all streamed layers"
         self._order = sorted(streamed)
         self._copies = stream
         size = max(layer_bytes(layers[layer]) for layer in self._order)
@@ -65,7 +64,6 @@ class WeightStream:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the streamed weights, without alignment padding."""
         return sum(block.weights for block in self._blocks.values())
 
     def use(self, layer: int) -> None:
@@ -80,7 +78,10 @@ class WeightStream:
             self._pending[slot] = None
 
     def begin(self, layer: int) -> None:
-        """Mark `layer` as current, and prefetch the next `BUFFERS` streamed layers; the first follows the last."""
+        """Mark `layer` as current, and prefetch `BUFFERS` streamed layers from `layer` on.
+
+        After the last streamed layer, the first layers of the next step are prefetched.
+        """
         self._current = layer
         following = itertools.chain((s for s in self._order if s >= layer), self._order)
         wanted = list(itertools.islice(following, BUFFERS))
@@ -89,15 +90,14 @@ class WeightStream:
                 self._load(upcoming, keep=wanted)
 
     def _load(self, layer: int, keep: Collection[int]) -> None:
-        """Start copying `layer` into a buffer that is empty or whose layer is not in `keep`."""
         slot = next(slot for slot, held in enumerate(self._layer_in_buffer) if held is None or held not in keep)
         if (before := self._layer_in_buffer[slot]) is not None:
-            self._blocks[before].look_at(None)
+            self._blocks[before].use_buffer(None)
         block = self._blocks[layer]
         with self._copies.behind_compute():
             self._buffers[slot][: block.bytes].copy_(block.host, non_blocking=True)
             self._pending[slot] = self._copies.record_event()
-        block.look_at(slot)
+        block.use_buffer(slot)
         self._layer_in_buffer[slot] = layer
         self.bytes += block.bytes
 
@@ -109,9 +109,9 @@ class WeightStream:
 
 
 class _Block:
-    """The parameters of one layer, contiguous in host memory, with views of host memory and of each buffer.
+    """The parameters of one layer in contiguous host memory, with views of this memory and of each buffer.
 
-    Packed parameters include their scales. Views have the strides of the parameters.
+    Packed parameters include their scales.
     """
 
     def __init__(self, layer: nn.Module, buffers: Sequence[torch.Tensor], pin: bool) -> None:
@@ -127,10 +127,9 @@ class _Block:
         self._in_buffers = [_views(own, buffer) for buffer in buffers]
         for tensor, view in zip(own, self._at_host, strict=True):
             view.copy_(tensor)
-        self.look_at(None)
+        self.use_buffer(None)
 
-    def look_at(self, slot: int | None) -> None:
-        """Set the parameters to views of buffer `slot`, or of host memory if it is None."""
+    def use_buffer(self, slot: int | None) -> None:
         for place, view in zip(self._places, self._at_host if slot is None else self._in_buffers[slot], strict=True):
             place.assign(view)
 
@@ -140,7 +139,6 @@ class _Block:
 
 
 def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return consecutive views of `memory` with the dtypes, shapes and strides of `tensors`."""
     views, at = [], 0
     for tensor in tensors:
         dense = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -154,9 +152,8 @@ def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.
 class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model with streamed layers. It copies the weights of a layer before calling its modules.
 
-    `qkv`, `key_value` and `lone_query` are only called for the current layer, so they call `WeightStream.begin`.
-    `query` and `attention_input` are also called for the next layer, to predict its query, so they only call
-    `WeightStream.use`. Layer indices of the stream count all decoder layers, including layers without attention.
+    Methods that are only called for the current layer call `WeightStream.begin`. `query` and `attention_input` are also
+    called for the next layer, to predict its query, so they only call `WeightStream.use`.
     """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:

@@ -40,7 +40,7 @@ from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner import prefill as prefill_module
 from offload_rt.model_runner.prefill import Prefill
 from offload_rt.transfer.disk import DiskState
-from offload_rt.transfer.read_ahead import BlockRun, ReadingThread
+from offload_rt.transfer.read_ahead import RangeReader, ReadingThread
 
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 MODEL_IN_FLOAT64 = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, head_dim=16)
@@ -245,7 +245,7 @@ def test_a_run_is_read_ahead_and_freed() -> None:
         return KVPart(torch.full((1, len(tokens), 1), float(tokens.start)), torch.zeros(1, len(tokens), 1))
 
     thread, blocks = ReadingThread(), [range(start, start + 10) for start in range(0, 50, 10)]
-    run = BlockRun(thread, block, blocks)
+    run = RangeReader(thread, block, blocks)
     thread.wait()
     assert read == blocks[:2], "before anybody asks"
     for number, part in enumerate(run.parts):
@@ -261,7 +261,7 @@ def test_a_block_of_a_run_is_contiguous(tmp_path: Path) -> None:
     pool = HostPool(geometry, torch.float32, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
     blocks = pool.new_block_table(1000)
     state = DiskState(pool, geometry, torch.device("cpu"))
-    run = state.run(blocks, 0, range(4, 990))
+    run = state.read_range(blocks, 0, range(4, 990))
     assert [token for block in run._blocks for token in block] == list(range(4, 990))
     assert all(len(pool.spans(blocks, 0, block)) == 1 for block in run._blocks)
     assert len(pool.spans(blocks, 0, range(990))) > 4

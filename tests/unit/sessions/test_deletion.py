@@ -24,7 +24,7 @@ from offload_rt.sessions.request_factory import StoredRequestFactory
 from offload_rt.sessions.store import SessionStore
 from offload_rt.storage import documents
 from offload_rt.storage.disk_store import DiskStore
-from offload_rt.storage.files import Reading, read_document
+from offload_rt.storage.files import DocumentContent, read_document
 
 SHORT = SamplingParams(max_tokens=6, temperature=0)
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
@@ -238,7 +238,7 @@ def test_a_second_deletion_reads_only_changed_histories(tmp_path: Path, monkeypa
     store, read = DiskStore(tmp_path, "deletions", layers=1), list[str]()
     space = store.root.hex()
 
-    def counted(path: Path) -> Reading:
+    def counted(path: Path) -> DocumentContent:
         read.append(path.name)
         return read_document(path)
 
