@@ -121,4 +121,4 @@ def torch_multiplies_bfloat16() -> bool:
 
 def computes_bfloat16() -> bool:
     """Return whether bfloat16 models are fast on this CPU: the C code is available, or torch uses AMX."""
-    return library(torch.bfloat16) is not None or native.has_tiles()
+    return library(torch.bfloat16) is not None or native.has_amx()
