@@ -151,7 +151,7 @@ def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         header = json.loads(text)
     except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
-        raise ArtifactError(_damaged(path, f"not a whole safetensors file: {error}")) from error
+        raise ArtifactError(_damaged(path, f"not a complete safetensors file: {error}")) from error
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise ArtifactError(f"{path} is a safetensors file but no skew artifact; give the skew.safetensors of a model")
     return dict(header), tensors

@@ -81,7 +81,7 @@ def calibrate(
 def fit(
     moments: Moments, correction: Correction, *, method: SkewMethod, fingerprint: str, calibration: str
 ) -> SkewArtifact:
-    """Compute the skew artifact from `moments` `[L, Hkv, ...]` and `correction`. For other arguments, see `calibrate`."""
+    """Compute the skew artifact from `moments` `[L, Hkv, ...]` and `correction`. For the rest, see `calibrate`."""
     basis = BASES[method](moments)
     skewed = moments.skewed(basis)
     deviation = skewed.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()

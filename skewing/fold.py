@@ -210,7 +210,6 @@ def skew_model(
 
 
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
-    """Load a model as transformers model, to fold it, and as `LoadedModel`, to calibrate it."""
     source = find_source(model)
     config, device = read_config(source), resolve_device("auto")
     network = read_weights(source, config, device, resolve_dtype(dtype, source, declared_dtype(source, config), device))

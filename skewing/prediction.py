@@ -43,7 +43,6 @@ class Correction:
 
     @classmethod
     def none(cls, layers: int) -> Correction:
-        """Return the identity correction."""
         shape = (len(SOURCES), layers, 1)
         return cls(torch.ones(shape), torch.zeros(shape))
 

@@ -75,7 +75,6 @@ class PredictionQuality:
 
 
 def _selected(positions: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens that queries at `positions` `[P]` select, int64 `[P]`."""
     return ((positions + 1 - SINKS - RECENT) * FRACTION).long()
 
 

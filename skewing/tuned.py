@@ -128,5 +128,5 @@ def check_method(artifact: SkewArtifact, method: SkewMethod, skew: Path) -> None
     check(
         method == artifact.method,
         f"{str(skew)!r} was made with the method {artifact.method!r}, and the policy's options name {method!r} "
-        f"(skew, --skew-method, a preset): leave that out, or make one with 'offload-rt skew --method {method}'",
+        f"(skew, --skew-method, a preset): remove this option, or make one with 'offload-rt skew --method {method}'",
     )
