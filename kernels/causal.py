@@ -1,8 +1,4 @@
-"""Exact causal attention of the newest m queries over all n keys so far, for prefill chunks and calibration.
-
-It takes 4 * H * m * n * d floating-point operations. Only a sliding window needs memory: a mask of m * (window + m)
-entries.
-"""
+"""Exact causal attention of the newest m queries over all n keys so far, for prefill chunks and calibration."""
 
 from __future__ import annotations
 
@@ -42,12 +38,12 @@ def attend_causal(
     if (library := causal_cpu.library_for(q)) is not None:
         return causal_cpu.attend_causal(library, q, k, v, scale, window, softcap, sinks)
     if softcap is not None or sinks is not None:
-        return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)
+        return _online_softmax(q, k, v, scale, window or k.shape[1], softcap, sinks)
     if window is None and q.device.type == "cpu" and heads // k.shape[0] * m <= FEW_QUERIES:
         return _attend_few_queries(q.unflatten(0, (k.shape[0], -1)), k, v, scale)
     if window is None and heads > k.shape[0] and _supports_grouped_queries(q, k, v):
-        return _lower_right(q[None], k[None], v[None], scale, k.shape[1], enable_gqa=True)[0]
-    attend = _windowed if window is not None and window < k.shape[1] else _CAUSAL.get(q.device.type, _lower_right)
+        return _attend_with_bias(q[None], k[None], v[None], scale, k.shape[1], enable_gqa=True)[0]
+    attend = _windowed if window is not None and window < k.shape[1] else _CAUSAL.get(q.device.type, _attend_with_bias)
     grouped = q.unflatten(0, (k.shape[0], -1))
     # Compute one query head of each group at a time, so that K and V are never repeated.
     outs = [attend(grouped[None, :, g], k[None], v[None], scale, window or k.shape[1]) for g in range(grouped.shape[1])]
@@ -55,7 +51,7 @@ def attend_causal(
 
 
 def _attend_few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend with few queries q `[Hkv, G, m, d]`, so that K and V are read once for the G query heads of a group."""
+    """Attend with few queries q `[Hkv, G, m, d]`. K and V are read once for all G query heads of a group."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
     stacked, past = q.flatten(1, 2)[None], k.shape[1] - (m if m > 1 else 0)
@@ -81,7 +77,6 @@ def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, w
 
 
 def _supports_grouped_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether a CUDA flash kernel supports grouped queries for these tensors."""
     if q.device.type != "cuda":
         return False
     # torch's other kernels reject grouped queries, or repeat K and V if there is a mask.
@@ -89,7 +84,7 @@ def _supports_grouped_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
     return torch.backends.cuda.can_use_flash_attention(parameters)
 
 
-def _lower_right(
+def _attend_with_bias(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
     """Attend with torch's `causal_lower_right` bias, which CUDA flash kernels apply without allocating a mask."""
@@ -100,12 +95,10 @@ def _lower_right(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 
 
-def _past_and_diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
-    """Attend to earlier tokens without a mask and to the m new tokens causally. Merge both by their log-sum-exp.
-
-    On a CPU, torch would expand the causal bias object to an m x n float mask, which is slower.
-    """
+def _attend_in_two_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+    """Attend causally to the m new tokens, and without a mask to all earlier tokens. Merge both results."""
     # The public function does not return the log-sum-exp, so call the underlying operator.
+    # torch would expand the causal bias object to a float mask `[m, n]`, which is slower.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
     out: torch.Tensor
@@ -117,7 +110,7 @@ def _past_and_diagonal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale:
     return out
 
 
-def _by_blocks(
+def _online_softmax(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -126,15 +119,12 @@ def _by_blocks(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend block by block of keys, with the running maximum and sum of each query (online softmax).
-
-    Supports soft caps and sinks, which torch's attention does not. With a sink, the maximum starts as the sink's score
-    and the sum as 1. Temporary memory: two score buffers `[H, m, KEYS_AT_ONCE]` in the wider dtype.
-    """
+    """Attend to blocks of keys with an online softmax. Unlike torch's attention, support soft caps and sinks."""
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.reshape(kv_heads, -1, d)
     query_positions = torch.arange(n - m, n, device=q.device).repeat(heads // kv_heads)[:, None]
+    # A sink is a score without a value, so the maximum starts as the sink's score, and the sum as exp(0) = 1.
     start = (
         torch.full((heads,), torch.finfo(wide).min, dtype=wide, device=q.device) if sinks is None else sinks.to(wide)
     )
@@ -154,4 +144,4 @@ def _by_blocks(
     return (out / total[..., None]).to(q.dtype).view(heads, m, d)
 
 
-_CAUSAL = {"cpu": _past_and_diagonal}
+_CAUSAL = {"cpu": _attend_in_two_parts}

@@ -1,7 +1,6 @@
-"""Causal attention of many queries whose keys arrive block by block from a disk.
+"""Causal attention of many queries whose keys are read block by block from a disk.
 
-All queries attend to a block before the next block is read, so the KV cache never has to fit in memory. Output and
-log-sum-exp are accumulated in float32.
+All queries attend to a block before the next block is read, so the KV cache need not fit in memory.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _BLOCK = 1024
 
 
 class BlockedAttention:
-    """Attention of queries q `[H, m, d]`, accumulated over blocks of keys.
+    """Attention of queries q `[H, m, d]`, accumulated over blocks of keys in float32 (float64 for float64 inputs).
 
-    Call `add`, in any order, for blocks that all queries attend to completely. Then call `add_causal` once with the
-    last keys, which include the keys of the m query tokens.
+    Call `add`, in any order, for blocks of tokens before the queries. Then call `add_causal` once with the last keys,
+    which include the keys of the m query tokens.
     """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
@@ -33,7 +32,7 @@ class BlockedAttention:
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attend with all queries to all of the keys and values `[Hkv, n, d]`."""
+        """Attend with all queries to all keys and values of a block, `[Hkv, n, d]`."""
         if self._library is not None:
             self._attend_in_c(self._library, k, v, causal=False)
             return
@@ -83,7 +82,6 @@ class BlockedAttention:
 
     @property
     def _uses_flash(self) -> bool:
-        """Whether torch's CPU flash kernel, which also returns the log-sum-exp, supports these queries."""
         return self.q.device.type == "cpu" and self._softcap is None
 
     def _merge(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:

@@ -1,7 +1,4 @@
-"""Exact causal attention on a CPU by `causal.c`, which is faster than torch's kernels.
-
-Scores and softmax are float32. For many queries, visible keys and values are first copied to a packed buffer.
-"""
+"""Exact causal attention on a CPU by `causal.c`, which is faster than torch's kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ MIN_THREADED_WORK = 1 << 22
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of causal.c."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("q", "k", "v", "out") for step in ("head", "token")),
@@ -32,15 +27,11 @@ class _Call(ctypes.Structure):
 
 
 def library_for(q: torch.Tensor) -> ctypes.CDLL | None:
-    """Return the compiled library for the dtype and head dimension of queries q `[..., d]`.
-
-    Return None if they are not supported or it cannot be compiled, and for bfloat16 on a processor with AMX, because
-    torch is faster there.
-    """
+    """Return the library compiled for the dtype and head dimension of queries q `[..., d]`, or None to use torch."""
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
-    if q.dtype == torch.bfloat16 and native.has_tiles():
-        return None
+    if q.dtype == torch.bfloat16 and native.has_amx():
+        return None  # torch is faster
     return native.compiled("causal", _Call, HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))
 
 
@@ -54,7 +45,7 @@ def attend_causal(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return exact causal attention like `causal.attend_causal`, computed by `library` (`library_for`)."""
+    """Compute `causal.attend_causal` with a library that `library_for` has returned."""
     heads, m, d = q.shape
     out = q.new_empty(m, heads, d).transpose(0, 1)
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -80,12 +71,10 @@ def attend_and_merge(
         library: The result of `library_for`.
         q: Queries `[H, m, d]`.
         k, v: Keys and values `[Hkv, n, d]`, n >= 1.
-        out: Attention to the tokens of earlier calls, float32 `[H, m, d]`. Initially 0.
-        lse: Log-sum-exp of the scores of earlier calls, float32 `[H, m]`, contiguous. Initially -inf.
-        scale: Factor by which scores q·k are multiplied.
-        softcap: Soft cap of the scores, or None.
-        causal: If True, the last m keys belong to the query tokens and are masked causally. If False, every query
-            attends to all keys.
+        out: Attention output of earlier calls, float32 `[H, m, d]`. Initially 0.
+        lse: Log-sum-exp of the scores of earlier calls, contiguous float32 `[H, m]`. Initially -inf.
+        scale, softcap: See `causal.attend_causal`.
+        causal: Whether the last m keys belong to the query tokens, and a causal mask is needed.
     """
     last_visible = k.shape[1] - (q.shape[1] if causal else 1)
     _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, last_visible=last_visible, accumulate=True)
@@ -105,10 +94,10 @@ def _attend(
     last_visible: int | None = None,
     accumulate: bool = False,
 ) -> None:
-    """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`. Store the result in out `[H, m, d]` and lse `[H, m]`.
+    """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`. Write the result to out `[H, m, d]` and lse `[H, m]`.
 
-    `last_visible` is the index of the last key that query 0 attends to (None: n - m). Each following query attends to
-    one more key. If `accumulate`, the result is merged into out and lse.
+    Query i attends to keys up to `last_visible` + i (default: n - m + i). With `accumulate`, merge the result into out
+    and lse.
     """
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
     last_visible = n - m if last_visible is None else last_visible
@@ -116,6 +105,7 @@ def _attend(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tiles = -(-heads // kv_heads * m // library.tile_rows())
     blocks = -(-(n - first) // KEYS)
+    # For many queries, visible keys and values are copied to a packed buffer first.
     packed = torch.empty(kv_heads * blocks * library.block_bytes(), dtype=torch.uint8) if tiles > 1 else None
     addresses = [None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse)]
     (q_head, q_token, _), (k_head, k_token, _) = q.stride(), k.stride()

@@ -1,7 +1,4 @@
-"""Exact decode attention of one sequence, whose KV is in several parts.
-
-On a CPU, `decode_attention.c` reads KV once, in place. Triton kernels are used on CUDA, and torch everywhere else.
-"""
+"""Exact decode attention of one sequence whose KV is in several parts, in C on CPUs, in Triton, or in torch."""
 
 from __future__ import annotations
 
@@ -33,13 +30,12 @@ MIN_THREADED_WORK = 1 << 20
 def attend(
     q: torch.Tensor, parts: list[KVPart], scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return exact attention over all KV entries of the disjoint `parts`, at least one of which is not empty.
+    """Return exact attention of one token over all KV entries of several parts.
 
     Args:
-        q: Query `[H, d]` of one token.
-        parts: KV entries of one layer.
-        scale: Factor by which scores q·k are multiplied.
-        softcap: Soft cap of the scores, or None.
+        q: Query `[H, d]`.
+        parts: Disjoint KV entries of one layer. At least one part must not be empty.
+        scale, softcap: See `causal.attend_causal`.
 
     Returns:
         out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64 inputs).
@@ -72,7 +68,6 @@ def attend(
 
 
 def _valid_entries(part: KVPart) -> KVPart:
-    """Return the valid entries, as a part without `counts`. The host waits for the device to read them."""
     if part.counts is None:
         return part
     valid = int(part.counts[0])
@@ -82,15 +77,15 @@ def _valid_entries(part: KVPart) -> KVPart:
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Scale the attention output `[..., d]` for learned attention sinks, which add to the softmax denominator.
 
-    lse `[...]` is the log-sum-exp of the scores without the sinks. If `sinks` is None, `out` is returned unchanged.
+    lse `[...]` is the log-sum-exp of the scores without the sinks.
     """
     return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
 
 def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
-    """Return the natural log of sum(exp(scale * q·k)) over all keys, `[H]`, from q `[H, d]` and k `[Hkv, n, d]`.
+    """Return the natural log of sum(exp(scale * q·k)) over all keys k `[Hkv, n, d]`, `[H]` on the device of the keys.
 
-    It is computed on the device of the keys. Compared with the attended tokens, it gives the missed attention mass.
+    The missed attention mass is computed from this value.
     """
     grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
     return attention_weights(grouped, k, scale, softcap)[1].flatten()
@@ -101,7 +96,7 @@ def group_weights(
 ) -> torch.Tensor:
     """Return softmax weights `[Hkv, n]` of all n tokens in `parts`, summed over the query heads of each KV head.
 
-    q is `[H, d]`. lse `[H]` is the log-sum-exp over all parts, as returned by `attend`.
+    q is `[H, d]`. lse `[H]` is the result of `attend` for the same parts.
     """
     kv_heads, d = parts[0].shape[0], q.shape[1]
     grouped, total = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)
@@ -113,19 +108,17 @@ def group_weights(
 
 
 class PagedPart(KVPart):
-    """KV entries of one sequence in one layer, in blocks of the host pool. C code reads them in place.
+    """KV entries of one sequence in one layer that stay in blocks of the host pool. C code reads them in place.
 
-    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of `rows`. The entries of the resident
-    tokens come first, then the entries of `tokens`. Each access to `k` or `v` copies all entries. If there is one query
-    head per KV head, `mix` reads the value vectors directly from the pool.
+    The order of the entries is sinks, recent tokens, selected tokens. Each access to `k` or `v` copies all entries.
 
     Attributes:
-        rows: K and V of all entries in the pool, `[R, d]` each.
-        block_rows: Row at which block i begins, minus 64 i, int64 `[blocks]`.
-        first: Offset in rows of the layer within a block.
-        head_rows: Distance in rows from one KV head to the next.
-        resident: The two ranges of resident token indices: sinks and recent tokens.
-        tokens: Token indices of each KV head, int64 `[Hkv, n]`.
+        rows: K and V of the pool as matrices `[R, d]`. A row is the key or value of one token in one KV head.
+        block_rows: For each block i of the sequence: its first row - 64 i, int64 `[blocks]`.
+        first: First row of the layer within a block.
+        head_rows: Number of rows from one KV head to the next.
+        resident: Indices of the sinks and of the recent tokens.
+        tokens: Indices of the selected tokens of each KV head, int64 `[Hkv, n]`.
     """
 
     rows: tuple[torch.Tensor, torch.Tensor]
@@ -152,8 +145,8 @@ class PagedPart(KVPart):
 
         Args:
             rows, block_rows, first, head_rows, resident, tokens: See the attributes.
-            gather: `gather(plane, ids)` copies entries `[Hkv, n, d]` with row indices `[Hkv, n]` from `rows[plane]`.
-            runs: Returns the same entries as contiguous views. None if `tokens` is not empty.
+            gather: `gather(i, ids)` copies K (i = 0) or V (i = 1) of the rows `ids` `[Hkv, n]`. Returns `[Hkv, n, d]`.
+            runs: Returns the entries as contiguous views, or None if `tokens` is not empty.
         """
         # The base class is frozen. Assigning attributes one by one would call its `__setattr__` in every layer.
         vars(self).update(
@@ -168,7 +161,7 @@ class PagedPart(KVPart):
 
     @property
     def ids(self) -> torch.Tensor:
-        """Row indices of all entries, int64 `[Hkv, resident + n]`."""
+        """Rows of all entries, int64 `[Hkv, resident + n]`."""
         resident = torch.tensor([*self.resident[0], *self.resident[1]], dtype=torch.int64)
         tokens = torch.cat((resident.expand(len(self.tokens), -1), self.tokens), dim=1)
         heads = self.first + self.head_rows * torch.arange(len(tokens)).unsqueeze(1)
@@ -180,13 +173,11 @@ class PagedPart(KVPart):
 
     @property
     def k(self) -> torch.Tensor:
-        """K `[Hkv, n, d]`, copied on each access."""
         # A gather of a whole context would enlarge the gather buffers, which never shrink.
         return self._gather(0, self.ids) if self._runs is None else torch.cat([run.k for run in self._runs()], dim=1)
 
     @property
     def v(self) -> torch.Tensor:
-        """V `[Hkv, n, d]`, copied on each access."""
         return self._gather(1, self.ids) if self._runs is None else torch.cat([run.v for run in self._runs()], dim=1)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
@@ -199,8 +190,6 @@ class PagedPart(KVPart):
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of decode_attention.c."""
-
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "tokens", "block_rows")),
         *((name, ctypes.c_int64) for name in ("sinks", "sinks_stop", "recent", "recent_stop", "selected")),
@@ -217,7 +206,7 @@ _ALL_TOKENS = (None, None, 0, 0, 0, 0, 0)
 
 @native.level_cache
 def library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return `decode_attention.c`, compiled for a head dimension and a dtype of q, k and v, or None if that fails."""
+    """Return `decode_attention.c`, compiled for a head dimension and dtype, or None if this is impossible."""
     if dtype not in (torch.bfloat16, torch.float32) or head_dim % 32:
         return None
     code = native.compiled("decode_attention", _Call, HEAD_DIM=head_dim, BFLOAT16=int(dtype == torch.bfloat16))
@@ -229,10 +218,7 @@ def library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
 def attend_in_c(
     code: ctypes.CDLL, q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[H, d]` to a part that is not empty. Return float32 out `[H, d]` and lse `[H]`.
-
-    A `PagedPart` is not copied.
-    """
+    """Attend with q `[H, d]` to a part that is not empty. Return float32 out `[H, d]` and lse `[H]`."""
     (heads, d), q = q.shape, q.contiguous()
     token_fields: tuple[int | None, ...]
     strides: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Dispatch each operation of decode steps and prefills to its Triton or its torch implementation.
+"""Dispatch each operation to its Triton or its torch implementation.
 
-Triton is used for CUDA tensors. torch is used for other devices, for float64, and if Triton is not installed. The
-modules `lists`, `pool_rows` and `kv_runs` define results and shapes.
+Triton is used for CUDA tensors. torch is used for other devices, for float64, and if Triton is not installed. For
+shapes and results, see the torch functions.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 
 def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
-    """Return a function that calls `reference_function`, or its Triton version if argument number `on` is on CUDA.
+    """Return a function that calls the Triton version of `reference_function` for CUDA tensors.
 
-    The Triton version is the function of the same name in the module `triton`. Argument `on` is passed by position. It
-    must not be a tensor of the KV pool, which may be in page-locked host memory.
+    The module `triton` contains the Triton version under the same name. The positional argument number `on` determines
+    the device.
     """
 
     @wraps(reference_function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        # Never a tensor of the KV pool, which may be in page-locked host memory.
         argument: Any = args[on]
         function = reference_function
         if uses_triton(argument.scores if isinstance(argument, Scores) else argument):
@@ -44,7 +45,6 @@ def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> 
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide x `[T, D]` by its root mean square and multiply by weight `[D]`."""
     module: Any = reference
     if uses_triton(x) and len(x):
         from . import triton_norm as module
@@ -53,10 +53,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to x `[heads, T, d]`: return x * cos + (x with swapped halves) * sin.
-
-    cos and sin are `[1, T, d]`. sin includes the sign of each half.
-    """
     module: Any = reference
     if x.is_cuda and uses_triton(x) and x.stride(2) == 1 and x.shape[1]:
         from . import triton_rotary as module

@@ -1,9 +1,8 @@
 """Decode attention of a batch whose sequences share KV, in torch: for CPUs, and as the reference of `triton_kv_runs`.
 
-A *run* is a contiguous range of KV to which some adjacent sequences of the batch attend. Both ChunkAttention's two
-phases and Hydragen's hierarchy are attention over runs. The KV of every run is read once: a run of several sequences is
-one batched product with all their queries. The log-sum-exp (LSE) is the natural logarithm in float32 (float64 for
-float64 inputs).
+A *run* is a contiguous range of KV to which adjacent sequences of the batch attend, such as a common prefix. The KV of
+a run is read once: all its queries are multiplied in one batched product. This is the attention of ChunkAttention and
+Hydragen.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ class Run:
     Attributes:
         first: Index of the first sequence that attends to the KV.
         stop: Index after the last sequence that attends to the KV.
-        k: K `[Hkv, n, d]`, a view with contiguous vectors.
-        v: V `[Hkv, n, d]`, a view with contiguous vectors.
+        k, v: K and V `[Hkv, n, d]`, views with contiguous vectors.
     """
 
     first: int
@@ -37,11 +35,11 @@ class Run:
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with the query of each sequence to the KV of all its runs (Hydragen §3.1-3.3, ChunkAttention §3.2).
 
-    q is `[H, B, d]`. The runs of a sequence do not overlap. At least one token of each sequence, such as the newest
-    one, must be in a run that no other sequence shares.
+    q is `[H, B, d]`. The runs of a sequence do not overlap. Each sequence needs a non-empty run that no other sequence
+    shares, for example its newest tokens.
 
     Returns:
-        out `[H, B, d]` and lse `[H, B]`.
+        out `[H, B, d]` and lse `[H, B]` (natural log), in float32 (float64 for float64 inputs).
     """
     non_empty = [run for run in runs if run.k.shape[1]]
     private: list[list[Run]] = [[] for _ in range(q.shape[1])]
@@ -56,7 +54,6 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[H, S, d]` of the S sequences of a run. Return out `[H, S, d]` and lse `[H, S]`."""
     heads, queries, d = q.shape
     out, lse = attend_part(q.reshape(len(run.k), -1, d), run.k, run.v, scale)
     return out.view(heads, queries, d), lse.view(heads, queries)
@@ -65,7 +62,7 @@ def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tenso
 def _attend_private(
     q: torch.Tensor, private: Sequence[Sequence[Run]], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[H, B, d]`, each sequence b only to `private[b]`. Return out `[H, B, d]` and lse `[H, B]`."""
+    """Attend with q `[H, B, d]`. Sequence b attends only to its runs `private[b]`."""
     heads, batch, d = q.shape
     kv_heads = len(private[0][0].k)
     queries = q.view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
@@ -87,17 +84,10 @@ def _attend_private(
 def _attend_padded(
     queries: torch.Tensor, private: Iterable[Sequence[Run]], members: Sequence[int], max_tokens: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with each of S sequences to its private runs, with scores in one padded buffer and one softmax.
+    """Compute `_attend_private` for the S sequences `members`, with one padded score buffer and one softmax.
 
-    Args:
-        queries: Queries `[B, Hkv, G, d]` of the whole batch.
-        private: Private runs of each of the S sequences.
-        members: Indices of the S sequences in the batch.
-        max_tokens: Largest number of tokens in the private runs of a sequence.
-        scale: Factor by which scores q·k are multiplied.
-
-    Returns:
-        out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
+    `queries` `[B, Hkv, G, d]` are those of the whole batch. `max_tokens` is the largest number of private tokens of a
+    member. Return out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
     """
     pieces = [(i, offset, run) for i, runs in enumerate(private) for offset, run in _with_offsets(runs)]
     shape = (len(members), *queries.shape[1:3])
@@ -117,7 +107,6 @@ def _attend_padded(
 
 
 def _with_offsets(runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
-    """Yield each run with the number of tokens in the runs before it."""
     offset = 0
     for run in runs:
         yield offset, run

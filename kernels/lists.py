@@ -1,9 +1,9 @@
 """Operations of the decode step on a batch, in torch: the reference implementation of the Triton kernels.
 
 A *list* is the data of one KV head of one sequence: its keys, scores or selected tokens. There are P = B * Hkv lists,
-and the lists of a sequence are adjacent. Lists differ in length, and int32 tensors (`starts`, `stops`, `counts`) tell
-which part is valid, so that shapes are static and the host never waits. Data that a sequence keeps between steps is in
-one tensor per sequence (`PointerTable`).
+and the lists of a sequence are adjacent. Int32 tensors (`starts`, `stops`, `counts`) contain the valid range of each
+list, so that all shapes are static. Data that a sequence keeps between steps is in one tensor per sequence
+(`PointerTable`).
 
 Scores and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). An empty list has LSE -inf and
 output 0.
@@ -25,13 +25,12 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of P = B * Hkv lists (one per sequence and KV head) of N tokens, in S blocks of tokens.
+    """Scores of P = B * Hkv lists of N tokens, with statistics of S blocks of tokens.
 
     Attributes:
-        scores: Scores `[P, G, N]`. Tokens that are not valid have the score -inf.
+        scores: Scores `[P, G, N]`. Invalid tokens have the score -inf.
         maxima: Largest score of each query head in each block, `[P, G, S]`. -inf for a block without valid tokens.
-        sums: Sum of exp(score - maximum) of each query head in each block, `[P, G, S]`. 0 for a block without valid
-            tokens.
+        sums: Sum of exp(score - maximum) of each query head in each block, `[P, G, S]`.
     """
 
     scores: torch.Tensor
@@ -40,12 +39,10 @@ class Scores:
 
     @property
     def maximum(self) -> torch.Tensor:
-        """Largest score of each query head, `[P, G]`."""
         return self.maxima.amax(-1)
 
     @property
     def lse(self) -> torch.Tensor:
-        """Log-sum-exp of the scores of each query head, `[P, G]`."""
         return torch.logsumexp(self.maxima + self.sums.log(), -1)
 
 
@@ -66,10 +63,10 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, ind
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy K and V at the indices `slots`, int64 `[P, n]`, of each list to out `[2, P, n, w]`. P = B * Hkv.
+    """Copy K and V of the slots `[P, n]` (int64) of each list to out `[2, P, n, w]`. P = B * Hkv.
 
     `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Without V, it is
-    `[Hkv, capacity, w]`, and `out` is `[1, P, n, w]`. Entries of `out` with a negative slot stay unchanged.
+    `[Hkv, capacity, w]`, and `out` is `[1, P, n, w]`. Negative slots are skipped.
     """
     for p, (kv, list_slots) in enumerate(_by_head(table, slots)):
         valid = list_slots >= 0
@@ -77,7 +74,7 @@ def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) ->
 
 
 def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `rows` `[2, P, n, w]` to the indices `slots` `[P, n]`: the inverse of `gather_slots`."""
+    """Copy `rows` `[2, P, n, w]` to the slots `[P, n]` of each list. This is the inverse of `gather_slots`."""
     for p, (kv, list_slots) in enumerate(_by_head(table, slots)):
         valid = list_slots >= 0
         kv[:, list_slots[valid]] = rows[:, p, valid]
@@ -98,7 +95,7 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
     """Copy the first `rows` rows of each list into one tensor `[X * B, rows, w]`.
 
     `table` has one tensor `[X, n_b, w]` with X lists for each sequence b. A row covers `page` tokens. Rows after the
-    first `counts[b]` tokens are 0 in the result.
+    first `counts[b]` tokens become 0.
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
@@ -108,7 +105,7 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
 
 
 def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
-    """Write `entries` `[X * B, rows, w]` to the rows of the first `counts[b]` tokens: the inverse of `read_lists`."""
+    """Write `entries` `[X * B, rows, w]` to the rows of the first `counts[b]` tokens, the inverse of `read_lists`."""
     row_counts = (-(-counts // page)).tolist()
     for stored, source, count in zip(table.tensors, entries.split(table.heads), row_counts, strict=True):
         stored[:, : min(count, entries.shape[1])] = source[:, :count]
@@ -117,8 +114,8 @@ def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
     """Store the entry `[P, w]` of the newest token of each list in row `slots[p] // page` of the list.
 
-    A row belongs to `page` adjacent tokens and contains the element-wise minimum of their entries. `slots` is int64
-    `[P]`. Lists with a negative slot are skipped.
+    A row contains the element-wise minimum of the entries of `page` adjacent tokens. `slots` is int64 `[P]`. Lists with
+    a negative slot are skipped.
     """
     sequence_slots = slots[:: table.heads].tolist()
     for stored, entry, slot in zip(table.tensors, entries.split(table.heads), sequence_slots, strict=True):
@@ -133,7 +130,7 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Score skewed and scaled queries with partial keys (some columns of skewed keys).
+    """Score skewed and scaled queries with partial keys (the most important columns of skewed keys).
 
     Args:
         q: Queries `[P, G, r]`.
@@ -160,9 +157,13 @@ def quantised_scores(
 ) -> Scores:
     """Score skewed and scaled queries q `[P, G, d]` with quantised keys. P = B * Hkv.
 
-    The keys of sequence b are an int8 tensor `[Hkv, m_b, w]` (`selection.pack`). A byte contains one dimension of 8 /
-    bits tokens, so there are m_b * 8 / bits tokens. Bytes after the first d of a row are ignored. `mean` and `step`
-    `[Hkv, d]` are the same for all sequences. For the other arguments, see `partial_scores`.
+    Args:
+        q: Queries `[P, G, d]`.
+        packed: Keys of each sequence b, int8 `[Hkv, m_b, w]` with w >= d. Each byte has the codes of 8 / bits tokens
+            (`selection.pack`).
+        mean, step: Quantisation levels `[Hkv, d]` (`selection.quantise`).
+        bits: Number of bits per code.
+        starts, stops, tokens: See `partial_scores`.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for keys, query, target in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
@@ -172,7 +173,7 @@ def quantised_scores(
 
 
 def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Set the scores of pages without a token in [start, stop) to -inf, and compute block statistics.
+    """Set the scores of pages without a token in [start, stop) to -inf, and compute the maximum and sum of each block.
 
     `scores` `[P, G, N]` has one score per page of `page` tokens.
     """
@@ -192,19 +193,18 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply `selection.select_tokens` to every sequence of a batch, with a static cap.
+    """Apply `selection.select_tokens` to every sequence of a batch, with lists of a fixed length.
 
     Args:
         scored: Scores of all lists.
         starts, stops: Valid tokens of each list, the same for all lists of a sequence.
         kv_heads: Hkv.
-        alpha: Largest distance between a selected score and the maximum of its query head.
-        limits: int32 `[B]`, the maximum number of tokens of each sequence (`selection_limit`).
+        alpha: See `selection.select_tokens`.
+        limits: Maximum number of tokens of each sequence (`selection_limit`), int32 `[B]`.
         cap: Length of the lists in the result.
 
     Returns:
-        Ascending token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`
-        (`selection.token_count`, at most `cap`).
+        Ascending token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`.
     """
     lists, group, _ = scored.scores.shape
     tokens = torch.zeros(lists, cap, dtype=torch.int64, device=scored.scores.device)
@@ -228,7 +228,7 @@ def attend_counted(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with q `[P, G, d]` to the first `counts[p]` entries of k and v `[P, n, d]`. P = B * Hkv.
 
-    Return out `[P, G, d]` and lse `[P, G]` in float32 (float64 for float64 inputs).
+    Return out `[P, G, d]` and lse `[P, G]`.
     """
     return _attend(q, k, v, torch.arange(k.shape[1], device=k.device) >= counts[:, None], scale)
 
@@ -245,9 +245,14 @@ def attend_resident(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    The resident KV of each sequence is `[2 * Hkv, capacity, d]` (`store_resident`), with equal capacities. If it is
-    `[Hkv, capacity, d]`, V is K. A list attends to the indices [start, stop) of it, and to the first `counts[p]`
-    fetched entries k and v `[P, n, d]`.
+    Args:
+        q: Queries `[P, G, d]`.
+        resident: Resident KV of each sequence, `[2 * Hkv, capacity, d]`, or `[Hkv, capacity, d]` if V is K. All
+            capacities are equal.
+        starts, stops: Valid range of the resident KV of each list, int32 `[P]`.
+        k, v: Fetched KV `[P, n, d]`.
+        counts: Number of valid fetched entries of each list, int32 `[P]`.
+        scale: Factor of scores q·k.
     """
     planes = torch.stack(resident.tensors).unflatten(1, (resident.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
     keys, values = planes[0], planes[-1]
@@ -261,7 +266,7 @@ def attend_resident(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to the entries of k and v `[P, n, d]` that are not `hidden` (bool `[P, n]`)."""
+    """Attend with q `[P, G, d]` to k and v `[P, n, d]`, except entries that are `hidden` (bool `[P, n]`)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.bmm(q.to(wide), k.to(wide).transpose(1, 2)) * scale
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
@@ -271,7 +276,7 @@ def _attend(
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Replace -inf, the LSE of an empty list, by the lowest finite value, so that exp(-inf - lse) is 0 and not NaN."""
+    """Replace -inf (the LSE of an empty list) by the lowest finite value, so that exp(-inf - lse) is 0, not NaN."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
@@ -279,7 +284,7 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """Skew the newest key k `[P, d]` of each list and store it as column `slots[p]` of its partial keys.
+    """Skew the newest key k `[P, d]` of each list, and store it as column `slots[p]` of its partial keys.
 
     The partial keys of sequence b are `[Hkv, r, N_b]`. `basis` is `[Hkv, d, r]`, or `[P, d, r]` with one basis per
     list. `slots` is int64 `[P]`. Lists with a negative slot are skipped.
@@ -302,9 +307,7 @@ def append_quantised(
 ) -> None:
     """Skew and quantise the newest key k `[P, d]` of each list, and store its codes in slot `slots[p]`.
 
-    `mean` and `step` `[Hkv, r]` define the quantisation levels. The packed keys of sequence b are int8 `[Hkv, m_b, w]`,
-    with codes in the first r of w bytes. Codes of other tokens in the same bytes do not change. Lists with a negative
-    slot are skipped.
+    For `mean`, `step` `[Hkv, r]` and `packed`, see `quantised_scores`. Lists with a negative slot are skipped.
     """
     fields, heads = 8 // bits, torch.arange(packed.heads, device=k.device)
     skewed_keys = _skewed(k, basis).unsqueeze(1)
@@ -321,7 +324,7 @@ def append_quantised(
 def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
     """Multiply the queries q `[H, B, d]` of a batch by `basis` and `scale`. Return contiguous `[P, G, r]`.
 
-    `basis` is `[Hkv, d, r]`, the same for all sequences, or `[P, d, r]` with one matrix per list. P = B * Hkv.
+    `basis` is `[Hkv, d, r]`, or `[P, d, r]` with one matrix per list. P = B * Hkv.
     """
     batch, d = q.shape[1:]
     grouped = q.reshape(kv_heads, -1, batch, d).permute(2, 0, 1, 3)
@@ -332,5 +335,5 @@ def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: flo
 
 
 def _skewed(k: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Multiply keys k `[P, d]` by basis `[bases, d, r]`. If there are fewer than P bases, they are reused in turn."""
+    """Multiply keys k `[P, d]` by `basis`: `[P, d, r]`, or `[Hkv, d, r]` for all sequences."""
     return skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)

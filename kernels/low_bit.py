@@ -1,13 +1,11 @@
 """Low-bit keys and values, and attention over them, in torch: the reference implementation of faster kernels.
 
-A vector `[d]` is stored as d codes of `bits` bits and one 8-bit step size. Code c represents `(c - (2^bits - 1) / 2) *
-step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no value is clipped. A smaller step
-would have a smaller mean error, but clipping errors do not average out in the weighted sum over many tokens, as
-rounding errors do.
+A vector `[d]` is multiplied by an orthogonal matrix (`mixing`), which spreads large channels over all channels. It is
+stored as d codes of `bits` bits and one 8-bit step size. Code c represents `(c - (2^bits - 1) / 2) * step`. The step is
+the largest magnitude of the vector divided by 2^(bits - 1), so no value is clipped. Errors of clipped values would not
+average out over many tokens.
 
-One step per vector is enough because vectors are first multiplied by an orthogonal matrix (`mixing`), which spreads
-large channels over all channels. Vectors are stored in blocks of 64 tokens (`Layout`), and blocks in pages
-(`pages.py`).
+Vectors are stored in blocks of 64 tokens (`Layout`), and blocks in pages (`pages.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ MIN_STEP_BITS = (127 - 20) << 3
 def mixing(d: int) -> torch.Tensor:
     """Return an orthogonal float64 matrix `[d, d]` whose elements all have small magnitude.
 
-    It is the Kronecker product of a Hadamard matrix (the largest power of two that divides d) and a discrete cosine
-    transform (the odd factor of d).
+    It is the Kronecker product of a Hadamard matrix (largest power of two that divides d) and a discrete cosine
+    transform (odd factor of d).
     """
     odd = d // (d & -d)
     column = torch.arange(odd, dtype=torch.float64)
@@ -89,18 +87,16 @@ def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype:
 
 
 def packs(head_dim: int, value_bits: int) -> bool:
-    """Return whether a 4-bit key and a `value_bits`-bit value both take a whole number of bytes."""
+    """Return whether 4-bit keys and `value_bits`-bit values take a whole number of bytes."""
     return head_dim * KEY_BITS % 8 == 0 and head_dim * value_bits % 8 == 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a block of 64 tokens: packed keys, packed values, and the coded quantisation steps of both.
+    """Byte layout of a block of 64 tokens: packed keys, packed values, and the codes of their quantisation steps.
 
-    Keys are transposed: byte i of all 64 keys is contiguous, because scores of adjacent tokens are computed together.
+    Keys are transposed (byte i of all 64 keys is contiguous), because scores of adjacent tokens are computed together.
     Values are stored token by token, because adjacent channels of the output are computed together.
-
-    Several blocks are uint8 `[Hkv, blocks, block_bytes]`. `keys` and `values` return views of such `rows`.
     """
 
     head_dim: int
@@ -122,13 +118,16 @@ class Layout:
         return BLOCK * (self.key_bytes + self.value_bytes + 2)
 
     def keys(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return packed keys `[Hkv, blocks, 64, key_bytes]` and the codes of their steps `[Hkv, blocks, 64]`."""
+        """Return views of packed keys `[Hkv, blocks, 64, key_bytes]` and of their step codes `[Hkv, blocks, 64]`.
+
+        `rows` are blocks, uint8 `[Hkv, blocks, block_bytes]`.
+        """
         steps = BLOCK * (self.key_bytes + self.value_bytes)
         packed = rows[:, :, : BLOCK * self.key_bytes].unflatten(2, (-1, BLOCK)).transpose(2, 3)
         return packed, rows[:, :, steps : steps + BLOCK]
 
     def values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return packed values `[Hkv, blocks, 64, value_bytes]` and the codes of their steps `[Hkv, blocks, 64]`."""
+        """Return views of packed values `[Hkv, blocks, 64, value_bytes]` and of their step codes, like `keys`."""
         first, steps = BLOCK * self.key_bytes, BLOCK * (self.key_bytes + self.value_bytes)
         return rows[:, :, first:steps].unflatten(2, (BLOCK, -1)), rows[:, :, steps + BLOCK :]
 
@@ -146,11 +145,11 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
-    """Return scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` for the low-bit keys of `tokens`.
+    """Return scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` for the low-bit keys of n `tokens`.
 
     q is scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys before
-    quantisation. The query is rounded to int8 with one scale per query head (`selection.quantise_query`), so sums over
-    channels are exact integers, the same on every device.
+    quantisation. The query is rounded to int8 (`selection.quantise_query`), so sums over channels are exact integers,
+    the same on every device.
     """
     weights, scale = quantise_query(q)
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
@@ -174,16 +173,13 @@ def approximate_attention(
     """Attend to the low-bit KV of `tokens`, except the tokens in `excluded`.
 
     Args:
-        q, mean: See `low_bit_scores`.
-        pages: The low-bit KV.
-        layout: Layout of its blocks.
-        tokens: The range of tokens.
+        q, mean, pages, layout, tokens: See `low_bit_scores`.
         excluded: Token indices to exclude, int64 `[Hkv, n]`. Negative entries are padding.
         softcap: Soft cap of the scores, or None.
 
     Returns:
-        out `[Hkv, G, d]`, not yet multiplied by the inverse of `mixing`, and lse `[Hkv, G]`, in float32 (float64 for
-        float64 inputs). If all tokens are excluded, out is 0 and lse is -inf.
+        out `[Hkv, G, d]`, not yet multiplied by the inverse of `mixing`, and lse `[Hkv, G]`, in the dtype of q. If all
+        tokens are excluded, out is 0 and lse is -inf.
     """
     scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
     is_hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)

@@ -1,7 +1,6 @@
 """Operations on the low-bit KV of a batch, in torch: the reference implementation of the Triton kernels.
 
-A list is one KV head of one sequence (see `lists.py`). The low-bit KV of a sequence is in its pages (`pages.py`). The
-basis of queries and keys, the mean of the keys and the mixing matrix of the values are the same for all sequences.
+A list is one KV head of one sequence (see `lists.py`). The low-bit KV of a sequence is in its pages (`pages.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def append_rows(
     """Quantise the newest k and v `[P, d]` of each list, and store them in slot `slots[p]` (int64).
 
     Keys are multiplied by `basis` `[Hkv, d, d]`, and `mean` `[Hkv, d]` is subtracted. Values are multiplied by `mixing`
-    `[d, d]`. Lists with a negative slot are skipped.
+    `[d, d]`. These matrices are the same for all sequences. Lists with a negative slot are skipped.
     """
     heads, d = table.heads, k.shape[1]
     keys = skew(k.view(-1, heads, d).transpose(0, 1), basis) - mean.unsqueeze(1)
@@ -50,10 +49,10 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Score queries q `[P, G, d]` with the low-bit keys [start, stop) of each list; other tokens get the score -inf.
+    """Score queries q `[P, G, d]` with the low-bit keys [start, stop) of each list. Other tokens get the score -inf.
 
-    q is scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys before
-    quantisation. `tokens` is the length of the result, at least the length of the longest list.
+    For q and `mean`, see `low_bit.low_bit_scores`. `tokens` is the length of the result, at least that of the longest
+    list.
     """
     result = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = table.heads
@@ -78,12 +77,12 @@ def merge_approximate(
     lse: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge exact attention with low-bit attention to other tokens. Return out `[P, G, d]` and lse `[P, G]`.
+    """Merge exact attention with low-bit attention to all other tokens. Return out `[P, G, d]` and lse `[P, G]`.
 
     Args:
         q, mean, layout, table, tokens: See `scores`.
-        mixing: Matrix by which values were multiplied before quantisation, `[d, d]`.
-        starts, stops: Each list attends to the tokens [start, stop), with low-bit KV except for `chosen`.
+        mixing: Matrix `[d, d]` by which values were multiplied before quantisation.
+        starts, stops: Range of tokens [start, stop) of each list, including `chosen`.
         chosen: Tokens that exact attention covers, ascending, int64 `[P, n]`.
         counts: Number of valid tokens in each list of `chosen`, int32 `[P]`.
         out, lse: Result of exact attention, not changed.

@@ -1,7 +1,7 @@
-"""Low-bit KV of one sequence: quantise and store it, score it, select from it, and attend to it.
+"""Store, score and select low-bit KV of one sequence, and attend to it.
 
-On a CPU, `low_bit.c` computes in float32. Otherwise, queries of a sequence are those of a batch of one
-(`low_bit_lists`), in Triton or torch. `low_bit.py` defines the results.
+On a CPU, `low_bit.c` computes in float32. On other devices, the sequence is processed as a batch of one
+(`low_bit_lists`). `low_bit.py` defines the results.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ The split does not depend on the number of threads, so neither does the rounding
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of low_bit.c."""
-
     _fields_: ClassVar = [
         ("pages", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("offset", "heads", "group", "start", "stop", "per_part")),
@@ -45,8 +43,6 @@ class _Call(ctypes.Structure):
 
 
 class _StoreCall(ctypes.Structure):
-    """The structure `StoreCall` of low_bit.c."""
-
     _fields_: ClassVar = [
         ("pages", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("offset", "heads", "slot", "count")),
@@ -57,7 +53,7 @@ class _StoreCall(ctypes.Structure):
 
 @native.level_cache
 def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
-    """Return `low_bit.c`, compiled for these sizes, or None if they are not supported or compilation fails."""
+    """Return `low_bit.c`, compiled for these sizes, or None if this is impossible."""
     if head_dim % 32:
         return None
     constants = {"HEAD_DIM": head_dim, "VALUE_BITS": value_bits, "PAGE_BLOCKS": PAGE_BLOCKS}
@@ -72,7 +68,7 @@ def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
 def low_bit_query(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range
 ) -> LowBitQuery | NativeQuery:
-    """Return an object that scores the low-bit KV of `tokens` and attends to it, valid until the KV changes."""
+    """Prepare the queries of one token for scoring and attention. The result is valid until the low-bit KV changes."""
     (heads, group, _), native_type = q.shape, q.is_cpu and q.dtype == torch.float32
     code = library(layout.head_dim, layout.value_bits) if native_type else None
     if code is None or group > MAX_QUERIES or not tokens:
@@ -96,16 +92,14 @@ def low_bit_query(
 
 @dataclass(frozen=True, eq=False)
 class LowBitQuery:
-    """The queries of one token, prepared to score the low-bit KV of its sequence and to attend to it.
-
-    They are computed as a batch of one sequence (`low_bit_lists`).
+    """The queries of one token, for scoring and attention over the low-bit KV of its sequence, in Triton or torch.
 
     Attributes:
         q: Queries `[Hkv, G, d]`, scaled and transformed to the basis of the keys.
         mean: Mean that was subtracted from the keys, `[Hkv, d]`.
         pages: The low-bit KV.
         layout: Layout of its blocks.
-        tokens: The tokens to score and to attend to.
+        tokens: Range of tokens to score and to attend to.
     """
 
     q: torch.Tensor
@@ -116,16 +110,12 @@ class LowBitQuery:
 
     @cached_property
     def scores(self) -> torch.Tensor:
-        """Scores `[Hkv, G, n]` of the n tokens."""
         starts, stops = self._repeated(self.tokens.start, self.tokens.stop)
         result = dispatch.score_low_bit(self.q, self.mean, self.layout, self._table, starts, stops, self.tokens.stop)
         return result.scores[:, :, self.tokens.start :]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens with `selection.select_tokens`.
-
-        Return indices `[Hkv, n]`, counted from the first of `tokens`.
-        """
+        """Select tokens with `selection.select_tokens`. Return indices `[Hkv, n]` relative to the start of `tokens`."""
         return select_tokens(self.scores, alpha, limit)
 
     def merge(
@@ -140,7 +130,7 @@ class LowBitQuery:
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
             excluded: Tokens that exact attention covers, int64 `[Hkv, n]`. Negative entries are padding.
-            rotations: Matrix `[d, d]` that the values were multiplied by before quantisation, and its inverse.
+            rotations: Matrix `[d, d]` by which values were multiplied before quantisation, and its inverse.
             softcap: Soft cap of the scores, or None.
         """
         starts, stops, counts = self._repeated(self.tokens.start, self.tokens.stop, excluded.shape[1])
@@ -155,25 +145,25 @@ class LowBitQuery:
         return PageTable((self.pages,), self.pages.table.unsqueeze(0))
 
     def _repeated(self, *numbers: int) -> torch.Tensor:
-        """Repeat each number for all KV heads: int32 `[numbers, Hkv]` on the device of the query."""
         counted = torch.tensor(numbers, dtype=torch.int32).unsqueeze(1).expand(-1, len(self.q))
         return to_device(counted.contiguous(), self.q.device)
 
 
 @dataclass(frozen=True, eq=False)
 class NativeQuery:
-    """`LowBitQuery` computed by C code. The scores are computed when the object is created.
+    """The queries of one token like `LowBitQuery`, in C. The scores are computed when the object is created.
 
-    Products of codes are exact integers, so the results are equal on all processors with fused multiply-add. Softmax
-    weights are rounded to 16 bits. The error is at most 2^-16 of the largest weight among 64 tokens.
+    Scores are equal on all processors with fused multiply-add, because products of codes are exact integers. Softmax
+    weights are rounded to 16 bits. Their error is at most 2^-16 of the largest weight among 64 tokens.
 
     Attributes:
         code: The compiled code.
         call: Arguments of the C functions, with the addresses of all tensors of this object.
-        scores: Scores of the n tokens, `[Hkv, G, n]`, a view of the scores of complete blocks.
-        statistics: Statistics `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query over all tokens,
-            then largest score and log-sum-exp over each part of the tokens.
-        inputs: Queries `[Hkv, G, d]`, mean of the keys, and pages, kept alive because `call` has their addresses.
+        scores: Scores `[Hkv, G, n]` of the n tokens.
+        statistics: Largest score and log-sum-exp of each query over all tokens, then both for each part of the tokens,
+            `[2 + 2 * parts, Hkv, G]`.
+        inputs: Queries `[Hkv, G, d]`, mean of the keys, and pages. They must stay alive, because `call` has their
+            addresses.
     """
 
     code: ctypes.CDLL
@@ -209,7 +199,7 @@ class NativeQuery:
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise keys (or `values`) `[Hkv, m, d]`, and store them from slot `start` on."""
+    """Compute `low_bit.store_rows` in Triton, C or torch."""
     if dispatch.uses_triton(rows):
         from . import triton_low_bit_rows
 

@@ -1,4 +1,4 @@
-"""Loads the C code of this folder, which is compiled on first use."""
+"""Load the C code of this folder, which is compiled on first use."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _caches: list[Callable[[], None]] = []
 
 
 def level_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the results of a function until `unload`. They depend on the instruction sets that C code may use."""
+    """Cache results that depend on the instruction sets of C code. `unload` clears the cache."""
     cached = functools.cache(function)
     _caches.append(cached.cache_clear)
     return cast("Callable[P, T]", cached)
 
 
 def unload() -> None:
-    """Unload the compiled code. The next call loads it for the current instruction sets."""
+    """Forget the loaded code. The next call loads it for the current instruction sets."""
     for clear in _caches:
         clear()
 
 
-def has_tiles() -> bool:
-    """Return whether torch multiplies bfloat16 matrices with AMX, which is faster than our C code."""
+def has_amx() -> bool:
+    """Return whether torch multiplies bfloat16 matrices with AMX. torch is then faster than C code of this package."""
     return processor_level() == "avx512_bf16" and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 @level_cache
 def compiled(name: str, *structures: type[ctypes.Structure], **constants: int) -> ctypes.CDLL | None:
-    """Compile `name`.c of this folder with the macros `constants`. Return None if that fails.
+    """Compile and load `name`.c with the macros `constants`. Return None if that fails.
 
     Raises:
         RuntimeError: One of `structures` differs from its definition in C.

@@ -1,4 +1,4 @@
-"""Layout of packed weights: codes of 4, 5, 6 or 8 bits, and a scale and optionally a minimum per group of inputs."""
+"""Layout of packed (quantised) weights, with a scale and optionally a minimum per group of inputs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """Layout of one packed weight matrix, stored as uint8 `[out, row_bytes]`. C code and torch read it in place.
+    """Layout of one packed weight matrix, uint8 `[out, row_bytes]`. C code, Triton and torch read it in place.
 
     A weight is `(code * scale + minimum) * 2^exponent`. Each row has the parts [lower bits of codes][higher
-    bits][scales][minima or zeros][factors of scales][factors of minima]. Scales and minima are float16, or int8 with a
-    float16 factor for each `BLOCK` inputs if the format has factors. `packed_products.c` describes the order of the
+    bits][scales][minima or zeros][factors of scales][factors of minima]. Scales and minima are float16. In formats with
+    factors, they are int8, and each `BLOCK` inputs share a float16 factor. `packed_products.c` shows the order of the
     codes.
 
     Attributes:
         ins: Number of input features, a multiple of 64 (of 128 with 6-bit codes, of `BLOCK` with factors).
         bits: Number of bits per code: 4, 5, 6 or 8.
         group: Number of adjacent inputs that share a scale.
-        has_minima: Whether each group has a minimum. If not, the minimum is `-zero * scale`, where zero is the code of
-            the weight 0.
-        offset: The code of the weight 0 in a format without minima and zeros.
-        has_zeros: Whether each group has its own code of the weight 0, a uint8.
+        has_minima: Whether each group has a minimum. Without minima, the minimum is `-zero * scale`. The *zero* is the
+            code of the weight 0.
+        offset: The zero of all groups, in a format without minima and zeros.
+        has_zeros: Whether each group has its own zero, a uint8.
         has_factors: Whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K.
-        exponent: Exponent by which stored scales are shifted into the range of float16.
+        exponent: Exponent that shifts scales into the range of float16.
         permuted: Whether the columns are stored in another order than the inputs of the layer (`use_packed_weights`).
     """
 
@@ -53,13 +53,12 @@ class PackedFormat:
 
     @staticmethod
     def fits(ins: int, bits: int, group: int) -> bool:
-        """Return whether rows of `ins` inputs can be packed with `bits`-bit codes in groups of `group` inputs."""
         groups = (16,) if bits == 6 else GROUPS
         return bits in (4, 5, 6, 8) and group in groups and ins % max(group, 128 if bits == 6 else 64) == 0
 
     @property
     def high_start(self) -> int:
-        """Offset in bytes of the codes' higher bits within a row."""
+        """Offset in bytes of the higher bits of the codes within a row."""
         return self.ins if self.bits == 8 else self.ins // 2
 
     @property
@@ -69,24 +68,23 @@ class PackedFormat:
 
     @property
     def minima_start(self) -> int:
-        """Offset in bytes of the minima or zeros within a row, or of the end of the scales if there are none."""
+        """Offset in bytes of the minima or zeros within a row. Without them, the end of the scales."""
         return self.scales_start + (1 if self.has_factors else 2) * self.ins // self.group
 
     @property
     def factors_start(self) -> int:
-        """Offset in bytes of the factors of scales within a row, or `row_bytes` if there are none."""
+        """Offset in bytes of the factors of scales within a row. Without factors, `row_bytes`."""
         if self.has_minima:
             return 2 * self.minima_start - self.scales_start
         return self.minima_start + (self.ins // self.group if self.has_zeros else 0)
 
     @property
     def minima_factors_start(self) -> int:
-        """Offset in bytes of the factors of minima within a row, or `row_bytes` if there are none."""
+        """Offset in bytes of the factors of minima within a row. Without them, `row_bytes`."""
         return (self.factors_start + self.row_bytes) // 2 if self.has_minima else self.row_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of a row."""
         return self.factors_start + (2 * self.ins // BLOCK * (1 + self.has_minima) if self.has_factors else 0)
 
     def pack(self, codes: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
@@ -103,10 +101,7 @@ class PackedFormat:
         return rows
 
     def _split(self, codes: torch.Tensor) -> list[torch.Tensor]:
-        """Convert codes to bytes: the lower 4 bits of the codes, two per byte, and the remaining bits.
-
-        8-bit codes stay unchanged.
-        """
+        """Return the lower 4 bits of codes `[out, ins]`, two codes per byte, and the higher bits. Keep 8-bit codes."""
         if self.bits == 8:
             return [codes]
         pairs = codes.view(len(codes), -1, 2, 32) & 15
@@ -123,7 +118,6 @@ class PackedFormat:
         return parts
 
     def codes(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the codes of packed `rows`, uint8 `[out, ins]`."""
         count = len(rows)
         low = rows[:, : self.high_start]
         if self.bits == 8:
@@ -141,7 +135,7 @@ class PackedFormat:
         return codes
 
     def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights `[out, ins]` of packed `rows` in `dtype`, computed in float32, in the stored order."""
+        """Return the weights `[out, ins]` of packed `rows` in `dtype`. The order of the columns does not change."""
         stored_minima = rows[:, self.minima_start : self.factors_start]
         factors = rows[:, self.factors_start : self.minima_factors_start]
         scales = self._numbers(rows[:, self.scales_start : self.minima_start], factors)
@@ -154,7 +148,7 @@ class PackedFormat:
         return grouped.flatten(1).to(dtype)
 
     def _numbers(self, stored: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Multiply stored scales or minima by their factors, if there are any. Return float32 `[out, ins / group]`."""
+        """Decode stored scales or minima to float32 `[out, ins / group]`."""
         if not self.has_factors:
             return torch.ldexp(stored.contiguous().view(torch.float16).float(), torch.tensor(self.exponent))
         integers = stored.contiguous().view(torch.int8).float().view(len(stored), -1, BLOCK // self.group)

@@ -1,7 +1,7 @@
 """Linear layers with packed weights on a CPU (`packed_products.c`).
 
-For few input rows, the C code multiplies with packed weights directly. For more rows, the C code unpacks the weights,
-and torch multiplies.
+For few input rows, the C code multiplies packed weights directly. For more rows, the C code unpacks the weights, and
+torch multiplies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ MIN_THREADED_WORK = 1 << 18
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of packed_products.c."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "bias", "codes", "out", "whole", "factors", "sums")),
         *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size", "stride", "bits", "group")),
@@ -65,7 +63,7 @@ class PackedProducts:
         return out
 
     def unpack(self, packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
-        """Return the unpacked weights `[out, in]`. `dtype` must be the dtype of this code."""
+        """Return the unpacked weights `[out, in]`. `dtype` must be the dtype of the compiled code."""
         out = torch.empty(len(packed), form.ins, dtype=dtype)
         call = self._call(packed, form, out)
         team.runner()(self.library.unpack, ctypes.byref(call), -(-len(packed) // call.size), 1)
@@ -85,7 +83,6 @@ class PackedProducts:
 
 
 def compiled_for(dtype: torch.dtype) -> PackedProducts | None:
-    """Return the code for inputs and results of `dtype`, or None if there is none."""
     if dtype not in (torch.bfloat16, torch.float32):
         return None
     library = native.compiled("packed_products", BFLOAT16=int(dtype == torch.bfloat16))

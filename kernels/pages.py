@@ -1,7 +1,7 @@
-"""Pages of low-bit KV. A page is a tensor with the KV of a fixed number of tokens of one sequence.
+"""Pages of low-bit KV. A page is a tensor with the low-bit KV of a fixed number of tokens of one sequence.
 
-Sequences can share individual pages. Kernels find pages by their addresses. A page stores all layers that have low-bit
-KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of `low_bit.Layout`.
+A page stores all layers that have low-bit KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of
+`low_bit.Layout`. Sequences can share pages. Kernels get the addresses of the pages.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PAGE_TOKENS = PAGE_BLOCKS * BLOCK
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """The pages that contain one sequence's low-bit KV of one layer.
+    """The pages of one sequence, as seen by one layer.
 
     Attributes:
-        tensors: The pages of the sequence, in order.
+        tensors: The pages in order.
         addresses: Addresses of the pages, int64 `[pages]` in host memory.
         layer: Index of the layer within a page.
-        origin: The `Pages` of the first layer, whose device copy of `addresses` all layers use. None for the first
-            layer.
+        origin: The `Pages` object of the first layer (None in that object). It keeps the copy of `addresses` on the
+            device for all layers.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -42,7 +42,6 @@ class Pages:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], layer: int = 0) -> Pages:
-        """Create an instance from the pages of a sequence, and read their addresses."""
         return cls(tuple(tensors), addresses_of(tensors), layer)
 
     def of_layer(self, layer: int) -> Pages:
@@ -67,9 +66,11 @@ class Pages:
         return self.layer * self.tensors[0].stride(0)
 
     def parts(self, tokens: range) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-        """Yield the pages that contain `tokens`, as blocks `[Hkv, PAGE_BLOCKS, block_bytes]`.
+        """Split a range of tokens at page boundaries.
 
-        Each item also has the slice of the page's tokens that are in `tokens`, and the corresponding slice of `tokens`.
+        Yields:
+            The blocks of a page `[Hkv, PAGE_BLOCKS, block_bytes]`, a slice of the page, and the same tokens as a slice
+            of `tokens`.
         """
         token = tokens.start
         while token < tokens.stop:
@@ -82,10 +83,9 @@ class Pages:
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Addresses of the pages that contain the low-bit KV of B sequences in one layer.
+    """Addresses of the pages of B sequences in one layer. There are P = B * Hkv lists, one per sequence and KV head.
 
-    There are P = B * Hkv lists, one per sequence and KV head. Triton kernels read `table`, torch functions read
-    `pages`. The caller must keep the two consistent.
+    Triton kernels read `table`, torch functions read `pages`. The caller must keep the two consistent.
 
     Attributes:
         pages: Pages of each sequence, all of one layer and on one device.
@@ -104,12 +104,10 @@ class PageTable:
 
     @property
     def heads(self) -> int:
-        """Number of lists per sequence, Hkv."""
         return self.pages[0].heads
 
     @property
     def lists(self) -> int:
-        """Number of lists of all sequences, P."""
         return self.heads * len(self.pages)
 
     @property
@@ -118,14 +116,14 @@ class PageTable:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the addresses of page tensors, which must be aligned, int64 on the host."""
+    """Return the addresses of page tensors, int64 in host memory. They must be multiples of `ALIGNED` bytes."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNED == 0 for address in addresses)
     return torch.tensor(addresses, dtype=torch.int64)
 
 
 def page_table(pages: Sequence[Pages], max_pages: int) -> torch.Tensor:
-    """Return the addresses of the first `max_pages` pages of each sequence, padded with 0, int64 `[B, max_pages]`."""
+    """Return the addresses of the first `max_pages` pages of each sequence, int64 `[B, max_pages]`, padded with 0."""
     table = torch.zeros(len(pages), max_pages, dtype=torch.int64)
     for row, sequence_pages in zip(table, pages, strict=True):
         addresses = sequence_pages.addresses[:max_pages]

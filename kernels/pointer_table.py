@@ -1,7 +1,7 @@
-"""Table on the device with the addresses of one tensor per sequence of a batch.
+"""Addresses of tensors of a batch, one tensor per sequence, in a table on the device.
 
-If sequences join or leave the batch, or if their tensors are reallocated, only the table changes. Tensors need not be
-concatenated, and the launch arguments of kernels stay the same.
+Kernels read the table, so that tensors of different sequences need not be concatenated. If a sequence joins or leaves
+the batch, or if a tensor is reallocated, only the table changes. Launch arguments of kernels stay the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class PointerTable:
-    """Addresses and strides of one tensor `[X, a, c]` per sequence, for one layer. The last dimension is contiguous.
+    """Addresses and strides of one tensor `[X, a, c]` per sequence. The last dimension is contiguous.
 
     The X slices `[a, c]` of a sequence are its lists, for example one per KV head. Triton kernels read `table`, torch
     functions read `tensors`. The caller must keep the two consistent.
@@ -52,7 +52,7 @@ class PointerTable:
 
     @property
     def aligned(self) -> bool:
-        """Whether every row of the tensors is aligned for the widest memory load of a kernel."""
+        """Whether the address of every row is a multiple of `ALIGNED` bytes."""
         size = self.tensors[0].itemsize
         starts = (x for tensor in self.tensors for x in (tensor.data_ptr(), *(size * s for s in tensor.stride()[:2])))
         return all(x % ALIGNED == 0 for x in starts)

@@ -1,8 +1,8 @@
 """Gather and write rows of the KV pool, in torch: the reference implementation of `triton_gather`.
 
-Each row has an id. Ids below the number of rows of the pool are rows of the pool. If blocks of the pool have copies on
-the device (`DeviceRows`), larger ids are rows of these copies. A gather then reads each row from the memory that its id
-names, and needs no look-up.
+A row is the key or value of one token in one layer and KV head. Its id is its index in the pool `[R, w]`. Some blocks
+have copies in device memory (`DeviceRows`). Row i of the copies has the id R + i, so a gather needs no look-up to find
+a row.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..core import BLOCK_SIZE
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Copies of pool rows in device memory, of one layer.
+    """Copies of pool rows in device memory, for one layer.
 
     Attributes:
         rows: The copies `[D, w]` of all layers, in the storage format of the pool.
-        first: Id of their first row: the number of rows of the pool.
-        planes: Distance from the id of the first row of a block to the index in `rows` of K and V of each KV head,
-            int64 `[2, Hkv]` or `[1, Hkv]`, like `planes` of `gather_tokens`.
+        first: Id of the first copy: the number of rows of the pool.
+        planes: Offsets of K and V of each KV head in a copied block, like `planes` of `gather_tokens`. `first` is
+            already subtracted, so id + offset is an index in `rows`.
     """
 
     rows: torch.Tensor
@@ -33,11 +33,11 @@ class DeviceRows:
 def gather_rows(
     rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, device: DeviceRows | None = None
 ) -> None:
-    """Copy rows of `rows` `[R, w]` with the indices `ids` to out `[P, n, w]`.
+    """Copy the rows with the ids `[P, n]` (int64) to out `[P, n, w]`.
 
-    `ids` are int64 `[P, n]`. Only the first `counts[p]` rows of each list are copied. All other entries of `out`, and
-    entries with a negative id, stay unchanged. `rows` may be `out` itself if no row is both read and written. With
-    `device`, an id from `device.first` on is the row `id - device.first` of `device.rows`.
+    Only the first `counts[p]` ids of each list are used. Negative ids are skipped, and their entries in `out` stay
+    unchanged. Ids from `device.first` on are copies in `device`. `rows` and `out` may be the same tensor if no row is
+    both read and written.
     """
     for p, count in enumerate(counts.tolist()):
         own = ids[p, :count]
@@ -59,7 +59,7 @@ def gather_tokens(
     device: DeviceRows | None = None,
     tally: torch.Tensor | None = None,
 ) -> None:
-    """Copy K and V of tokens from `rows` `[R, w]` to out `[2, P, n, w]`.
+    """Copy K and V of tokens from `rows` `[R, w]` to out `[2, P, n, w]`. P = B * Hkv.
 
     The row of token t of sequence b and KV head h is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE + planes[i, h]`, with
     i = 0 for K and 1 for V. If `planes` and `out` have length 1, only K is copied.
@@ -68,13 +68,12 @@ def gather_tokens(
         rows: The KV pool.
         tokens: Token indices, int64 `[P, n]`.
         counts: Number of tokens of each list to copy, or None for all. Other entries of `out` stay unchanged.
-        bases: Id of the row at which each of C blocks begins, int64 `[B, C]`.
-        planes: Offset of K and V of each KV head, int64 `[2, Hkv]` or `[1, Hkv]`.
+        bases: Id of the first row of each block, int64 `[B, blocks]`.
+        planes: Offset of K and V of each KV head within a block, int64 `[2, Hkv]` or `[1, Hkv]`.
         out: Result.
-        device: Copies of blocks. Blocks with a base from `device.first` on are read from `device.rows`, with the
-            offsets `device.planes`.
-        tally: Given with `device`. The numbers of entries that were read from `rows` and from `device.rows` are added,
-            int64 `[B, 2]`.
+        device: Copies of blocks in device memory. They have bases from `device.first` on.
+        tally: Required with `device`, int64 `[B, 2]`. The numbers of entries that were read from the pool and from
+            copies are added.
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
     valid = None if counts is None else torch.arange(listed, device=tokens.device) < counts.unsqueeze(1)
@@ -105,12 +104,12 @@ def write_rows(
 ) -> None:
     """Write the newest K and V `[P, w]` of each sequence to the pool `rows` `[R, w]`. P = B * Hkv.
 
-    The row for sequence b and KV head h is `newest[b] + planes[i, h]`, with i = 0 for K and 1 for V. `newest` is int64
-    `[B]`, `planes` is int64 `[2, Hkv]`, or `[1, Hkv]` to write only K. Sequences with a negative `newest[b]` are
+    The row of sequence b and KV head h is `newest[b] + planes[i, h]`, with i = 0 for K and 1 for V. `newest` is int64
+    `[B]`. `planes` is int64 `[2, Hkv]`, or `[1, Hkv]` to write only K. Sequences with a negative `newest[b]` are
     skipped.
 
-    With `device`, `newest` is int64 `[2 * B]`, and K and V are also written to the rows `newest[B + b] +
-    device.planes[i, h]` of `device.rows`. Sequences without a copy have a negative `newest[B + b]`.
+    With `device`, `newest` is int64 `[2 * B]`: the second half has the rows of the copies, to which K and V are written
+    too. It is negative for sequences without a copy.
     """
     batch = len(k) // planes.shape[1]
     _write(rows, k, v, newest[:batch], planes)

@@ -24,7 +24,7 @@ WIDENED_BYTES = 1 << 20
 
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`, in `out` unless it is None.
+    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`. Write it to `out` if given.
 
     The result is float32 (float64 for float64 keys), even for half-precision keys.
     """
@@ -41,7 +41,6 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
 
 
 def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return q k^T of half-precision tensors, accumulated in the float32 tensor `out`."""
     # Scores must not be rounded to bfloat16: a score of 20 would change by about 0.05, and its weight by 5 %.
     if k.is_cuda:
         return out.copy_(torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32))
@@ -57,8 +56,7 @@ def attention_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax weights exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]` over one part of the keys.
 
-    q is `[Hkv, G, d]`, k is `[Hkv, n, d]` with n >= 1. The scores are s = scale * q k^T, soft-capped unless `softcap`
-    is None.
+    The scores of q `[Hkv, G, d]` and k `[Hkv, n, d]` (n >= 1) are s = scale * q k^T, with an optional soft cap.
     """
     scores = capped(scaled_scores(q, k, scale), softcap)
     weights = torch.softmax(scores, -1)
@@ -66,15 +64,12 @@ def attention_weights(
 
 
 def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Replace scores s by c tanh(s / c) in place, for c = `softcap`, unless it is None."""
+    """Apply a soft cap c to scores s in place: s becomes c tanh(s / c). None leaves the scores unchanged."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[Hkv, G, d]` to k and v `[Hkv, n, d]`, n >= 1.
-
-    Return out `[Hkv, G, d]` and lse `[Hkv, G]` in float32 (float64 for float64 inputs).
-    """
+    """Attend with q `[Hkv, G, d]` to k and v `[Hkv, n, d]`, n >= 1. Return out `[Hkv, G, d]` and lse `[Hkv, G]`."""
     weights, lse = attention_weights(q, k, scale)
     out = torch.bmm(weights.to(v.dtype), v)
     return out.to(lse.dtype), lse

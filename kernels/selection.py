@@ -1,7 +1,7 @@
 """Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of all faster kernels.
 
-If scores are equal, the token with the lower index is selected first. On a CPU, C code (`best_scores.c`) selects the
-same tokens without sorting, if it can be compiled. Scores are float32 (float64 for float64 models) and finite or -inf.
+If scores are equal, the token with the lower index is selected first. On a CPU, `best_scores.c` selects the same tokens
+without sorting. Scores are float32 (float64 for float64 models) and finite or -inf.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def quantise(x: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
     """Quantise skewed keys x `[Hkv, m, d]` to uint8 codes `[Hkv, m, d]` from 0 to 2^bits - 1.
 
-    Column j has 2^bits levels at a distance of `step[:, j]`, centred on `mean[:, j]`. Values beyond the first or last
-    level are clipped. `mean` and `step` are `[Hkv, d]`.
+    Column j has 2^bits levels at a distance of `step[:, j]`, centred on `mean[:, j]`. Values outside are clipped.
+    `mean` and `step` are `[Hkv, d]`.
     """
     codes = ((x - mean.unsqueeze(1)) / step.unsqueeze(1)).floor_() + (1 << (bits - 1))
     return codes.clamp_(0, (1 << bits) - 1).to(torch.uint8)
@@ -67,8 +67,8 @@ def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack the codes of f = 8 / bits adjacent tokens into one byte: `[Hkv, f * m, d]` becomes int8 `[Hkv, m, d]`.
 
-    Byte i holds the tokens f * i to f * i + f - 1. The code of token f * i + j begins at bit j * bits. 128 is
-    subtracted from each byte, because the kernels convert signed bytes.
+    The code of token f * i + j begins at bit j * bits of byte i. 128 is subtracted from each byte, because the kernels
+    convert signed bytes.
     """
     fields = 8 // bits
     tokens = codes.view(codes.shape[0], -1, fields, codes.shape[2])
@@ -85,11 +85,11 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def quantise_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise queries q `[Hkv, G, d]` to int8, so that their products with codes of keys are integers.
+    """Quantise queries q `[Hkv, G, d]` to int8, so that their products with codes of keys are exact integers.
 
     Returns:
-        int8 codes `[Hkv, G, d]`, symmetric around 0, and scales `[Hkv, G, 1]`, one per query head. Their rounding error
-        is less than a fifth of that of int4 keys.
+        int8 codes `[Hkv, G, d]`, symmetric around 0, and one scale per query head, `[Hkv, G, 1]`. The rounding error is
+        less than a fifth of that of int4 keys.
     """
     scale = q.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny * 127) / 127
     return (q / scale).round_().to(torch.int8), scale
@@ -100,9 +100,8 @@ def quantised_scores(
 ) -> torch.Tensor:
     """Score skewed and scaled queries q `[Hkv, G, d]` with packed keys int8 `[Hkv, m, d]`. Return `[Hkv, G, f * m]`.
 
-    A byte has the codes of f = 8 / bits tokens. `mean` and `step` are the arguments of `quantise`. The score with a
-    dequantised key k~ is q k~^T = (q * step) (code - middle)^T + q mean^T. The factor q * step is rounded to int8, so
-    the sum over columns is an exact integer, the same on every device.
+    f = 8 / bits is the number of tokens per byte. `mean` and `step` are the arguments of `quantise`. Sums over columns
+    are exact integers, the same on every device.
     """
     weights, scale, offset = _affine(q, mean, step, bits)
     sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums
@@ -112,9 +111,9 @@ def quantised_scores(
 def _affine(
     q: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return integer weights w, a scale s and an offset o for each query: the score of a key with codes c is s w·c + o.
+    """Convert queries to int8 weights w, a scale s and an offset o: the score of a key with codes c is s w·c + o.
 
-    w is int8 `[Hkv, G, d]`. s and o are `[Hkv, G, 1]`.
+    w is `[Hkv, G, d]`, s and o are `[Hkv, G, 1]`.
     """
     weights, scale = quantise_query(q * step.unsqueeze(1))
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
@@ -124,21 +123,14 @@ def _affine(
 def code_sums(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the dot products of int8 `weights` `[Hkv, G, d]` with the codes of packed keys int8 `[Hkv, m, d]`.
 
-    Each byte of the keys contains the codes of f = 8 / `bits` tokens.
-
-    Returns:
-        Integers below 2^24 in the dtype `dtype`, `[Hkv, G, f * m]`.
+    The result `[Hkv, G, f * m]` has the dtype `dtype` and contains integers below 2^24. f = 8 / bits is the number of
+    tokens per byte.
     """
     return torch.bmm(weights.to(dtype), unpack(packed, bits).to(dtype).transpose(1, 2))
 
 
 def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Compute `code_sums` on a CPU without unpacking the keys of all heads at once.
-
-    Each of the f codes in a byte takes one mask and one product. Heads are processed one at a time, so that their data
-    stays in the cache. The products are computed in floating point, which is exact here. The int8 product
-    of torch (`_int_mm`) is faster, but it saturates on processors without VNNI.
-    """
+    """Compute `code_sums` on a CPU, one head at a time, so that unpacked keys stay in the cache."""
     heads, rows, d = packed.shape
     fields = 8 // bits
     exact = torch.float32 if d * 127 * 255 < 1 << 24 else torch.float64
@@ -146,6 +138,7 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
     masked = torch.empty(rows if fields > 1 else 0, d, dtype=torch.int8)
     factors = weights.to(exact)
     total = factors.sum(-1, keepdim=True)
+    # Products in floating point are exact here. The int8 product `_int_mm` is faster, but saturates without VNNI.
     for head in range(heads):
         # Each mask covers one more field than the previous one, so the difference of two products is the sum of one
         # field.
@@ -171,16 +164,15 @@ def floor_fraction(fraction: float, number: int) -> int:
 
 @lru_cache(maxsize=64)  # All layers of a step have the same candidates.
 def selection_limit(candidates: int, max_fraction: float) -> int:
-    """Return how many of the candidates a sequence may select: rounded down, but at least one."""
+    """Return the largest number of tokens to select: a fraction of the candidates, but at least one."""
     return max(min(1, candidates), floor_fraction(max_fraction, candidates))
 
 
 def token_count(passing: int, heads: int, limit: int) -> int:
-    """Return how many tokens each KV head of a layer selects (paper §4.3).
+    """Return how many tokens each KV head of a layer selects (paper §4.3): the mean number that passes a query head.
 
-    `passing` is the number of tokens that pass a query head, summed over all `heads`. A token passes a query head if
-    its score is near the head's maximum. The result is passing / heads, rounded up, and at most `limit`. It is 0 if
-    there are no candidates or all scores are NaN.
+    `passing` is the number of pairs (token, query head) with a score near the maximum of the query head. The mean over
+    all `heads` query heads is rounded up and is at most `limit`.
     """
     return min(-(-passing // heads), limit)
 
@@ -188,7 +180,8 @@ def token_count(passing: int, heads: int, limit: int) -> int:
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
     """Combine scores `[Hkv, G, n]` to one score per KV head `[Hkv, n]`: the maximum of log-softmax over the group.
 
-    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. It is None if G = 1; the scores are then unchanged.
+    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If G = 1, it is None, and the scores stay
+    unchanged.
     """
     # log-softmax gives the same order as softmax, and does not underflow.
     return scores[:, 0] if lse is None else (scores - lse).amax(1)
@@ -203,10 +196,7 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 
 
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the indices `[Hkv, n]` of the n largest values in each row `[Hkv, m]`, in the order of `select_tokens`.
-
-    If values are equal, the lower index is selected.
-    """
+    """Return the indices `[Hkv, n]` of the n largest values in each row `[Hkv, m]`, in the order of `select_tokens`."""
     if values.device.type != "cpu":
         return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
     # Every value passes an infinite threshold, so the n largest are selected.
@@ -236,8 +226,6 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
 
 
 class _Ranking(ctypes.Structure):
-    """The structure `Ranking` of best_scores.c."""
-
     _fields_: ClassVar = [
         ("scores", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("stride", "heads", "group", "n", "per_part")),
@@ -252,17 +240,13 @@ class _Ranking(ctypes.Structure):
 def select_in_c(
     scores: torch.Tensor, peak: torch.Tensor, lse: torch.Tensor | None, alpha: float, limit: int
 ) -> torch.Tensor | None:
-    """Select at most `limit` tokens per KV head like `select_tokens`. Return None if the C code is not available.
+    """Compute `select_tokens` in C, with ascending indices. Return None if the C code is not available.
 
     Args:
         scores: Float32 scores `[Hkv, G, n]`.
         peak: Largest score of each query, `[Hkv, G]`.
-        lse: Log-sum-exp of each query's scores, `[Hkv, G]`, or None if G = 1.
-        alpha: Largest distance between a selected token's score and `peak`.
-        limit: Maximum number of tokens to select per KV head.
-
-    Returns:
-        Token indices int64 `[Hkv, m]`, ascending.
+        lse: Log-sum-exp of the scores of each query, `[Hkv, G]`, or None if G = 1.
+        alpha, limit: See `select_tokens`.
     """
     library = _best_scores()
     if library is None:
@@ -298,12 +282,10 @@ def _best_scores() -> ctypes.CDLL | None:
 def select_tokens_reference(
     scores: torch.Tensor, alpha: float, limit: int, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `select_tokens` in plain torch. `lse` is the `group_lse` of the scores; None computes it.
+    """Compute `select_tokens` in plain torch. `lse` is the result of `group_lse`, or None to compute it.
 
-    A token passes a query head if its score is within `alpha` of the largest score of that head. Every KV head selects
-    the same number of tokens: the mean number that pass a query head of the layer, rounded up, and at most `limit`
-    (`token_count`). Among the tokens that pass any query head of the layer, it takes those with its largest own scores
-    (`group_scores`).
+    Candidates are all tokens that pass a query head of any KV head. From these, each KV head selects the `token_count`
+    tokens with its largest `group_scores`.
     """
     kv_heads, group, candidates = scores.shape
     if candidates == 0:
@@ -318,13 +300,13 @@ def select_tokens_reference(
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, max_tokens: int) -> torch.Tensor:
     """Select tokens in addition to `attended` until the missed attention mass is at most `max_missed`.
 
-    The missed attention mass is a mean over all query heads. Each KV head selects the m tokens with the largest softmax
-    weight of any query head of the group. m is the smallest sufficient number, at most `max_tokens`.
+    The missed attention mass is a mean over all query heads. Each KV head selects the tokens with the largest softmax
+    weight of any query head of its group. All KV heads select the same number of tokens, the smallest sufficient one.
 
     Args:
         scores: Scores `[Hkv, G, n]` of all visible tokens with the true query.
         attended: Whether each token is already attended to, bool `[Hkv, n]`. At least `max_tokens` tokens of each head
-            are not.
+            must be False.
         max_missed: Largest missed attention mass, in [0, 1].
         max_tokens: Largest number of additional tokens per KV head.
 

@@ -1,8 +1,7 @@
-"""Distribute the parts of a computation over threads that sleep between calls.
+"""Distribute a computation over a persistent team of threads.
 
-`runner` distributes a C call over a persistent team of threads (`team.c`). A C function `void name(const void *call,
-int64_t part)` computes one part. It must be thread-safe and must not start threads. `run_parts` distributes a Python
-function whose work releases the GIL, such as torch's matrix products.
+`runner` distributes a C function `void name(const void *call, int64_t part)`, which must be thread-safe and must not
+start threads. `run_parts` distributes a Python function that releases the GIL, such as torch's matrix products.
 
 A decode step runs hundreds of torch operations that are shorter than the time to wake OpenMP's threads. The engine
 therefore runs torch's own operations on one thread (`torch_on_one_thread`).
@@ -34,7 +33,7 @@ def runner() -> Any:
     """Return the C function `team_run(function, call, parts, threads)`.
 
     It calls the C function `function(call, part)` for each part in `range(parts)`, on up to `threads` threads including
-    the calling one. C kernels that distribute their stages themselves take it as an argument.
+    the calling one. C kernels with several stages get it as an argument and call it for each stage.
     """
     library = _library()
     assert library is not None, "the kernel was compiled, so the team can be"
@@ -75,9 +74,9 @@ def threads(limit: int | None = None) -> int:
 
 @contextmanager
 def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
-    """Context in which torch's own operations in the calling thread do not use OpenMP threads.
+    """Context that disables OpenMP threads for torch's own operations in the calling thread.
 
-    `runner` and `run_parts` still use all threads. With `helpers=False`, they use only the calling thread.
+    `runner` and `run_parts` still use all threads, or only the calling thread with `helpers=False`.
     """
     count = torch.get_num_threads()
     if count == 1:
@@ -96,7 +95,6 @@ def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
 
 
 def engine_threads(device: torch.device) -> AbstractContextManager[None]:
-    """Return the context for the engine's computations: `torch_on_one_thread` on a CPU."""
     return torch_on_one_thread() if device.type == "cpu" else nullcontext()
 
 

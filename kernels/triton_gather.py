@@ -113,7 +113,7 @@ def _write(
 ) -> None:  # fmt: skip
     """Write K and V of list p (one KV head of one sequence) to their rows, in program p. If PLANES is 1, write K.
 
-    If COPIED, write them also to the rows of `copies` that the second half of `newest` names.
+    If COPIED, write them also to the copies. The second half of `newest` contains their rows.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
@@ -139,8 +139,7 @@ def _slots(
 ) -> None:  # fmt: skip
     """Copy K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`, in program (p, i).
 
-    A list is one KV head of one sequence. If SCATTER, copy from `rows` to the slots instead. If PLANES is 1, copy only
-    K.
+    A list is one KV head of one sequence. If SCATTER, copy from `rows` to the slots. If PLANES is 1, copy only K.
     """
     p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)

@@ -121,8 +121,8 @@ def _table_row(run: Run, parts_of: list[int]) -> list[int]:
     """Return the fields of a run in the table, with the number of its first part.
 
     The partial results (*parts*) of each sequence are numbered in the order of its runs. `parts_of[b]` is the number of
-    parts that sequence b has so far, and is increased. It must be equal in all sequences of the run. If runs form a
-    tree, it is equal if parents are passed before their children.
+    parts of sequence b so far, and is increased. In runs that form a tree, pass parents before their children. Then
+    this number is equal in all sequences of a run, as required.
     """
     k, v, n = run.k, run.v, run.k.shape[1]
     assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(parts_of)

@@ -37,12 +37,12 @@ _BLOCK = tl.constexpr(BLOCK)
 def _centred(bits: int, field: int) -> str:
     """Return assembly code that unpacks one code from each of four bytes to bfloat16, minus the middle code.
 
-    The code begins at bit `bits * field` of a byte. 0x4200 is 32.0 in bfloat16, and its last mantissa bit is 0.25. A
-    code shifted by two bits into the mantissa gives 32 + code. Conversions of single bytes would take more instructions
-    than the products.
+    The code begins at bit `bits * field` of a byte. Converting single bytes would take more instructions than the
+    products.
     """
     shift, codes = 2 - bits * field, f"0x{4 * (2**bits - 1) * 0x01010101:08X}"
     shifted = f"shl.b32 codes, $2, {shift};" if shift >= 0 else f"shr.b32 codes, $2, {-shift};"
+    # 0x4200 is 32.0 in bfloat16, and its last mantissa bit is 0.25, so a code shifted by two bits gives 32 + code.
     middle = 0x4200 + 2 * (2**bits - 1) + 0x8000  # bits of -(32 + (2^bits - 1) / 2)
     return f"""{{ .reg .b32 codes, one, middle;
         mov.b32 one, 0x3F803F80; mov.b32 middle, 0x{middle * 0x10001:08X};
@@ -102,9 +102,9 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide the sums `acc` by the softmax sums `total`, and store the attention output of some channels.
+    """Divide the sums `acc` by the softmax sums `total`, and store the output channels of one field.
 
-    They are stored in rows [first, first + G) of `outs`, from channel FIELD * VALUES on.
+    The output is stored in rows [first, first + G) of `outs`, from channel FIELD * VALUES on.
     """
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     address = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]

@@ -1,8 +1,8 @@
 """Multiply a few rows with packed weights, and unpack packed weights, in Triton.
 
 Memory traffic of a product: the packed rows, which are read in place. A program multiplies up to eight input rows.
-Programs of other input rows that need the same weights are adjacent, so that they share them through the caches. A
-weight takes three instructions to unpack and about two per input row.
+Programs with the same weights are adjacent, so that they find the weights in the caches. A weight takes three
+instructions to unpack and about two per input row.
 
 A *unit* is 16 bytes of lower bits. It contains the codes of 16 inputs (8 bits), or of two *halves* of 16 adjacent
 inputs (4 to 6 bits). The inputs of a half have one scale. Reference: `PackedFormat.unpack`.
@@ -156,13 +156,12 @@ def _linear(
     MINIMA: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, ALIGN: tl.constexpr, OUTS: tl.constexpr,
     UNITS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute outputs [i * OUTS, (i + 1) * OUTS) of input rows [m * ROWS, (m + 1) * ROWS), for m of n blocks of rows.
-
-    This is program i * n + m. The second axis of a grid could not hold all outputs of a large vocabulary.
+    """Compute block i of OUTS outputs for block m of ROWS input rows, in program i * n + m for n blocks of rows.
 
     With EXPERTS, ROWS is 1, and row m is multiplied by the weight number `experts[m]` of a stack. The minimum of a
     group is multiplied by the sum of its inputs. Rows of weights are `step * ALIGN` bytes apart.
     """
+    # One axis, because a second axis could not hold all outputs of a large vocabulary.
     blocks = (rows + ROWS - 1) // ROWS
     m, out_index = (tl.program_id(0) % blocks).to(tl.int64), tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
     first_out = tl.load(experts + m).to(tl.int64) * outs if EXPERTS else 0
@@ -253,7 +252,7 @@ def unpack(
 ) -> torch.Tensor:
     """Return the unpacked weights `[n, in]` of packed rows, uint8 `[rows, form.row_bytes]`, in one launch.
 
-    They are all rows, or the rows with the indices ids `[n]`.
+    With `ids` `[n]`, only the rows with these indices are unpacked.
     """
     assert packed.is_contiguous() and (ids is None or ids.is_contiguous())
     rows = len(packed) if ids is None else len(ids)

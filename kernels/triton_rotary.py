@@ -1,7 +1,8 @@
 """Rotary position embedding (RoPE) in Triton, in one launch instead of four.
 
-Results are rounded exactly like those of `reference.rotate_halves`. Keys can be as large as 100 (in Qwen, because of
-its biases). With other rounding, scores would change by whole units, and results would differ from transformers.
+Results are rounded exactly like those of `reference.rotate_halves`. Some models have keys as large as 100 (Qwen,
+because of its biases). Other rounding would change their scores by 1 or more, so that results would differ from
+transformers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Score compressed keys with one query per head in Triton.
 
-The kernels also compute two statistics of each block: its maximum, for thresholds, and its sum of exponentials, which
-normalises the scores of grouped query heads. Memory traffic per token and KV head: r elements (partial keys) or
-bits * d / 8 bytes (packed keys) are read, 4 * G bytes are written. References: `lists.partial_scores`,
-`lists.quantised_scores`.
+The kernels also compute the maximum of each block, for thresholds, and its sum of exponentials, for the softmax of
+grouped query heads. Memory traffic per token and KV head: r elements (partial keys) or bits * d / 8 bytes (packed keys)
+are read, 4 * G bytes are written. References: `lists.partial_scores`, `lists.quantised_scores`.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def _mark(
 ) -> None:  # fmt: skip
     """Apply the thresholds of all query heads to tokens [i * BLOCK, (i + 1) * BLOCK) of sequence b, in program (b, i).
 
-    `passing[b, i]` becomes the number of pairs of a token and a query head whose threshold it passes. `orders` gets the
-    order of each token that passes at least one. The first block of a sequence clears its histograms.
+    `passing[b, i]` becomes the number of pairs (token, query head) that pass. `orders` gets the order of each token
+    that passes a query head. The first block of a sequence clears its histograms.
     """
     b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
@@ -137,9 +137,9 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """Return the *bound* as far as it is known: the first KNOWN bytes of the rank-th largest order of a list.
+    """Return the first KNOWN bytes of the *bound*: the rank-th largest order of a list (see the module).
 
-    Also return the rank of this order among the orders that begin with these bytes. For orders, see the module.
+    Also return the rank of the bound among the orders that begin with these bytes.
     """
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):

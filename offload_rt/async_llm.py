@@ -289,7 +289,7 @@ class AsyncLLM:
 
     def _request(self, client: Client) -> Request:
         sessions = self._sessions
-        if sessions is None or (client.session is None and not sessions.keeps(client.params)):
+        if sessions is None or (client.session is None and not sessions.stores_prompt(client.params)):
             return self._engine.add(client.ids, client.params, client.tracer, client.cache_salt)
         if client.session is None:
             prompt = sessions.prompt(

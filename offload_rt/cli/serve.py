@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"serve needs {', '.join(missing)}: {install_command('serve')}")
     if args.ray is not None:
         return _run_on_ray(args, options, config, store)
-    from ..server.run import bound, serve
+    from ..server.run import bind_socket, serve
 
     check_before_loading(args.model, config, text=False)
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         engine, documents = _engine(LLM(args.model, config), options.max_waiting, store)
         return make_app(engine, replace(options, documents=documents))
 
-    serve(make_app, options, bound(options))
+    serve(make_app, options, bind_socket(options))
     return 0
 
 

@@ -69,7 +69,7 @@ class MessagesRequest(CountRequest):
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request, service: CurrentService) -> Response:
-    """Handle `/v1/messages/count_tokens`: return the number of prompt tokens."""
+    """Return the number of prompt tokens."""
     service.check_request(body, request)
     made = service.prompts.render(_conversation(body))
     _, ids = await run_for_client(request, made)
@@ -78,7 +78,7 @@ async def count_tokens(body: CountRequest, request: Request, service: CurrentSer
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request, service: CurrentService) -> Response:
-    """Handle `/v1/messages`. The response is an event stream if `stream` is true."""
+    """Respond to a conversation. With `stream`, the response is an event stream."""
     service.check_request(body, request)
     conversation = _conversation(body)
     sampling = sampling_fields(body) | {"stop": body.stop_sequences or ()}
@@ -104,7 +104,6 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage object of a response. Fields that do not apply to this server are null."""
     absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
     return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,
@@ -149,7 +148,7 @@ async def _events(steps: AsyncGenerator[Step, None], message: dict[str, Any]) ->
                     if open_kind is not None:
                         yield _event("content_block_stop", index=index)
                     index, open_kind = index + 1, type(piece)
-                    yield _event("content_block_start", index=index, content_block=_emptied(_block(piece)))
+                    yield _event("content_block_start", index=index, content_block=_with_empty_content(_block(piece)))
                 yield _event("content_block_delta", index=index, delta=_delta(piece))
     if open_kind is not None:
         yield _event("content_block_stop", index=index)
@@ -161,8 +160,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind} | fields, kind)
 
 
-def _emptied(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `block` with empty text or input, for the event `content_block_start`."""
+def _with_empty_content(block: dict[str, Any]) -> dict[str, Any]:
     empty: dict[str, Any] = {"text": "", "thinking": "", "input": {}}
     return block | {name: value for name, value in empty.items() if name in block}
 
@@ -176,7 +174,6 @@ def _delta(piece: Piece) -> dict[str, Any]:
 
 
 def _conversation(body: CountRequest) -> Conversation:
-    """Return the conversation of a request. Raises RefusedError for unsupported content blocks."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": content_text(body.system, "system")})
@@ -200,10 +197,7 @@ def _conversation(body: CountRequest) -> Conversation:
 
 
 def _template_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """Convert one message of a request to messages for the chat template.
-
-    Each tool result becomes a message of its own.
-    """
+    """Convert a message for the chat template. Each tool result becomes a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[dict[str, Any]] = []

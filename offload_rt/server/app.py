@@ -1,4 +1,4 @@
-"""The FastAPI application: error handlers, the web page, and routes that belong to no API protocol."""
+"""The FastAPI application: error handlers, the web page, and routes outside the OpenAI and Anthropic protocols."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def session(name: str, request: Request, service: CurrentService) -> Respo
 
 @router.post("/v1/sessions/{name}")
 async def update_session(name: str, body: SessionUpdate, request: Request, service: CurrentService) -> Response:
-    """Change the title or the messages of a conversation, or both. Create it if messages are given for a new name."""
+    """Change the title or the messages of a conversation, or both. Messages for a new name create a conversation."""
     owner, conversations = request.state.owner, service.conversations
     with service.locked(session_of(owner, name)):
         if body.messages is None:

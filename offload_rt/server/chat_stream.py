@@ -1,4 +1,4 @@
-"""Generate chat responses for all API protocols, as a stream of parsed text, reasoning and tool calls."""
+"""Generate chat responses for all API protocols as a stream of text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ async def prepare(
     Args:
         max_tokens: Maximum number of new tokens that the client requested, or None.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Constraint of the response, or None. It takes precedence over a required tool call.
+        structured: Format of the response, or None. It takes precedence over a required tool call.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = {} if structured else forced_call(conversation)
-    tokens = service.limits.tokens(len(ids), max_tokens)
+    tokens = service.limits.max_new_tokens(len(ids), max_tokens)
     guided = structured or forced
     fields = {**sampling, **guided}
     if not guided and needs_special_tokens(service.tools, service.reasoning, offered=conversation.offered is not None):
@@ -66,15 +66,15 @@ async def prepare(
 
 @dataclass(frozen=True)
 class Step:
-    """The new output of one completion since the step before it, in the form that all API protocols need.
+    """New output of one completion, for any API protocol.
 
     Attributes:
-        logprobs: Log-probabilities of the new tokens, or None if not requested. An echoed prompt's tokens are included;
-            the first of them has the entry None.
+        logprobs: Log-probabilities of the new tokens, or None if not requested. An echoed prompt is included. Its first
+            token has the entry None.
         finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
         stop_reason: Stop string or token that ended the completion, or None.
-        usage: Token counts of the whole request up to now.
-        traced: Output with trace data. A step with this field has no other new output.
+        usage: Token counts of the whole request so far.
+        traced: Output with trace data, or None. A step with trace data has no other output.
     """
 
     index: int
@@ -88,7 +88,7 @@ class Step:
 
 
 class ChatStream:
-    """Converts the outputs of a request, which contain all tokens so far, to steps with only the new tokens.
+    """Converts cumulative outputs of a request to steps with only the new tokens.
 
     Args:
         make_parser: Creates a parser for each completion. By default all text is content.
@@ -101,10 +101,7 @@ class ChatStream:
         self._called: set[int] = set()
 
     def steps(self, output: RequestOutput) -> list[Step]:
-        """Return a step for each completion that has changed since the last call.
-
-        If `output` has trace data, a step with this data follows.
-        """
+        """Return a step for each completion with new output. A step with trace data follows if `output` has any."""
         usage, found = Usage.from_output(output), []
         for each in output.outputs:
             characters, tokens, ended = self._seen.get(each.index, (0, 0, False))
@@ -122,7 +119,6 @@ class ChatStream:
         return found
 
     def _parsed(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
-        """Parse the new text of the completion `index`. Return the pieces and the finish reason."""
         parser = self._parsers[index]
         pieces = parser.push(text)
         if reason is not None:
@@ -135,7 +131,6 @@ class ChatStream:
 async def generate_steps(
     service: Service, request: Request, job: ChatJob, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Generate `params.n` responses to a conversation, and yield their steps."""
     stream = ChatStream(job.make_parser)
     async with aclosing(service.outputs(request, job.ids, job.params, arguments)) as outputs:
         async for output in outputs:
@@ -144,7 +139,7 @@ async def generate_steps(
 
 
 async def collect_steps(steps: AsyncGenerator[Step, None]) -> list[Step]:
-    """Wait for the end of all completions, and return one step for each, with the token counts of the whole request."""
+    """Wait until all completions end, and merge the steps of each completion into one."""
     by_index: dict[int, list[Step]] = defaultdict(list)
     async with aclosing(steps):
         async for step in steps:

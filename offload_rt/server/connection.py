@@ -1,4 +1,4 @@
-"""HTTP responses (JSON or server-sent events), and cancellation of the work if the client disconnects."""
+"""HTTP responses (JSON or server-sent events). If a client disconnects, its work is cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection."""
+    pass
 
 
 async def run_for_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -99,7 +99,7 @@ class EventStream(Response):
         except ClientGoneError:
             scope["state"]["notes"]["client"] = "gone"
         except asyncio.CancelledError:  # the grace period of the shutdown is over
-            await _break_off(scope, send, shutting_down())
+            await _send_error_event(scope, send, shutting_down())
         finally:
             self._next.cancel()
             await asyncio.gather(self._next, return_exceptions=True)
@@ -119,11 +119,10 @@ class EventStream(Response):
             failure = as_http_error(error)
             if failure.status >= 500:
                 logger.error("a streamed response failed", exc_info=error)
-            await _break_off(scope, send, failure)
+            await _send_error_event(scope, send, failure)
 
 
-async def _break_off(scope: Scope, send: Send, error: RefusedError) -> None:
-    """End an event stream with an event that describes `error`."""
+async def _send_error_event(scope: Scope, send: Send, error: RefusedError) -> None:
     scope["state"]["notes"]["error"] = error.message
     name = "error" if scope["path"].startswith("/v1/messages") else None
     await send({"type": "http.response.body", "body": event(error_body(error, scope["path"]), name)})
@@ -132,8 +131,8 @@ async def _break_off(scope: Scope, send: Send, error: RefusedError) -> None:
 async def stream_response(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
     """Return a response that streams `events`.
 
-    Errors in the first `PATIENCE` seconds are raised here, so that the response gets an error status. Later errors are
-    sent as events.
+    If an error occurs in the first `PATIENCE` seconds, raise it, so that the response gets an error status. Later
+    errors are sent as events.
     """
     first = asyncio.ensure_future(anext(events))
     try:

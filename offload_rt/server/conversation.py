@@ -1,4 +1,4 @@
-"""Convert requests to conversations for a chat template, and force required tool calls."""
+"""Convert requests of all API protocols to conversations for a chat template, and force required tool calls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Choice = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation in the form that chat templates take, converted from a request of any API protocol.
+    """A conversation in the form that chat templates take.
 
     Attributes:
         choice: Whether the response may ("auto"), must not ("none") or must ("required") call a tool.
-        named: Name of the tool that must be called.
+        named: Name of the tool that must be called, or None.
         parallel: Whether the response may call several tools.
         template: Further variables for the chat template, such as `enable_thinking`.
         continues: Whether the response continues the text of the last message instead of beginning a new one.
@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def offered(self) -> Tools | None:
-        """Parameter schemas of the tools that the response may call, by tool name. None if it may call none."""
+        """Tools that the response may call, with their parameter schemas. None if it may not call tools."""
         if not self.tools or self.choice == "none":
             return None
         tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
@@ -72,10 +72,7 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
 
 
 def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
-    """Return the conversation with `answer` as a new message.
-
-    If `continues`, the text of `answer` is appended to the last message instead.
-    """
+    """Append `answer` as a new message. If `continues`, append its text to the last message instead."""
     if not continues:
         return [*conversation, answer]
     before = content_text(conversation[-1].get("content"), "messages")
@@ -119,7 +116,7 @@ def conversation_of(
 
 
 def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str | None) -> dict[str, Any]:
-    """Return the fields of a `Conversation` that describe its tools.
+    """Return the tool fields of a `Conversation`. Raises RefusedError if `choice` or `named` contradicts the tools.
 
     Args:
         functions: Name, description and parameters of each tool.
@@ -134,10 +131,9 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:
-    """Convert a message for the chat template.
+    """Convert a message for the chat template. `where` is the location of the message in the request, for errors.
 
-    Content becomes a string, and arguments of tool calls become objects. Fields that are None are removed. `where` is
-    the location of the message in the request, for errors.
+    Content becomes a string, and arguments of tool calls become objects. Fields that are None are removed.
     """
     found = message.model_dump(exclude_none=True)
     found["content"] = content_text(message.content, where)
@@ -149,7 +145,7 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
 def content_text(content: Any, where: str) -> str:
     """Return the text of a message's `content`: a string, text parts (joined by newlines), or None (no text).
 
-    `where` is the location of the content in the request, for errors. Raises RefusedError for other content.
+    `where` is the location of the message in the request, for errors. Raises RefusedError for other content.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -168,7 +164,7 @@ def content_text(content: Any, where: str) -> str:
 
 
 def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, where: str) -> dict[str, Any]:
-    """Return an assistant message that contains one tool call. `where` is its location in the request, for errors."""
+    """Return an assistant message with one tool call. `where` is its location in the request, for errors."""
     return _call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, where)
 
 
@@ -185,9 +181,9 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Parse the JSON arguments of a tool call. Return None if they are not a JSON object.
+    """Parse the JSON arguments of a tool call. Return None if the text is not a JSON object.
 
-    Missing closing characters are added, because `max_tokens` may have cut off the earlier response.
+    Missing closing characters are added, because `max_tokens` may have cut off the text.
     """
     try:
         found = from_json(text, allow_partial="trailing-strings", cache_strings=False)
@@ -201,10 +197,7 @@ MAX_CALLS = 8
 
 
 def forced_call(conversation: Conversation) -> dict[str, Any]:
-    """Return the field `structured_outputs` of `SamplingParams` that forces tool calls, or {} if none is required.
-
-    The schema allows one call, or a list of calls if the response may have several.
-    """
+    """Return sampling parameters that force a tool call, or {} if no call is required."""
     if conversation.choice != "required":
         return {}
     functions = [tool["function"] for tool in conversation.tools]
@@ -219,13 +212,10 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of `function`.
-
-    Its references are valid if it is part of a schema at `pointer`.
-    """
+    """Return the JSON schema of a call of `function`. `pointer` is its JSON pointer in the complete schema."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
-    arguments = _with_references_at(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
+    arguments = _prefix_references(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
@@ -234,8 +224,8 @@ def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     }
 
 
-def _with_references_at(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
-    """Return `schema` with references (`#/...`) that are valid if it is part of another schema at `pointer`."""
+def _prefix_references(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
+    """Prefix the references (`#/...`) of `schema`, because it becomes part of another schema at `pointer`."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
@@ -263,9 +253,9 @@ The user then sends the results. If no tool is needed, respond with text."""
 def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, system: bool
 ) -> list[dict[str, Any]]:
-    """Return the conversation with tools, tool calls and tool results converted to text.
+    """Convert tools, tool calls and tool results to text, for chat templates without tools.
 
-    If the chat template accepts no system messages (`system`), the tools are described in the first user message.
+    The tools are described in a system message, or in the first user message if `system` is False.
     """
     found: list[dict[str, Any]] = []
     names: dict[Any, str] = {}

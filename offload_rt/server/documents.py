@@ -36,7 +36,7 @@ _STALE = 60.0
 
 
 def digest(*parts: str) -> str:
-    """Return a digest of `parts` for file names. It does not reveal `parts`, and clients cannot choose it."""
+    """Return a digest of `parts` for file names. It keeps `parts` secret, and clients cannot choose file names."""
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -44,9 +44,8 @@ def digest(*parts: str) -> str:
 class DocumentCache:
     """Stores JSON documents, and evicts the least recently used ones.
 
-    A document has a small head, which is kept in memory, and a body. Its name is a `digest`. In a folder, each document
-    is a file with two lines, head and body. Files are replaced atomically, so a killed server leaves either the old or
-    the new version. Several servers may share a folder.
+    A document has a name (a `digest`), a small head that is kept in memory, and a body. In a folder, each document is a
+    file with two lines: head and body. Files are replaced atomically. Several servers may share a folder.
     """
 
     def __init__(self, folder: Path | None = None, fields: Collection[str] = ()) -> None:
@@ -54,7 +53,7 @@ class DocumentCache:
 
         Args:
             folder: Folder of the documents. None keeps them in memory.
-            fields: Names of fields that every head must have. A file whose head lacks one of them is ignored.
+            fields: Required fields of a head. Files without these fields are ignored.
         """
         self._folder, self._fields = folder, frozenset(fields)
         self._heads: OrderedDict[str, Head] = OrderedDict()
@@ -67,7 +66,7 @@ class DocumentCache:
             self._scan()
 
     def _clean(self, folder: Path) -> None:
-        """Remove temporary files of killed servers, and make all documents readable only by their owner."""
+        """Remove temporary files of killed servers, and make all documents private."""
         for path in folder.iterdir():
             with contextlib.suppress(OSError):
                 if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _STALE:
@@ -90,7 +89,6 @@ class DocumentCache:
             self._read_head(name)
 
     def _read_head(self, name: str) -> None:
-        """Read the head of the document `name`. A missing or malformed file is ignored."""
         path = self._path(name)
         with contextlib.suppress(ValueError, OSError), os.fdopen(open_regular(path), "rb") as file:
             head = parse_json(file.readline(1 << 20))
@@ -113,10 +111,7 @@ class DocumentCache:
         return self._heads.get(name)
 
     def put(self, name: str, head: Head, body: Any) -> list[Head]:
-        """Store or replace a document.
-
-        Return the heads of documents that were evicted. Raises OSError if writing fails.
-        """
+        """Store or replace a document. Return the heads of evicted documents. Raises OSError if writing fails."""
         content = (json.dumps(head, ensure_ascii=True) + "\n" + json.dumps(body, ensure_ascii=True)).encode()
         if self._folder is None:
             self._bodies[name] = content
@@ -140,7 +135,7 @@ class DocumentCache:
         return self.read_body(name)
 
     def read_body(self, name: str) -> Any:
-        """Like `body`, but without updating the time of the last use. Thread-safe."""
+        """Compute `body` without updating the time of the last use. Thread-safe."""
         try:
             if self._folder is None:
                 content = self._bodies[name]
@@ -169,9 +164,9 @@ _EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the id under which the engine stores the session that a client calls `name`.
+    """Return the engine's id for the session that a client calls `name`. Raises RefusedError for invalid names.
 
-    `owner` is the digest of the client's API key. Raises RefusedError for invalid names.
+    `owner` is the digest of the client's API key.
     """
     if not 1 <= len(name) <= MAX_NAME:
         raise bad_request(f"session must be a string of 1 to {MAX_NAME} characters", "session")
@@ -179,7 +174,7 @@ def session_of(owner: str, name: str) -> str:
 
 
 class Conversations:
-    """Stores conversations by session name. A client sees only the conversations of its API key (`owner`)."""
+    """Stores conversations by session name. A client sees only conversations of its API key (`owner`)."""
 
     FIELDS = ("owner", "id", "title", "turns", "updated")
 
@@ -189,10 +184,9 @@ class Conversations:
     def store(
         self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None
     ) -> list[str]:
-        """Store a conversation. Return the engine's session ids of conversations that were evicted.
+        """Store a conversation. Return the engine's session ids of evicted conversations.
 
-        If `title` is None, a title that a client has set before is kept. If there is none, the title is taken from the
-        first question.
+        If neither `title` nor an earlier call sets a title, the first question becomes the title.
         """
         known = self._documents.head(session_of(owner, name)) or {}
         given = title or known.get("given_title")
@@ -209,10 +203,10 @@ class Conversations:
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
     def search(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
-        """Return the heads whose title and messages together contain all `words` (in lower case).
+        """Return the heads of conversations that contain all `words` (lower case) in their title or messages.
 
-        The field `excerpt` of each result is the text around the first word that the messages contain, or "". Reads all
-        files, so call it in a worker thread.
+        The field `excerpt` is the message text around the first word, or "" if only the title matches. All files are
+        read, so call this method in a worker thread.
         """
         found = []
         for head in heads:
@@ -224,7 +218,6 @@ class Conversations:
         return found
 
     def exists(self, owner: str, name: str) -> bool:
-        """Return whether a conversation of this name is stored, even if its file is damaged."""
         return self._documents.head(session_of(owner, name)) is not None
 
     def messages(self, owner: str, name: str) -> list[dict[str, Any]]:
@@ -255,19 +248,15 @@ def _excerpt(text: str, words: Sequence[str]) -> str:
 
 
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a title: the last line of the first user message, because a question often follows a document."""
     for message in messages:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
-            return lines[-1][:_TITLE] if lines else ""
+            return lines[-1][:_TITLE] if lines else ""  # a question often follows a document
     return ""
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the id under which the engine stores the response `name`.
-
-    `owner` is the digest of the client's API key.
-    """
+    """Return the engine's id for the response `name`. `owner` is the digest of the client's API key."""
     return digest("response", owner, name)
 
 
@@ -279,9 +268,8 @@ class StoredResponse:
         owner: Digest of the API key.
         response: JSON of the response.
         messages: Messages of the conversation, including the response.
-        session: Id of the engine's session with the KV. Consecutive responses of a conversation use the same session.
-        prefill: Text of the last input message if the response continues this message, else "". The last of `messages`
-            then begins with this text.
+        session: Id of the engine session with the KV. All responses of a conversation use the same session.
+        prefill: Text of the assistant message that the response continues, or "". The last message begins with it.
     """
 
     owner: str
@@ -292,7 +280,6 @@ class StoredResponse:
 
     @property
     def input_messages(self) -> list[Mapping[str, Any]]:
-        """Messages of the conversation before the response."""
         continued = [{"role": "assistant", "content": self.prefill}] if self.prefill else []
         return [*self.messages[:-1], *continued]
 
@@ -306,7 +293,7 @@ class ResponseStore:
         self._documents = documents
 
     def add(self, name: str, stored: StoredResponse) -> list[str]:
-        """Store a response. Return the sessions of evicted responses that no other response uses."""
+        """Store a response. If other responses are evicted, return the sessions that are no longer used."""
         head = {"owner": stored.owner, "session": stored.session}
         body = {"response": stored.response, "messages": stored.messages, "prefill": stored.prefill}
         evicted = self._documents.put(digest(name), head, body)

@@ -1,4 +1,4 @@
-"""Create and close the server's engines: one per policy in use. All engines share the weights and the KV pool."""
+"""Create and close one engine for each policy in use. All engines share the weights and the KV pool."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ADDED = (
 
 
 class Engines:
-    """The engine of the server's own policy, and up to `max_engines - 1` engines for policies that requests choose.
+    """The engine of the server's policy, and up to `max_engines - 1` engines of policies that clients have chosen.
 
-    Each engine decodes a separate batch. The engines take turns with the shared pool, and share cached prefixes. If
-    `max_engines` engines exist and another policy is requested, an idle engine is closed.
+    Each engine decodes a separate batch. All engines share cached prefixes. If the limit is reached, a new policy
+    replaces an idle engine.
     """
 
     def __init__(self, own: AsyncLLM, options: ServerOptions) -> None:
@@ -38,10 +38,10 @@ class Engines:
 
     @asynccontextmanager
     async def engine_for(self, policy: str | None, options: Mapping[str, Any] | None) -> AsyncIterator[AsyncLLM]:
-        """Yield the engine of a policy, and keep it open while the body of the `async with` statement runs.
+        """Yield the engine of a policy, and keep it open during the `async with` statement.
 
         Raises:
-            RefusedError: Requests cannot choose a policy on this server, or too many policies are in use.
+            RefusedError: The server does not let clients choose a policy, or too many policies are in use.
             ConfigError: The policy does not exist, or its options are invalid.
         """
         if policy is None:
@@ -108,7 +108,7 @@ class Engines:
         return replace(own, **added)
 
     async def close(self) -> None:
-        """Close all engines. The engine of the server's policy is closed last, because the others use its pool."""
+        """Close all engines. The server's engine is closed last, because the others use its pool."""
         async with self._lock:
             for key in list(self._others):
                 await self._close(key)

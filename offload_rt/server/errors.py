@@ -1,7 +1,7 @@
 """HTTP errors in the formats of OpenAI and Anthropic.
 
-Messages of client errors (4xx) say what to change. For internal errors (5xx), the client gets a general message, and
-the text of the error is only logged.
+Messages of client errors (4xx) say what to change. Internal errors (5xx) are only logged, and the client gets a general
+message.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _KINDS = {
 
 
 class RefusedError(Exception):
-    """An error that becomes the HTTP response of a request.
+    """An error that becomes an HTTP response.
 
     Args:
-        param: Name of the invalid field of the request, or None.
+        param: Name of the invalid request field, or None.
         code: Machine-readable error code, or None.
     """
 
@@ -70,12 +70,10 @@ class RefusedError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> RefusedError:
-    """Return an error for invalid input (400)."""
     return RefusedError(400, message, param=param, code=code)
 
 
 def shutting_down() -> RefusedError:
-    """Return the error for requests that are interrupted by a shutdown (503)."""
     return RefusedError(503, "the server is shutting down", headers={"Retry-After": "30"})
 
 
@@ -107,14 +105,13 @@ def as_http_error(error: BaseException) -> RefusedError:
 
 
 def error_body(error: RefusedError, path: str) -> dict[str, Any]:
-    """Return the JSON body of an error, in the protocol that `path` belongs to."""
+    """Return the JSON body of an error, in the API protocol of `path`."""
     if path.startswith(ANTHROPIC):
         return {"type": "error", "error": {"type": error.kind, "message": error.message}}
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: RefusedError, path: str) -> Response:
-    """Return the HTTP response for an error, in the protocol that `path` belongs to."""
     # ASCII, because text quoted from a request may contain lone surrogates, which UTF-8 cannot encode.
     content = json.dumps(error_body(error, path), ensure_ascii=True)
     return Response(content, error.status, error.headers, "application/json")

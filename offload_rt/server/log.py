@@ -37,7 +37,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Format records for a terminal: the time, and `extra["text"]` or else the message and its `fields`."""
+    """Format records for a terminal: the time, then `extra["text"]` if given, else the message and its `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
@@ -52,9 +52,9 @@ class TextLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Log filter: at most `limit` warnings, errors and refused requests with the same message and status per interval.
+    """Log at most `limit` equal warnings, errors or refused requests per interval.
 
-    The first record after an interval has the field `suppressed`: the numbers of dropped records, by message.
+    The first record after an interval has the field `suppressed`, with the number of dropped records of each message.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:
@@ -80,7 +80,7 @@ class Repetitions(logging.Filter):
 
 
 def log_to_stderr(log_format: LogFormat = "auto") -> None:
-    """Send the logs of this package, uvicorn and asyncio to stderr."""
+    """Configure the logs of this package, uvicorn and asyncio."""
     handler = logging.StreamHandler()
     text = handler.stream.isatty() if log_format == "auto" else log_format == "text"
     handler.setFormatter(TextLines() if text else JsonLines())

@@ -69,7 +69,7 @@ class Usage:
 
 
 class Metrics:
-    """Metrics of one server. Each server has a separate registry, so that several can run in one process."""
+    """Metrics of one server, in a registry for this server only."""
 
     def __init__(self, engines: Engines, model: str) -> None:
         self._engines = engines
@@ -101,8 +101,8 @@ class Metrics:
     def record_request(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
         """Record a finished request.
 
-        `reason` is its finish reason, `seconds` its duration, and `after_first` the time from its first to its last
-        token in seconds.
+        `reason` is its finish reason, `seconds` its duration, and `after_first` the time in seconds from its first to
+        its last token.
         """
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
@@ -115,7 +115,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def load(self) -> dict[str, int]:
-        """Return the current load and the totals of all engines, as fields of a JSON object."""
+        """Return the current load and the totals of all engines."""
         load = self._engines.load()
         counted = [field for _, field in (*_GAUGES.values(), *_TOTALS.values())]
         return {field: int(getattr(load, field)) for field in (*counted, *_TIERS.values())}

@@ -1,4 +1,4 @@
-"""Middleware of all requests: sets the request id, writes the log record, checks host, API key and body size."""
+"""Middleware of all requests: request id, log record, and checks of host, API key and body size."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RequestMiddleware:
         try:
             self._check_host(headers)
             if scope["path"] not in self._open_paths and scope["method"] != "OPTIONS":
-                scope["state"]["owner"] = self._owner(headers)
+                scope["state"]["owner"] = self._authenticate(headers)
             body = await self._body(headers, receive, scope["state"]["deadline"])
         except RefusedError as error:
             await error_response(error, scope["path"])(scope, receive, send)
@@ -94,9 +94,9 @@ class RequestMiddleware:
             await self._app(scope, _replay(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
-        """Raise RefusedError if the server listens on a local address and the Host header has an unknown name.
+        """Raise RefusedError if the Host header of a local server has an unknown name.
 
-        This prevents DNS rebinding, where a web page of another host makes its own name resolve to this machine.
+        This prevents DNS rebinding: a web page of another host makes its name resolve to this machine.
         """
         name = _host_name(headers.get("host", ""))
         known = (*LOCAL_HOSTS, *self._options.allowed_hosts)
@@ -105,8 +105,8 @@ class RequestMiddleware:
                 403, f"the host name {name!r} is not allowed: use localhost, or start the server with --allowed-host"
             )
 
-    def _owner(self, headers: Headers) -> str:
-        """Return the digest of the request's API key, or "" if the server has no keys."""
+    def _authenticate(self, headers: Headers) -> str:
+        """Check the API key of a request. Return the digest of the key, or "" if the server has no keys."""
         if not self._digests:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -166,7 +166,6 @@ def _host_name(host: str) -> str:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` function that returns `body` first, and then the messages of `receive`."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -37,27 +37,25 @@ DELIVERY_SECONDS = 2.0
 class ServerOptions:
     """Options for access, limits and formats of the server.
 
-    Sizes are in bytes and durations in seconds, or strings with a unit ("16MiB", "10m"). All other options are
-    described by the `help` text of their field.
+    Sizes are in bytes and durations in seconds, or strings with a unit ("16MiB", "10m"). The `help` text of each field
+    describes it. This list contains details.
 
     Attributes:
-        api_keys: Accepted API keys. Each request must send one of them. If empty, requests need no key.
-        served_model_names: Model names that clients may use. The first one is used in metrics. If empty, the name is
-            the hub id or the last part of the model's path.
-        max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
-        max_tokens_limit: Maximum number of new tokens per request. A larger `max_tokens` of a client is reduced to it.
-            If it is None, the number is limited only by the model's context length.
-        max_engines: Maximum number of engines. Each combination of policy and options in use has an engine.
-        max_body: Maximum size of a request body. Larger requests get 413.
-        timeout: Maximum time from the arrival of a request to the last byte of the response.
-        max_connections: Maximum number of open connections. A further connection replaces the one whose client has been
-            silent for longest. It is refused if every client waits for a response.
-        share_prefixes: Share cached prefixes among API keys. By default a key reuses only its own KV, so that
-            `cached_tokens` and latency do not reveal prompts of other keys.
+        served_model_names: If empty, clients use the hub id or the last part of the model's path. Metrics use the first
+            name.
+        max_waiting: Further requests get 429 with Retry-After.
+        max_tokens_limit: A larger `max_tokens` of a client is reduced. With None, only the model's context length
+            limits the number.
+        max_engines: Each combination of policy and options in use has an engine.
+        max_body: Larger requests get 413.
+        timeout: Time from the arrival of a request to the last byte of the response.
+        max_connections: A further connection replaces the one whose client has been silent for longest. If all clients
+            wait for responses, it is refused.
+        share_prefixes: By default a key reuses only its own KV, so that `cached_tokens` and latency do not reveal
+            prompts of other keys.
         documents: Folder for conversations and responses. None keeps them in memory.
-        allowed_hosts: Further host names that clients may use in URLs. A server on a local address refuses unknown
-            names to prevent DNS rebinding.
-        log_prompts: Write prompts and responses to the log. By default, the log contains only sizes and times.
+        allowed_hosts: A server on a local address refuses unknown host names to prevent DNS rebinding.
+        log_prompts: By default, the log contains only sizes and times.
     """
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS", group="server")

@@ -42,7 +42,7 @@ class TokenLimits:
         self.positions, self.capacity, self._limit = positions, capacity, options.max_tokens_limit
 
     def check_prompt(self, tokens: int) -> None:
-        """Raise RefusedError if a prompt with this number of tokens, or more, would exceed the limits."""
+        """Raise RefusedError if a prompt of at least `tokens` tokens exceeds the limits."""
         if tokens >= self.positions:
             raise bad_request(
                 f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
@@ -56,13 +56,11 @@ class TokenLimits:
                 code="pool_full",
             )
 
-    def tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
+    def max_new_tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
         """Return the maximum number of new tokens for a prompt of `prompt` tokens.
 
-        The result is `requested`, or `default` if the client requested none. It is limited by the context length, the
-        KV cache and the server's limit.
-
-        Raises RefusedError if the prompt is empty or too long.
+        The result is the `requested` number, else `default`, limited by the context length, the KV cache and the
+        server's options. Raises RefusedError if the prompt is empty or too long.
         """
         if prompt == 0:
             raise bad_request("the prompt is empty: send at least one token")
@@ -74,8 +72,8 @@ class TokenLimits:
 class Prompts:
     """Renders and tokenizes prompts in worker threads.
 
-    The methods raise RefusedError if a text is invalid or exceeds the token limits. If a call is cancelled before its
-    work begins in the worker thread, the work is not done.
+    The methods raise RefusedError if a text is invalid or exceeds the token limits. A cancelled call does no work if
+    its worker thread has not started it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: TokenLimits) -> None:
@@ -85,7 +83,6 @@ class Prompts:
 
     @property
     def template(self) -> str:
-        """Source of the chat template, or "" if the model has none."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, Mapping):
             found = found.get("default")
@@ -115,9 +112,9 @@ class Prompts:
         return await self._in_thread(size, make)
 
     async def token_spans(self, text: str, tokens: int) -> list[tuple[int, int]]:
-        """Return the (start, end) of each token in `text`, in characters.
+        """Return (start, end) of each token of `text` in characters, or [] if they are unknown.
 
-        Empty if the tokenizer does not report them, or if `text` does not have `tokens` tokens.
+        `tokens` is the expected number of tokens.
         """
 
         def find() -> list[tuple[int, int]]:
@@ -129,8 +126,6 @@ class Prompts:
         return await self._in_thread(len(text), find)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, including special tokens."""
-
         def decode() -> str:
             size = len(self.tokenizer)
             if (wrong := next((i for i in ids if i >= size), None)) is not None:
@@ -142,7 +137,6 @@ class Prompts:
         return await self._in_thread(TOKEN_SIZE * len(ids), decode)
 
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary entry of each token id."""
         convert = self.tokenizer.convert_ids_to_tokens
         return await self._in_thread(TOKEN_SIZE * len(ids), lambda: list(convert(list(ids))))
 
@@ -151,7 +145,7 @@ class Prompts:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work`, which processes `size` characters, in a worker thread. Return its result."""
+        """Run `work` on a text of `size` characters in a worker thread."""
 
         def long() -> T:
             try:

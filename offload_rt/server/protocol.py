@@ -1,4 +1,4 @@
-"""HTTP connections, with limits on their number and on the time that a client may take to send or read."""
+"""HTTP connections, with limits on their number and on the time that clients take to send or read."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ LATE = _refusal(HTTPStatus.REQUEST_TIMEOUT, "the head of the request did not arr
 
 
 class Connections:
-    """Open connections of one server, ordered by the time of their last received data, oldest first.
+    """Open connections of one server, in the order of their last received data.
 
-    If the limit is reached, a new connection replaces the connection whose client has been silent for longest.
-    Connections without any complete request head are replaced first. If every client waits for a response, the new
-    connection is refused.
+    If the limit is reached, a new connection replaces the one whose client has been silent for longest, preferably one
+    without any request. If all clients wait for responses, the new connection is refused.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -55,12 +54,11 @@ class Connections:
         self.refused: set[LimitedProtocol] = set()
 
     def mark_active(self, connection: LimitedProtocol) -> None:
-        """Record that a connection has just received data."""
         self.open.pop(connection, None)
         self.open[connection] = None
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Add a connection. If the limit is reached, close another one first. Return False if none can be closed."""
+        """Add a connection. If the limit is reached, close another one. Return False if none can be closed."""
         if len(self.open) >= self.limit:
             waiting = [other for other in self.open if other.awaits_client]
             # Prefer clients that have never completed a request.
@@ -75,9 +73,9 @@ class Connections:
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with three timers that limit how long a client may occupy a connection.
 
-    The head timer runs from the connection, or from the first byte of a further request, until the request head is
-    complete. The request timer then runs until the response has left this process. The stall timer runs while the
-    transport's buffer is full because the client does not read.
+    The head timer limits the time until a request head is complete, from the connection or from the first byte of a
+    further request. The request timer limits the time until the response is sent. The stall timer runs while the buffer
+    is full because the client does not read.
     """
 
     def __init__(self, limits: Connections, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +128,6 @@ class LimitedProtocol(H11Protocol):
         self._set_timers()
 
     def handle_events(self) -> None:
-        """Start requests with complete heads, including pipelined requests."""
         super().handle_events()
         self._set_timers()
 
@@ -145,21 +142,19 @@ class LimitedProtocol(H11Protocol):
             self.abort("invalid HTTP")
 
     def pause_writing(self) -> None:
-        """Start the stall timer, because the client does not read."""
         super().pause_writing()
         if self._stall is None:
             seconds = min(self._limits.options.send_timeout, self._limits.options.timeout)
             self._stall = self.loop.call_later(seconds, self.abort, "the client does not read")
 
     def resume_writing(self) -> None:
-        """Stop the stall timer, because the client reads again."""
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
     def abort(self, reason: str) -> None:
-        """Close the connection and discard unsent data. A request that is in progress is cancelled."""
+        """Close the connection, discard unsent data, and cancel a running request."""
         if self in self._limits.open:
             self._limits.open.pop(self)
             path = self.scope["path"] if self.cycle is not None and not self.cycle.response_complete else None
@@ -199,19 +194,17 @@ class LimitedProtocol(H11Protocol):
 
 
 def default_connections() -> int:
-    """Return half of the file descriptor limit. Stores and models need the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Stores and models need the other half.
     half = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 2
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, half))
 
 
 class LimitedServer(uvicorn.Server):
-    """uvicorn's server with a listen queue that is longer than the number of connections accepted at once.
-
-    asyncio has only one parameter for both, so this class sets the length of the queue after the start.
-    """
+    """uvicorn's server with a longer listen queue."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # asyncio has one parameter for the queue length and the number of connections that it accepts at once.
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(LISTEN_QUEUE)

@@ -1,4 +1,4 @@
-"""Forward HTTP requests to replicas. The proxy reads each request, and a replica runs the application on it."""
+"""Forward HTTP requests to replicas, which run the application."""
 
 from __future__ import annotations
 
@@ -61,11 +61,10 @@ def route_key(headers: Headers, body: bytes) -> str:
 
 
 def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
-    """Return the indices of the replicas in the order in which they should be tried.
+    """Return the indices of the replicas in the order in which to try them.
 
-    `queues` has the number of running requests of each replica, with the replica of the routing key first. This order
-    is kept if the first replica has at most `max_ahead` more requests than the least loaded one. Otherwise the replicas
-    are sorted by load.
+    `queues` has the number of running requests of each replica. The first replica is the one of the routing key. If it
+    has over `max_ahead` more requests than the least loaded one, the replicas are sorted by load.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:
@@ -74,7 +73,6 @@ def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the strings and token ids of a JSON value in order."""
     # Not recursive, because bodies may be deeply nested.
     left = [value]
     while left:
@@ -100,7 +98,7 @@ _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "quer
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """A serializable request: the fields `_PASSED` of its ASGI scope, and its body."""
+    """A serializable request: the body, and the part of the ASGI scope that a replica needs."""
 
     scope: dict[str, Any]
     body: bytes
@@ -112,7 +110,7 @@ class Proxy:
     Args:
         ask: Sends a request with its routing key to a replica, and yields the ASGI messages of the response. The
             generator is closed if the client disconnects.
-        max_body: Size in bytes after which the rest of a body is not read. The replica refuses larger bodies.
+        max_body: Maximum size of a body in bytes. The proxy truncates larger bodies, and the replica refuses them.
         timeout: Maximum duration of a request in seconds.
     """
 
@@ -122,8 +120,8 @@ class Proxy:
         self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request. Cancel it shortly after `timeout`, because the replica should report the timeout first."""
         with suppress(ClientGoneError):
+            # The replica should report a timeout first.
             async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
                 body = bytearray()
                 async for part in body_parts(receive):
@@ -152,7 +150,7 @@ class Proxy:
 
 
 async def run_app(app: ASGIApp, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
-    """Run an application on a forwarded request. Yield the ASGI messages of the response.
+    """Run an application on a forwarded request, and yield the ASGI messages of the response.
 
     If the iterator is closed, the application sees that the client has disconnected.
     """

@@ -1,8 +1,8 @@
 """Run the application on a Ray Serve cluster: a proxy deployment in front of replicas with one engine each.
 
 Consistent hashing routes requests with the same `x-session-id`, session or prompt prefix to the same replica, unless
-its load is much higher than that of other replicas. Conversations are stored in a shared folder, so every replica can
-continue them. KV is stored in one folder per replica. A replica that replaces a stopped one uses its folder.
+its load is much higher than that of other replicas. All replicas share a folder of conversations. Each replica has a
+separate KV folder, which its successor reuses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Cluster:
     """Number and resources of the replicas. Raises ConfigError for invalid values.
 
     Attributes:
-        replicas: Number of replicas, or their minimum number if `max_replicas` is set.
+        replicas: Number of replicas. With `max_replicas`, the minimum number.
         max_replicas: Maximum number of replicas. None disables autoscaling.
         gpus: Number of GPUs that Ray reserves for each replica, in addition to one CPU.
     """
@@ -69,7 +69,7 @@ class Cluster:
 
 
 class Replica:
-    """Ray deployment class with one engine. It runs the application on requests that the proxy forwards."""
+    """Ray deployment class with one engine. It runs the application on forwarded requests."""
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._app = build()
@@ -79,7 +79,7 @@ class Replica:
             yield message
 
     async def __del__(self) -> None:
-        """Save the sessions. Ray Serve calls and awaits this method when it stops the replica."""
+        """Save the sessions. Ray Serve awaits this method when it stops the replica."""
         async with self._app.router.lifespan_context(self._app):
             pass
 
@@ -92,7 +92,7 @@ def ray_app(
     store_options: StoreOptions | None = None,
     cluster: Cluster | None = None,
 ) -> Any:
-    """Return the application for `ray.serve.run`. `store` must be a folder that all nodes of the cluster can access."""
+    """Return the application for `ray.serve.run`. All nodes of the cluster must have access to the folder `store`."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -138,7 +138,7 @@ def _proxy(options: ServerOptions) -> Starlette:
 def serve_on_ray(application: Any, options: ServerOptions) -> None:
     """Run the application until the process is stopped.
 
-    It runs on the cluster at the address in the environment variable RAY_ADDRESS, or else on a new local cluster.
+    The environment variable RAY_ADDRESS selects the cluster. Without it, a local cluster is started.
     """
     import ray
     from ray import serve
@@ -149,7 +149,7 @@ def serve_on_ray(application: Any, options: ServerOptions) -> None:
 
 
 def _engine(llm: LLM, options: ServerOptions, store: Path | None, store_options: StoreOptions | None) -> AsyncLLM:
-    """Create an engine with the first KV folder that no running replica uses. Raises StoreError if all are in use."""
+    """Create an engine with the first free KV folder. Raises StoreError if all folders are in use."""
     if store is None:
         return AsyncLLM(llm, max_waiting=options.max_waiting)
     for number in range(MAX_FOLDERS):

@@ -15,13 +15,12 @@ MAX_AHEAD = 4
 class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]
     """Route requests of one session id to one replica, unless another replica has a much lower load.
 
-    Unlike Ray's router, it does not wait until the first replica on the hash ring is full: if that replica has over
-    `MAX_AHEAD` more running requests than another one, the replicas are sorted by load. Loads are the queue lengths
-    that Ray has cached.
+    Ray's router waits until the first replica is full. This router sorts the replicas by load if the first one has over
+    `MAX_AHEAD` more running requests than another one. Loads are Ray's cached queue lengths.
     """
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
-        """Return the replicas in the order in which Ray should try them, each as a list of one."""
+        """Return the replicas in the order in which to try them, each as a list of one."""
         ranks = await super().choose_replicas(candidate_replicas, pending_request)
         if any(len(rank) != 1 for rank in ranks):
             return ranks

@@ -1,7 +1,4 @@
-"""Start and stop the server.
-
-After SIGTERM or Ctrl-C, running requests may finish. A second signal cancels them.
-"""
+"""Start and stop the server. After SIGTERM or Ctrl-C, running requests may finish. A second signal cancels them."""
 
 from __future__ import annotations
 
@@ -35,11 +32,10 @@ LOG_SECONDS = 5.0
 
 
 class Loading:
-    """ASGI application that serves requests while `make` creates the real application in a thread.
+    """ASGI application that responds while `make` creates the real application in a thread.
 
-    Until the real application exists, the chat page is served, and other requests get 503 with the progress.
-    Afterwards, all requests are passed to it. If `make` fails, `on_failure` is called, and `error` contains the
-    exception.
+    Until then, it serves the chat page, and other requests get 503 with the progress. Later it forwards all requests to
+    the real application. If `make` fails, `on_failure` is called, and `error` contains the exception.
     """
 
     def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:
@@ -93,7 +89,6 @@ class Loading:
             return
 
     def _show_progress(self, task: str, done: int, total: int | None) -> None:
-        """Log each task when it begins, and its progress every `LOG_SECONDS` seconds."""
         begins, now = task != self._state.get("task"), time.monotonic()
         self._state = {"task": task} | ({} if total is None else {"done": done, "total": total})
         if begins or now - self._logged > LOG_SECONDS:
@@ -109,10 +104,10 @@ def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
     return JSONResponse({"status": "loading"} | state | error_body(error, scope["path"]), 503, headers)
 
 
-def bound(options: ServerOptions) -> socket.socket:
-    """Return a listening socket. Raises ConfigError if the address cannot be used.
+def bind_socket(options: ServerOptions) -> socket.socket:
+    """Return a socket that is bound to the server's address. Raises ConfigError if the address cannot be used.
 
-    Call this before the model is loaded, so that such an error is reported at once.
+    Call this function before the model is loaded, to report an invalid address at once.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only for sockets that name their protocol. Without it, each response waits for the
@@ -133,8 +128,8 @@ def bound(options: ServerOptions) -> socket.socket:
 def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: socket.socket) -> None:
     """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds to finish.
 
-    `make_app` runs in a separate thread. Requests get status 503 until it returns. If it raises an exception, the
-    server stops and the exception is raised here.
+    `make_app` runs in a separate thread. Until it returns, requests get 503. If it raises an exception, the server
+    stops and the exception is raised here.
     """
     log_to_stderr(options.log_format)
 

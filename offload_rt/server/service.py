@@ -1,4 +1,4 @@
-"""The part of the server that all endpoints share: starts generations, locks and deletes sessions, records metrics."""
+"""State and operations that all endpoints share: generation, sessions, metrics."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ from .prompts import Prompts, TokenLimits
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Options of a request that are passed to the engine.
-
-    `session` is the engine's session id (see `session_of`), not the client's name for it.
-    """
+    """Engine options of a request. `session` is the engine's session id (`session_of`), not the client's name."""
 
     policy: str | None = None
     policy_options: Mapping[str, Any] | None = None
@@ -48,7 +45,7 @@ class EngineArguments:
 
 
 class Service:
-    """Engines, stores and options of one server. All endpoints use the same object."""
+    """Engines, stores and options of one server, shared by all endpoints."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -69,7 +66,7 @@ class Service:
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name to report in a response. Raises RefusedError (404) if `name` is another model."""
+        """Return the model name for a response. Raises RefusedError (404) if `name` is another model."""
         if name is None or name in self.names or self.options.accept_any_model:
             return name or self.name
         raise RefusedError(
@@ -80,7 +77,7 @@ class Service:
         )
 
     def check_request(self, body: RequestBody, request: Request) -> None:
-        """Check the model name of a request, and record its unknown fields for the log and the response header."""
+        """Check the model name of a request, and record unknown fields for the log and the response header."""
         request.state.model = self.check_model(body.model)
         if ignored := body.ignored_fields:
             request.state.notes["ignored_fields"] = ignored
@@ -107,7 +104,7 @@ class Service:
     def salt(self, request: Request, given: str | None) -> str:
         """Return the engine's cache salt for a request. `given` is the request's field `cache_salt`.
 
-        If the server has several API keys, the salt also depends on the request's key.
+        If the server has several API keys, each key has different salts, so that clients do not share KV.
         """
         owner = request.state.owner if self._separate_keys else ""
         if not owner and not given:
@@ -128,7 +125,6 @@ class Service:
 
     @property
     def stores_sessions(self) -> bool:
-        """Whether the engine stores sessions, so that conversations can continue later."""
         return self.options.documents is not None
 
     def is_locked(self, session: str) -> bool:
@@ -136,10 +132,9 @@ class Service:
 
     @contextmanager
     def locked(self, *names: str | None) -> Iterator[None]:
-        """Lock sessions and responses by id while the body of the `with` statement runs.
+        """Lock sessions and responses by id during the `with` statement. Ignores names that are None.
 
-        Two requests can therefore not generate, store or delete them at the same time. Names that are None are ignored.
-        Raises SessionBusyError (409) if another request has locked one of them.
+        A locked session cannot be used, stored or deleted by another request, which gets SessionBusyError (409).
         """
         sessions = {name for name in names if name is not None}
         if sessions & self._locked:
@@ -177,10 +172,8 @@ class Service:
         return self.stores_sessions and await self.engine.delete_session(session)
 
     def delete_in_background(self, sessions: Sequence[str]) -> None:
-        """Delete the KV of evicted conversations in the background.
-
-        A session that a request is using is skipped, because the request will store the conversation again.
-        """
+        """Delete the KV of evicted conversations in the background, except sessions that a request is using."""
+        # A request that is using a session will store the conversation again.
         for session in [name for name in sessions if self.stores_sessions and not self.is_locked(name)]:
             task = asyncio.ensure_future(self._delete_quietly(session))
             self._deletions.add(task)
@@ -198,7 +191,7 @@ class Service:
         """Yield the outputs of a request until it is finished. If the iterator is closed, the request is aborted.
 
         Raises:
-            OffloadError: Generation failed. The message contains no private information and may be sent to clients.
+            OffloadError: Generation failed. The message may be sent to clients, because it has no private information.
             TimeoutError: The deadline has passed.
             RefusedError: The server is shutting down.
         """
@@ -233,7 +226,7 @@ class Service:
             reason = "timeout"
             raise
         except OffloadError as error:
-            error.args = (self._for_client(error),)
+            error.args = (self._public_message(error),)
             raise
         finally:
             now = time.perf_counter()
@@ -241,8 +234,8 @@ class Service:
             self.metrics.record_request(reason, usage, now - begun, now - first if first else 0.0)
             self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
-    def _for_client(self, error: OffloadError) -> str:
-        """Return the error message without the model's folder and the memory use of other clients' sessions."""
+    def _public_message(self, error: OffloadError) -> str:
+        """Return the error message without private information: the model's folder, and sessions of other clients."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -257,7 +250,7 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Add the statistics of one prompt to the log record of its request. A request may have several prompts.
+        """Add the statistics of one prompt to the log record of its request.
 
         Args:
             last: Last output, or None if there was none.
@@ -316,7 +309,7 @@ def _salt_key(folder: Path | None) -> bytes:
 
 
 def _default_name(name: str) -> str:
-    """Return the default served model name: the hub id, or only the last part of a path, to keep folders private."""
+    """Return the default served model name: the hub id, or the last part of a path, because folders are private."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name
 

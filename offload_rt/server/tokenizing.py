@@ -1,4 +1,4 @@
-"""A lower bound on the number of tokens of a text, to refuse long prompts before they are tokenized."""
+"""Lower bound on the number of tokens of a text, to refuse long prompts before they are tokenized."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
 
 
 def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return an upper bound on the number of bytes of text that one token represents.
+    """Return an upper bound on the number of bytes of text that one token represents, or None if there is none.
 
-    Return None if one token may represent text of any length, or if this is unknown: for models other than BPE, and if
-    whitespace or unknown characters are joined or removed.
+    None is returned for models other than BPE, and for tokenizers that join or remove whitespace or unknown characters.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.model).__name__ != "BPE":
@@ -29,7 +28,7 @@ def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int | None:
     joins_unknown = backend.model.fuse_unk and not (byte_level or backend.model.byte_fallback)
     strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
     removes = any(step.get("behavior") == "Removed" or step["type"] not in _KEEPING for step in splits)
-    shrinks = not all(step["type"] == "NFC" or _grows(step) for step in normalizers)
+    shrinks = not all(step["type"] == "NFC" or _never_shortens(step) for step in normalizers)
     if joins_unknown or strips or removes or shrinks:
         return None
     added = tokenizer.get_added_vocab()
@@ -41,7 +40,6 @@ def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _flatten(step: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the individual steps of a normalizer or pre-tokenizer, which may be a nested sequence."""
     left = [] if step is None else [json.loads(step.__getstate__())]
     while left:
         found = left.pop(0)
@@ -51,8 +49,7 @@ def _flatten(step: Any) -> Iterator[Mapping[str, Any]]:
             yield found
 
 
-def _grows(step: Mapping[str, Any]) -> bool:
-    """Return whether a normalizer never shortens a text."""
+def _never_shortens(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         return pattern is not None and 0 < len(pattern.encode()) <= len(step["content"].encode())

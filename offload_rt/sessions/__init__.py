@@ -1,1 +1,1 @@
-"""Sessions: conversations whose text and KV cache survive turns, eviction and restarts."""
+"""Sessions: conversations whose text and KV cache survive restarts."""

@@ -1,4 +1,4 @@
-"""List, find and delete the sessions in a store folder. No model needs to be loaded."""
+"""List, find and delete the sessions in a store folder without loading a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .history import SINKS, History, document_name
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size and last use (or with the policy "fifo", creation) of a file in a store, in seconds since 1970."""
+    """Size in bytes of a file in a store, and time of its last use in seconds since 1970.
+
+    With the policy "fifo", the time of its creation.
+    """
 
     bytes: int
     used: float
@@ -26,15 +29,15 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredSession:
-    """A session on disk, as `read_catalog` finds it.
+    """A session in a store folder.
 
     Attributes:
-        document: Name of the file with the session's history, as "digest of the namespace/file name".
-        history: History of the session.
-        blocks: Files of the session's blocks that exist on disk.
+        document: Name of the history file, as "digest of the namespace/file name".
+        history: The newest readable history. It is an earlier one if `damage` is set.
+        blocks: Files of the session's blocks on disk.
         own_bytes: Size in bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
-        damage: Why the newest history cannot be read, or "". If it cannot, `history` is the version saved before.
+        damage: Why the newest history cannot be read, or "".
     """
 
     document: str
@@ -53,31 +56,28 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether the session is called `name` and belongs to `model`. None means any model."""
+        """Return whether the session has this name and model. None means any model."""
         return self.history.name == name and model in (None, self.history.model)
 
 
 @dataclass(frozen=True)
 class DamagedSession:
-    """A session whose history, in the file `document` of the namespace, cannot be read."""
+    """A session whose history cannot be read, so that its name and model are unknown."""
 
     document: str
 
     @property
     def namespace(self) -> str:
-        """Digest of the namespace, which is shown because the name of the model is unknown."""
+        """Digest of the namespace. It replaces the name of the model."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Name of the history file, which is shown because the name of the session is unknown."""
+        """Name of the history file. It replaces the name of the session."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether `name` is the name of the history file, or of a session that has this history file.
-
-        `model` must be the digest of the namespace, or None for any namespace.
-        """
+        """Return whether `name` names the session or its history file, and `model` is its namespace or None."""
         return self.name in (document_name(name), name) and model in (None, self.namespace)
 
 
@@ -87,7 +87,7 @@ class Catalog:
 
     Attributes:
         sessions: Sessions with a readable history, sorted by name.
-        damaged: Other sessions, sorted by the name of their history file.
+        damaged: Sessions without one, sorted by the name of the history file.
     """
 
     sessions: tuple[StoredSession, ...]
@@ -136,7 +136,6 @@ def _check_folder(folder: Path) -> None:
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
-    """Yield the name without suffix, size and last use of each file in `paths` that still exists."""
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.lstat()
@@ -144,7 +143,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Return the stored session `name`. `model` is needed only if several models have a session of this name.
+    """Return the session `name`. `model` is needed only if several models have a session of this name.
 
     Raises:
         InputError: No session or several sessions match.
@@ -175,10 +174,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 
 @dataclass(frozen=True)
 class Deleted:
-    """Result of deleting a stored session.
-
-    If its history was unreadable, `name` is the name of the history file, and `model` the digest of the namespace.
-    """
+    """Result of deleting a session. For a `DamagedSession`, its `name` and `namespace`."""
 
     name: str
     model: str
@@ -186,11 +182,11 @@ class Deleted:
 
 
 def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
-    """Delete a session, and all blocks that no other session and no prompt of the same model uses.
+    """Delete a session, and all blocks that no other session and no unnamed request of the same model uses.
 
     Args:
-        name: Name of the session, or of its history file if the history is unreadable.
-        model: Name of the model, or the digest of the namespace if the history is unreadable. Needed only if several
+        name: Name of the session, or of its history file if the history cannot be read.
+        model: Name of the model, or the digest of the namespace if the history cannot be read. Needed only if several
             sessions match.
 
     Raises:
@@ -226,5 +222,5 @@ def clear_prompts(folder: Path) -> Removed:
 
 
 def export_text(history: History) -> str:
-    """Return the messages of a session as plain text. Each message has a heading with its role."""
+    """Return the messages of a session as plain text, each with a heading."""
     return "".join(f"### {role}\n{text}\n\n" for role, text in history.turns)

@@ -67,9 +67,9 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Tokenize a text. Special tokens are added only if `special_tokens`; otherwise the text must contain them.
+    """Tokenize a text. Without `special_tokens`, the text must already contain them.
 
-    Raises InputError if the text has a lone surrogate, for example from a string that was cut within a character.
+    Raises InputError if the text has a lone surrogate (half of a UTF-16 pair).
     """
     try:
         text.encode()
@@ -87,7 +87,6 @@ def _check_messages(messages: object) -> Sequence[Any]:
 
 
 def _plain_message(message: object) -> dict[str, Any]:
-    """Return a copy of a message. Text parts in its content are joined to one string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(f'a message is {message!r:.80}: it must be a mapping with "role" and "content"')
     found, content = dict(message), message.get("content")
@@ -104,10 +103,7 @@ def _part_text(part: object) -> str:
 
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given`.
-
-    Raise InputError if a name is a parameter of `apply_chat_template` instead of a template variable.
-    """
+    """Check that all names are template variables, not parameters of `apply_chat_template`."""
     wrong = next((name for name in given if not isinstance(name, str)), None)
     if wrong is not None:
         raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: names of variables must be strings")

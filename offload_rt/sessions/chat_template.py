@@ -1,8 +1,8 @@
 """Tokenize the turns of a session, with the tokenizer's chat template if it has one.
 
-The tokens of earlier turns must not change, so that their KV stays valid. Rendering the whole conversation again would
-change them, because many templates trim responses or omit earlier reasoning. Therefore the last response is replaced by
-a marker, and only the text that the template renders after the marker is tokenized.
+The tokens of earlier turns must not change, or their KV would be lost. Many templates trim responses or omit earlier
+reasoning, so the whole conversation is not rendered again. Instead, a marker replaces the last response, and only the
+text after the marker is tokenized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARKER = "offloadrtanswer"
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """How a turn changes the tokens of its session when it starts.
+    """Change of a session's tokens when a turn starts.
 
     Attributes:
         dropped: Number of tokens to remove from the end.
@@ -40,9 +40,9 @@ def turn_tokens(
 ) -> TurnTokens:
     """Return how a user message changes the tokens of a session.
 
-    With a chat template, the turn adds the text that the template renders between the last response and the next one.
-    If the template would change the last response, the whole conversation is tokenized instead, with a warning. The
-    turn then replaces the session's tokens from the first difference on.
+    With a chat template, the text between the last response and the next one is added. If the template would change the
+    last response, the whole conversation is tokenized with a warning, and tokens from the first difference on are
+    replaced.
 
     Args:
         ends: Tokens that end a response.
@@ -78,9 +78,9 @@ def turn_tokens(
 
 
 def _text_after_response(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
-    """Return the text that the template renders from the end of the last response to the start of the next one.
+    """Return the text between the last response and the next one, with the user message `text`.
 
-    It contains the new user message `text`. Return None if the template changes or rejects the last response.
+    Return None if the template changes or rejects the last response.
     """
     marker = _MARKER
     while marker in text:

@@ -1,4 +1,4 @@
-"""State shared by the sessions of one store: the runner, the files and the measured rates."""
+"""State shared by the sessions of one store."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SessionContext:
 
     Attributes:
         states: Reads and writes snapshots of recurrent state on disk. None if the runner keeps no snapshots.
-        load_rate: Measured time in seconds to load one byte from disk. 0 before the first measurement.
-        compute_rate: Measured time in seconds to prefill one token. 0 before the first measurement.
+        load_rate: Measured seconds per byte loaded from disk. 0 if unknown.
+        compute_rate: Measured seconds per prefilled token. 0 if unknown.
     """
 
     runner: Runner
@@ -35,7 +35,7 @@ class SessionContext:
 
     @property
     def private(self) -> bool:
-        """Whether only a session and its forks may use its blocks. True if the KV cache is quantised."""
+        """Whether only a session and its forks may use its blocks, because the KV cache is quantised."""
         # A prefill attends to new KV before rounding it, so the KV of later tokens depends on where prefills began.
         return not self.runner.pool.format.exact
 
@@ -44,10 +44,8 @@ class SessionContext:
 
         The prefill of tokens [start, stop) is split into segments of about `SEGMENT_SECONDS`. If the request ends
         early, the KV of complete segments is kept. A segment is a multiple of `prefill_chunk_size`.
-
-        The prefill is not split if weights are streamed, because each segment would copy all weights again, or if the
-        KV cache is quantised, because its values would depend on the segments.
         """
+        # With streamed weights, each segment would copy all weights. Values of quantised KV depend on the segments.
         if self.private or self.runner.weights is not None:
             return stop
         # Segments are whole chunks. If a segment could end within a chunk, rounding would depend on the measured speed,
@@ -57,10 +55,10 @@ class SessionContext:
         return min(stop, start + max(1, chunks) * chunk)
 
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
-        """Return the number of layers whose KV must be loaded before a turn starts (`read_buffer_layers`).
+        """Return how many layers must be loaded before a turn starts (`read_buffer_layers`).
 
-        The KV of the other layers is loaded while the turn computes its `new_tokens`. If no rates have been measured
-        yet, the result is the number of all layers.
+        The KV of the other layers is loaded while the turn computes `new_tokens`. Without measured rates, all layers
+        are loaded first.
         """
         layers = self.runner.adapter.geometry.layers
         if not (self.load_rate and self.compute_rate):

@@ -1,7 +1,7 @@
 """Delete a session from a store: its history, and the blocks that are no longer used.
 
-A block is used by each session whose history contains its key. Requests without a session name have no history. They
-mark their blocks in the store instead (`DiskStore.mark_for_prompts`).
+The history of a session contains the keys of its blocks. Requests without a session name have no history, so the store
+marks their blocks (`DiskStore.mark_for_prompts`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Removed:
     """Result of a deletion.
 
     Attributes:
-        unreadable: Names of other sessions' histories that cannot be read. Their blocks are deleted too, because the
-            store cannot know that they are used.
-        kept: Names of unreadable files that were not deleted, because it is unknown whose text they contain.
+        unreadable: Unreadable histories of other sessions. Their blocks were deleted too, because their keys are
+            unknown.
+        kept: Unreadable files that were kept, because they may belong to another session.
     """
 
     bytes: int = 0
@@ -30,7 +30,7 @@ class Removed:
 
     @property
     def note(self) -> str:
-        """Message about the unreadable documents and files, or "" if there are none."""
+        """Message about unreadable files, or ""."""
         notes = []
         if self.unreadable:
             files = {name.partition(".")[0] for name in self.kept}  # named below
@@ -49,24 +49,20 @@ class Removed:
 
 
 def remove_session(store: DiskStore, namespace: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
-    """Delete a session, and all blocks of its namespace that are no longer used.
+    """Delete a session, and all unused blocks of its namespace. Raises StoreError if a file cannot be deleted.
 
-    These include blocks that no session needs since an edit, a truncation or a crash.
+    Blocks that an edit, a truncation or a crash has left unused are deleted too.
 
     Args:
         needed: Keys of blocks that open sessions need.
-
-    Raises:
-        StoreError: A file cannot be deleted.
     """
-    removed = _remove_unowned(store, namespace, document, needed, keep_marked=True)
+    removed = _delete_unused(store, namespace, document, needed, keep_marked=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
     kept = store.documents.delete(f"{namespace}/{document}", summary_of)
     return replace(removed, kept=tuple(kept))
 
 
 def summary_of(data: bytes) -> Summary | None:
-    """Return the summary of a session history, or None if `data` is not a valid history."""
     history = History.from_bytes(data)
     if history is None:
         return None
@@ -74,20 +70,20 @@ def summary_of(data: bytes) -> Summary | None:
 
 
 def remove_prompt_blocks(store: DiskStore, namespace: str) -> Removed:
-    """Delete all blocks that only requests without a session name use.
+    """Delete all blocks that only requests without a session name use. No such request may be running.
 
-    No such request may be running. Raises StoreError if a file cannot be changed.
+    Raises StoreError if a file cannot be changed.
     """
-    return _remove_unowned(store, namespace, "", (), keep_marked=False)
+    return _delete_unused(store, namespace, "", (), keep_marked=False)
 
 
-def _remove_unowned(
+def _delete_unused(
     store: DiskStore, namespace: str, document: str, needed: Iterable[bytes], *, keep_marked: bool
 ) -> Removed:
-    """Delete unused blocks, and files with the attention sinks of sessions that no longer exist.
+    """Delete unused blocks, and files with the attention sinks of deleted sessions.
 
-    Blocks with a key in `needed` are kept. Blocks that only the session with the history `document` uses are deleted.
-    Blocks that requests without a session name use are kept only if `keep_marked`.
+    Blocks of the session `document` are deleted, unless another session needs them or their key is in `needed`. Blocks
+    of requests without a session name are kept if `keep_marked`.
     """
     keys, sinks, unreadable = set(needed), set[str](), []
     documents = store.documents.summaries(namespace, summary_of)

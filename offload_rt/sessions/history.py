@@ -1,4 +1,4 @@
-"""Persistent state of a session: its tokens, its messages, and the keys of its stored blocks."""
+"""Persistent state of a session: tokens, messages, and keys of blocks."""
 
 from __future__ import annotations
 
@@ -29,29 +29,27 @@ _MOST = 1 << 40
 class History:
     """Persistent state of a session, stored as one JSON document.
 
-    If a truncation removes tokens from the middle of a conversation, the tokens after them keep their positions. The
-    positions of the removed tokens are the *gap*.
+    Tokens after truncated ones keep their positions. The positions of truncated tokens are the *gap*.
 
     Attributes:
         id: Hexadecimal id of the session. A fork has the id of the original session.
         tokens: Tokens of the conversation, without truncated tokens.
-        computed: Number of tokens whose KV was computed. They are the first ones of `tokens`.
-        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, in ascending order. The KV of all
-            other tokens was computed by a prefill.
+        computed: Number of tokens whose KV was computed, from the first one on.
+        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, in ascending order. All other KV
+            was computed by a prefill.
         turns: (role, text) of each message, for display.
         starts: Number of tokens before each of the latest turns, for `undo`.
-        truncation_id: Part of the KV provenance key that depends on all truncations. "" if there were none.
-        shift: Number of truncated tokens. A token after the gap has the position (its index in `tokens`) + `shift`.
-        sinks: Number of attention sinks: tokens before the gap whose keys have been stored before they are rotated. 0
-            if they are never rotated.
+        truncation_id: Part of the KV provenance key that identifies all truncations, or "".
+        shift: Number of truncated tokens. After the gap, the token at index i has the position i + `shift`.
+        sinks: Number of attention sinks (first tokens) whose unrotated keys are stored. 0 if sinks are never rotated.
         sink_shift: Number of positions by which the sinks' keys are rotated (RoPE).
         keys: Keys of the blocks on disk, in hexadecimal.
-        tail: Key of the partly filled last block of the full-attention layers. "" if there is none.
+        tail: Key of the partly filled last block of the full-attention layers, or "".
         tail_shared: Whether a fork may use the partly filled blocks.
         floor: Index of the first token that sliding-window layers may attend to.
         tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
         salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
-        states: Subset of `keys`: the keys of snapshots of recurrent state.
+        states: Those of `keys` that belong to snapshots of recurrent state.
     """
 
     name: str
@@ -80,7 +78,7 @@ class History:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> History | None:
-        """Parse the output of `to_bytes`. Return None if it has another format version or is invalid."""
+        """Parse the output of `to_bytes`. Return None if the format version or the content is invalid."""
         try:
             fields: dict[str, Any] = json.loads(data)
             if fields.pop("format") != FORMAT:
@@ -114,10 +112,7 @@ class History:
 
     @property
     def provenance(self) -> str:
-        """The KV provenance key of the session without model and policy.
-
-        It depends on the cache salt and on truncations.
-        """
+        """Part of the KV provenance key that depends on the cache salt and on truncations."""
         return self.salt + self.truncation_id
 
     @property
@@ -131,8 +126,7 @@ class History:
     def add_turn(self, start: int, user: str, response: str, *, rewritten: bool) -> None:
         """Record a turn whose tokens begin at index `start`.
 
-        If the turn has replaced earlier tokens (`rewritten`), these tokens are lost. `undo` can then remove neither
-        this turn nor an earlier one.
+        After a turn that has replaced earlier tokens (`rewritten`), `undo` removes neither this turn nor earlier ones.
         """
         self.turns += [("user", user), ("assistant", response)]
         self.starts = [] if rewritten else [*self.starts, start]
@@ -156,7 +150,7 @@ class History:
         )  # fmt: skip
 
     def forget_from(self, token: int) -> None:
-        """Mark the KV of the tokens from index `token` on as lost. The next prefill computes it again."""
+        """Mark the KV of the tokens from index `token` on as lost."""
         self.computed = min(self.computed, token)
         self.decoded = [(a, min(b, token)) for a, b in self.decoded if a < token]
 
@@ -175,8 +169,7 @@ class History:
     def truncate(self, kept: list[int], sinks: int) -> None:
         """Remove all computed tokens except those at the indices `kept` (ascending, below `computed`).
 
-        Tokens that have no KV yet are kept too. `sinks` is the number of tokens before the gap whose original keys are
-        stored.
+        Tokens without KV are kept. `sinks` is the number of sinks whose unrotated keys are stored.
         """
         gone = self.computed - len(kept)
         text = f"{self.truncation_id} {self.id} {self.computed} {kept}"
@@ -193,12 +186,12 @@ class History:
         self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def close_gap(self) -> None:
-        """Record that the sinks' keys have been rotated so that they directly precede the tokens after the gap."""
+        """Record that the sinks' keys were rotated so that no gap follows them."""
         self.sink_shift = self.shift
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace all tokens with `tokens`, which have no KV yet, and forget all truncations."""
+        """Replace all tokens with `tokens`, which have no KV, and forget all truncations."""
         if tokens is not self.tokens:
             self.starts = []  # it is unknown which of the new tokens belong to which turn
         self.tokens = tokens

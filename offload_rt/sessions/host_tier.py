@@ -1,7 +1,7 @@
 """Evict sessions from host memory and prefetch them from disk (CachedAttention §3.3).
 
-As in the paper, a session is always evicted or prefetched as a whole. KV in host memory is also on disk or being
-written there, so eviction needs no copy. If KV is evicted from the disk, it is lost and will be computed again.
+As in the paper, a session is evicted or prefetched as a whole. KV in host memory is also on disk, or is being written
+to disk, so eviction needs no copy. KV that is evicted from the disk is lost and will be computed again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ T = TypeVar("T")
 
 @dataclass
 class TierStats:
-    """Counts where the KV of earlier tokens was found when a turn started, summed over all turns of a store.
+    """Statistics of the turns of a store: where the KV of their earlier tokens was when they started.
 
-    The new tokens of a turn are not counted. A turn that is restarted is counted again.
+    A turn that starts again is counted again.
 
     Attributes:
-        host_tokens: Number of tokens whose KV was in host memory when the turn started.
-        disk_tokens: Number of tokens whose KV was loaded from disk for the turn.
+        host_tokens: Number of tokens with KV in host memory.
+        disk_tokens: Number of tokens with KV that was loaded from disk for the turn.
         computed_tokens: Number of tokens whose KV was lost, so that the turn computed it again.
-        fetched: Number of prefetches of a session from disk before its turn.
-        fetched_tokens: Number of tokens of prefetched sessions. If the prefetch is complete when the turn starts, they
-            also count as `host_tokens`.
+        fetched: Number of sessions that were prefetched from disk before their turn.
+        fetched_tokens: Number of tokens of prefetched sessions. After a complete prefetch, they count as `host_tokens`
+            too.
         evicted: Number of evictions of a session from host memory.
-        stall_seconds: Time that prefills waited for KV from disk.
+        stall_seconds: Time in seconds that prefills waited for KV from disk.
     """
 
     turns: int = 0
@@ -51,8 +51,8 @@ class TierStats:
 
         Args:
             computed: Number of tokens whose KV earlier turns have computed.
-            known: Number of earlier tokens whose KV was in host memory or on disk.
-            loaded: Number of earlier tokens whose KV was only on disk.
+            known: Number of earlier tokens with KV in host memory or on disk.
+            loaded: Number of earlier tokens with KV only on disk.
         """
         self.turns += 1
         self.host_tokens += known - loaded
@@ -61,14 +61,15 @@ class TierStats:
 
 
 class HostTier:
-    """Moves the KV of idle ("parked") sessions of one store from host memory to disk and back.
+    """Moves the KV of idle ("parked") sessions between host memory and disk.
 
-    `options.policy` sets the eviction order. With the policy "lookahead", the sessions whose turns come next are kept
-    in memory and on disk: L_ew = (C_mem + C_disk) / S_kv sessions (C: capacity, S_kv: mean size of a session). If
-    memory is still missing, the one whose turn is last in the queue is evicted first.
+    `options.policy` sets the eviction order. With the policy "lookahead", queued turns determine it:
 
-    Before every step, `look_ahead` evicts sessions until the fraction `options.free_host` of the pool is free. Then it
-    loads the next L_pw = C_free / S_kv sessions of the queue from disk, one at a time, while other sessions compute.
+    * The sessions of the first L_ew queued turns are evicted last, in reverse order of the queue. L_ew = (C_mem +
+      C_disk) / S_kv, with the capacities C of memory and disk and the mean size S_kv of a session.
+    * Before every step, `look_ahead` evicts sessions until the fraction `options.free_host` of the pool is free. It
+      then loads the sessions of the next L_pw = C_free / S_kv queued turns, one at a time, while other sessions
+      compute.
     """
 
     def __init__(self, context: SessionContext) -> None:
@@ -82,19 +83,16 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """Idle sessions, sorted by the order of eviction from host memory."""
+        """Idle sessions, sorted by the order of eviction."""
         return list(self._order.ranked())
 
     @property
     def free_bytes(self) -> int:
-        """Size in bytes of free host memory and of blocks that only the prefix tree uses, which can be freed."""
+        """Size in bytes of free host memory. It includes blocks that only the prefix tree uses, which can be freed."""
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
-        """Return L_pw and L_ew (see the class): how many sessions of the queue are loaded, and how many are kept.
-
-        Without a disk limit, all waiting sessions are kept.
-        """
+        """Return the numbers of queued sessions to load (L_pw) and to keep (L_ew). Without a disk limit, keep all."""
         sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0
         # At least one session is prefetched, because `_fetch` evicts other sessions for it.
@@ -107,17 +105,14 @@ class HostTier:
     # ----------------------------------------------------------------------------------------- eviction and prefetching
 
     def park(self, kv: SessionKV) -> None:
-        """Mark a session as idle, so that its KV may be evicted from host memory."""
+        """Mark a session as idle, so that it may be evicted from host memory."""
         if kv.sequence is not None:
             self._order.add(kv)
             self._since[kv] = self._clock()
             self._order.set_window(self._waiting)
 
     def unpark(self, kv: SessionKV) -> None:
-        """Mark a session as no longer idle, so that it is not evicted. Does nothing if the session is not parked.
-
-        Call this before the session is used or closed.
-        """
+        """Mark a session as no longer idle. Call this method before the session is used or closed."""
         if self._since.pop(kv, None) is not None:
             self._order.remove(kv)
         if self._fetching is kv:
@@ -132,11 +127,10 @@ class HostTier:
             self.park(kv)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action` and return its result. While the call raises PoolFullError, evict a parked session and retry.
+        """Call `action` and return its result. If it raises PoolFullError, evict a session and retry.
 
-        Sessions of this store are evicted first, in eviction order, even if the disk has no space for their KV. After
-        that, sessions of other stores are evicted (`Runner.retry_after_reclaim`). The session that `action` works on
-        must not be parked.
+        Parked sessions of this store are evicted first, even if the disk has no space for their KV. Sessions of other
+        stores follow (`Runner.retry_after_reclaim`). The session that `action` uses must not be parked.
 
         Raises:
             PoolFullError: No session is left to evict.
@@ -149,10 +143,7 @@ class HostTier:
         return self._runner.retry_after_reclaim(action)
 
     def reclaim(self) -> bool:
-        """Evict the next parked session whose KV is on disk or can be written now.
-
-        Return False if there is no such session.
-        """
+        """Evict the first parked session whose KV is on disk or can be written. Return False if there is none."""
         # KV that the disk cannot store may be evicted only for turns of this store (`retry_after_reclaim`).
         for kv in self.parked:
             if not kv.write_out():
@@ -161,9 +152,9 @@ class HostTier:
         return False
 
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
-        """Evict expired sessions, and prepare host memory for `waiting` turns, in their order. Call before every step.
+        """Evict expired sessions, and make room for the `waiting` turns. Call this method before every step.
 
-        The next sessions of the queue are kept even if they are expired (L_ew, see the class).
+        The sessions of the first L_ew turns (see the class) never expire.
         """
         self._expire()
         if self._options.policy != "lookahead":
@@ -190,10 +181,6 @@ class HostTier:
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
-        """Evict idle sessions until the fraction `options.free_host` of the pool is free.
-
-        Sessions in `soon` are kept.
-        """
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
             if (victim := self._order.first()) in soon:
@@ -201,7 +188,7 @@ class HostTier:
             self._evict(victim)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Load the first session of `soon` that is not in host memory, unless another one is being loaded."""
+        """Load the first session of `soon` that is not in host memory. At most one session is loaded at a time."""
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return

@@ -1,4 +1,4 @@
-"""Check session names. This module imports no large packages, so the command line can use it."""
+"""Check session names. The command line imports this module, so it imports no large packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ LONGEST_NAME = 200
 
 
 def check_name(name: object) -> None:
-    """Raise InputError if `name` is not a valid session name."""
     try:
         possible = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and bool(name.encode())
     except UnicodeEncodeError:  # a lone surrogate

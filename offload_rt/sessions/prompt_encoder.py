@@ -37,10 +37,7 @@ class PromptEncoder:
         return text, encode_rendered(self._model.tokenizer, text)
 
     def each_chat(self, messages: Sequence[Any], **options: Any) -> list[tuple[str, list[int]]]:
-        """Return the results of `chat` for each conversation.
-
-        `messages` is one conversation (a list of messages) or a list of conversations.
-        """
+        """Apply `chat` to a conversation (a list of messages), or to each conversation of a list."""
         listed = messages if isinstance(messages, Sequence) else ()
         several = bool(listed) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in listed)
         return [self.chat(one, **options) for one in (messages if several else [messages])]

@@ -1,4 +1,4 @@
-"""Create requests that contain the whole conversation and reuse the KV of earlier requests in a session store."""
+"""Create requests that reuse the KV of earlier requests in a session store."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ MOST_OPEN = 256
 def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
     """Return the edit that turns the `tokens` of a session into `prompt`.
 
-    The edit keeps the common prefix and replaces the rest. The last token of the prompt is always added again, even if
-    the session already has it, so that there is at least one token to compute.
+    The edit keeps the common prefix, but always adds the last token of the prompt, because a prefill needs a token.
     """
     most = min(len(tokens), len(prompt) - 1)
     same = next((i for i in range(most) if tokens[i] != prompt[i]), most)
@@ -41,7 +40,7 @@ def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
 
 
 class StoredRequestFactory:
-    """Creates the requests of an engine that uses a session store. The caller runs the engine. Not thread-safe.
+    """Creates the requests of an engine with a session store. Not thread-safe.
 
     `call_soon` is thread-safe and schedules a function on the engine's thread.
     """
@@ -65,11 +64,11 @@ class StoredRequestFactory:
             store_bytes=self.store.context.storage.bytes_used,
         )
 
-    def keeps(self, params: SamplingParams) -> bool:
-        """Return whether the KV of a request without a session name is kept in the store.
+    def stores_prompt(self, params: SamplingParams) -> bool:
+        """Return whether the store keeps the KV of a request without a session name.
 
-        False for beam search, for requests with prompt log-probabilities, if prefixes are not shared, and if the
-        model's weights were changed after loading.
+        The store keeps no KV of beam search, of requests with prompt log-probabilities, of changed weights, or if
+        prefixes are not shared.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -122,7 +121,7 @@ class StoredRequestFactory:
         recorder: Recorder | None = None,
         cache_salt: str = "",
     ) -> Turn:
-        """Create the request that responds to `prompt` in the session `name`, which is opened or created if needed.
+        """Create the request that responds to `prompt` in the session `name`. Open or create the session if needed.
 
         The caller must call `ended` when the request has ended.
 
@@ -156,9 +155,9 @@ class StoredRequestFactory:
         return turn
 
     def ended(self, name: str) -> None:
-        """Mark the session `name` as idle. The caller calls this when a request of `turn` has ended.
+        """Mark the session `name` as idle, because its turn has ended.
 
-        If more than MOST_OPEN sessions are open, close idle sessions, the least recently used first.
+        If more than MOST_OPEN sessions are open, close the least recently used idle ones.
         """
         self._opened[name].busy = False
         idle = [name for name, session in self._opened.items() if not session.busy]
@@ -187,7 +186,7 @@ class StoredRequestFactory:
     def close(self) -> None:
         """Save and close all sessions. A second call has no effect.
 
-        Raises StoreError if a session cannot be saved, after all others are saved.
+        If a session cannot be saved, StoreError is raised after all others are saved.
         """
         with ExitStack() as ends:
             ends.callback(self.store.remove_user, self)

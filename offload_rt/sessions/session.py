@@ -29,8 +29,9 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+# A protocol avoids a circular import.
 class SessionRegistry(Protocol):
-    """The methods of `SessionStore` that a session calls. A protocol avoids a circular import."""
+    """Methods of `SessionStore` that a session calls."""
 
     def exists(self, name: str) -> bool: ...
 
@@ -42,7 +43,7 @@ class SessionRegistry(Protocol):
 
 
 def pool_locked(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """Make a method of `Session` hold the lock of the KV pool while it runs."""
+    """Hold the lock of the KV pool while a method of `Session` runs."""
 
     @wraps(method)
     def locked(session: Session, /, *args: P.args, **named: P.kwargs) -> T:
@@ -56,8 +57,7 @@ class Session:
     """One conversation with a persistent KV cache.
 
     `send` computes one turn. Between turns, the KV stays in host memory until `close`, or until another request needs
-    the memory. If it was evicted, the next turn loads it from disk. At the end of every turn, the session is saved in
-    the background.
+    the memory. The next turn loads evicted KV from disk. After every turn, the session is saved in the background.
 
     Not thread-safe. Use a `TurnQueue` to compute turns of several sessions in one batch.
     """
@@ -83,7 +83,7 @@ class Session:
 
     @property
     def history(self) -> History:
-        """Persistent state of the session: tokens, messages and keys of its stored blocks."""
+        """Tokens, messages and block keys of the session, as stored on disk."""
         return self.kv.history
 
     @property
@@ -97,7 +97,7 @@ class Session:
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """(role, text) of every message, including messages whose tokens were truncated."""
+        """(role, text) of every message, including truncated ones."""
         return list(self.history.turns)
 
     @property
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def store_bytes(self) -> int:
-        """Size in bytes of all files of the store, including other sessions."""
+        """Size in bytes of the whole store, including other sessions."""
         return self.context.storage.bytes_used
 
     # ----------------------------------------------------------------------------------------------------------- turns
@@ -131,7 +131,7 @@ class Session:
             told = f"the system message {history.system!r:.80}" if history.system else "no system message"
             raise InputError(f"session {self.name!r} has turns with {told}: open a new session for another one")
         if getattr(tokenizer, "chat_template", None) is None:
-            raise InputError(f"{history.model} has no chat template for system={system!r:.40}: put it into a turn")
+            raise InputError(f"{history.model} has no chat template for system={system!r:.40}: put it into a message")
         history.system = system
 
     def send(
@@ -143,10 +143,10 @@ class Session:
     ) -> Iterator[TokenOutput]:
         """Compute one turn and stream its response.
 
-        If the iterator is closed early, the response ends, and the tokens generated until then are kept.
+        If the iterator is closed early, the response ends, and its tokens are kept.
 
         Args:
-            prompt: Message of the user: a text, which is rendered with the chat template if there is one, or token ids.
+            prompt: User message as text, which is rendered with the chat template if there is one, or as token ids.
             params: Sampling parameters, or None for the model's defaults.
             on_prefill: Called with the number of finished layers of the prefill.
 
@@ -162,10 +162,7 @@ class Session:
         return events
 
     def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
-        """Tokenize a turn, and check that the session can run it.
-
-        For the errors, see `tokens_of_turn` and `check_fits`.
-        """
+        """Tokenize a turn, and check that it can be computed. For errors, see `tokens_of_turn` and `check_fits`."""
         tokens = tokens_of_turn(self.kv, prompt)
         check_fits(self.kv, tokens, params)
         return tokens
@@ -189,13 +186,13 @@ class Session:
     ) -> Generator[TokenOutput]:
         """Replace the last `replaced` tokens of the session by `tokens`, and stream up to `max_tokens` new tokens.
 
-        If the iterator is closed before the last token, the session is unchanged. If the process is killed, the disk
-        contains the complete session, in its state before or after the call.
+        If the iterator is closed early, the session is unchanged. If the process is killed, the disk contains the
+        session before or after the call.
 
         Args:
             tokens: Token ids to append, at least one.
-            replaced: Number of tokens to remove from the end first, 0 or 1. To continue the text unchanged, pass 1 and
-                begin `tokens` with the last token, because this token has no KV yet.
+            replaced: Number of tokens at the end to remove first, 0 or 1. The last token of a session has no KV, so
+                pass 1 and repeat the last token in `tokens` to continue the text unchanged.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
@@ -226,10 +223,9 @@ class Session:
 
     @pool_locked
     def prefetch(self) -> None:
-        """Start to load the session's KV from disk, for a turn that will come soon.
+        """Start loading the session's KV from disk for the next turn.
 
-        Loads as many layers as the turn needs to start without waiting. Raises PoolFullError if the KV does not fit in
-        the pool.
+        Raises PoolFullError if the KV does not fit in the pool.
         """
         self.check_idle()
         with self.host.unparked(self.kv):
@@ -239,7 +235,7 @@ class Session:
 
     @pool_locked
     def save(self) -> None:
-        """Write the whole session to disk and wait for the writes. Warn if part of the KV cannot be stored.
+        """Write the whole session to disk and wait. Warn if part of the KV cannot be stored.
 
         Raises StoreError if the session cannot be written.
         """
@@ -261,7 +257,7 @@ class Session:
 
     @pool_locked
     def fork(self, name: str) -> Session:
-        """Return a new session `name` with the same history. Both share their KV until one of them changes it.
+        """Return a new session `name` with the same history. Both sessions share KV until it changes.
 
         Raises InputError if a turn of the session is running, or if the name is invalid or in use.
         """
@@ -310,13 +306,13 @@ class Session:
 
     @pool_locked
     def undo(self) -> str:
-        """Remove the last turn, and return its user message.
+        """Remove the last turn, and return its user message. The KV of earlier turns is kept.
 
-        The KV of earlier turns is kept. Tokens that the turn has truncated are not restored. A turn that has replaced
-        earlier tokens, and all turns before it, cannot be removed.
+        Tokens that the turn has truncated are not restored. A turn that has replaced earlier tokens cannot be removed,
+        nor any turn before it.
 
         Raises:
-            InputError: A turn of the session is running, or there is no turn that can be removed.
+            InputError: A turn of the session is running, or the last turn cannot be removed.
             StoreError: The session cannot be saved. The turn is removed nevertheless.
         """
         self.check_idle()
@@ -331,9 +327,7 @@ class Session:
 
     @pool_locked
     def close(self) -> None:
-        """Save the session and free its memory. A response that is being streamed ends.
-
-        The session can be opened again later. A second call has no effect.
+        """Save the session and free its memory. A response that is being streamed ends. A second call has no effect.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -346,10 +340,10 @@ class Session:
 
     @pool_locked
     def discard(self) -> Removed:
-        """Close the session without saving it, and delete it from the store.
+        """Close the session and delete it from the store. A response that is being streamed ends.
 
-        Blocks that another session or a prompt without a session name uses are kept. If a response is being streamed,
-        it ends. A session that is already closed is not deleted. Warns if files of other sessions cannot be read.
+        Blocks that other sessions or requests use are kept. A closed session is not deleted. Warns if files of other
+        sessions cannot be read.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -376,11 +370,11 @@ class Session:
             self._store.session_closed(self)
 
     def check_idle(self) -> None:
-        """Raise InputError if the session is closed or computes a turn."""
+        """Raise InputError if the session is closed or is computing a turn."""
         if self._closed:
             raise InputError(f"session {self.name!r} is closed: open it again with llm.session")
         if self.busy:
-            raise InputError(f"session {self.name!r} is answering: take all events first, or close their iterator")
+            raise InputError(f"session {self.name!r} is answering: read the response to its end, or close its iterator")
 
     def check_integrity(self) -> None:
         self.kv.check_integrity()

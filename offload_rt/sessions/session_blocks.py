@@ -1,7 +1,6 @@
-"""Which blocks a session needs, and which of them are on disk.
+"""Find the blocks of a session on disk.
 
-A block is named by a hash of its tokens and all tokens before it (`NamedBlock`), so that the same text has the same
-blocks.
+The name of a block is a hash of its tokens and all earlier tokens (`NamedBlock`), so equal texts have equal blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class SessionBlocks:
     """Names the blocks of one session, finds them on disk, and protects them from eviction.
 
     Attributes:
-        pinned: Keys of the blocks that are protected from eviction from the disk.
-        damaged: Keys of the blocks that could not be read. They are not loaded again.
+        pinned: Keys of blocks that are protected from eviction from the disk.
+        damaged: Keys of damaged blocks on disk, which are ignored.
     """
 
     def __init__(self, context: SessionContext, history: History) -> None:
@@ -36,7 +35,7 @@ class SessionBlocks:
         return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
     def full_names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the full-attention blocks with the tokens [0, stop); [] without full-attention layers."""
+        """Return the names of the full-attention blocks of the first `stop` tokens, if there are such layers."""
         return self.names(stop) if self._runner.pool.groups.full else []
 
     def window_names(self, stop: int) -> list[NamedBlock]:
@@ -44,7 +43,7 @@ class SessionBlocks:
         return window_blocks(self._runner.pool.groups, self.names(stop), stop, self._history.floor)
 
     def decoded_names(self, tokens: Seq[int], start: int, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of `tokens[:stop]`. The running turn has decoded [start, stop)."""
+        """Return the names of the blocks of `tokens[:stop]`. The running turn has decoded the tokens [start, stop)."""
         return name_blocks(self._provenance, tokens, stop, self._history.decoded_with(start, stop))
 
     @property
@@ -58,13 +57,13 @@ class SessionBlocks:
     def find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
         """Find blocks on disk that continue `blocks`, which are in host memory.
 
-        For hybrid models, the recurrent state after the found blocks is read into host memory. This may evict the
-        snapshot of the state after `blocks`, and `blocks` is then shortened.
+        In hybrid models, the recurrent state after the found blocks is read into host memory. If this fails, `blocks`
+        may be shortened.
 
         Returns:
             found: Blocks on disk, in order.
             known: Number of tokens in `blocks` and the found blocks.
-            snapshot: Slot of the recurrent state after `known` tokens. None if no state was read from disk.
+            snapshot: Slot of the recurrent state after `known` tokens, or None if no state was read.
         """
         states, snapshots = self._context.states, self._runner.snapshots
         while True:
@@ -82,22 +81,18 @@ class SessionBlocks:
             self._shorten(blocks)
 
     def _shorten(self, blocks: BlockTable) -> None:
-        """Remove the blocks after the last snapshot of recurrent state from `blocks`.
-
-        For models with sliding-window layers, all blocks are removed, because the shorter prefix would need other
-        window blocks.
-        """
+        """Remove the blocks after the last snapshot of recurrent state in host memory."""
         pool = self._runner.pool
         assert pool.cached.snapshots is not None
         count = pool.cached.snapshots.usable(blocks.ids)
-        if count < len(blocks.ids):
+        if count < len(blocks.ids):  # a shorter prefix would need other window blocks
             pool.truncate(blocks, 0 if blocks.windows else count * BLOCK_SIZE)
 
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find blocks on disk that continue `blocks`. Return them, and the number of tokens in `blocks` and in them.
+        """Find the longest continuation of `blocks` on disk after which the next token can be computed.
 
-        The number is chosen so that all sliding-window blocks that the next token attends to are available, and, for
-        models with recurrent state, the snapshot of the state after the last token.
+        The sliding-window blocks of the next token and the recurrent state must be available. Return the found blocks,
+        and the number of tokens including `blocks`.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
@@ -116,7 +111,7 @@ class SessionBlocks:
         return [], blocks.length
 
     def _with_state(self, names: Seq[NamedBlock], start: int, known: int) -> int:
-        """Return the largest number of tokens, from `start` to `known`, after which recurrent state is available."""
+        """Return the largest number of tokens in [start, known] after which recurrent state is available."""
         if self._context.states is not None:
             return self._context.states.last(names, start, known, self.damaged)
         return known if self._runner.states is None else start
@@ -127,10 +122,10 @@ class SessionBlocks:
         return block if right and name.key not in self.damaged else None
 
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
-        """Find the blocks of full-attention layers on disk that follow the first `known` tokens without a gap.
+        """Find the full-attention blocks on disk that follow the first `known` tokens without a gap.
 
-        Return the blocks, and the number of tokens up to the end of the last one. It is less than the number of tokens
-        of the session, because a prefill must compute at least one token.
+        Return the blocks, and the number of tokens up to their end. At least one token of the session is left for the
+        prefill.
         """
         history = self._history
         # A prefill attends to new KV before quantisation. Stored quantised KV of an unfinished turn differs from the KV

@@ -1,4 +1,4 @@
-"""KV cache of one session, in host memory and on disk."""
+"""KV cache of one session."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from .session_blocks import SessionBlocks
 
 
 class SessionKV:
-    """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between them.
+    """KV cache of one session: a sequence in host memory, blocks on disk, and transfers between them.
 
     New KV is written to disk in the background, so that an eviction from host memory rarely waits.
 
     Attributes:
-        blocks: The blocks that the session needs, and which of them are on disk.
-        sequence: The session's sequence in host memory. None if it was freed; its blocks may still be in the prefix
-            tree.
+        blocks: Names and locations of the session's blocks on disk.
+        sequence: The session's sequence in host memory, or None.
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
-        for_prompt: Whether the KV belongs to a request without a session name. Its blocks are then marked in the store,
-            because no stored history contains their keys (`DiskStore.mark_for_prompts`).
-        keeps_decoded: Whether later turns reuse the KV of decoded tokens, even if this KV is approximate.
+        for_prompt: Whether the KV belongs to a request without a session name. The store then marks its blocks, because
+            no history contains their keys (`DiskStore.mark_for_prompts`).
+        keeps_decoded: Whether later turns reuse approximate KV of decoded tokens.
     """
 
     for_prompt = False
@@ -50,7 +49,7 @@ class SessionKV:
 
     @property
     def pool_bytes(self) -> int:
-        """Size in bytes of the KV of the whole session in host memory."""
+        """Size in bytes of the whole session's KV in host memory."""
         return self.runner.pool.bytes_for(len(self.history.tokens))
 
     # -------------------------------------------------------------------------------------------------------- loading
@@ -74,10 +73,10 @@ class SessionKV:
         return sequence
 
     def fetch(self, *, all_layers: bool) -> None:
-        """Start to load the session's KV from disk, if it is not in host memory.
+        """Start loading the session's KV from disk, if it is not in host memory.
 
-        With `all_layers`, all layers are loaded, else only as many as a turn needs to start without waiting
-        (`read_buffer`). Raises PoolFullError if the sequence does not fit in the pool.
+        Without `all_layers`, only the layers that a turn needs at its start are loaded (`read_buffer`). Raises
+        PoolFullError if the sequence does not fit in the pool.
         """
         if self.sequence is None and self.history.computed:
             self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=all_layers)
@@ -85,8 +84,8 @@ class SessionKV:
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
 
-        Raises DamagedBlockError if a block on disk is damaged. The next load skips this block, so that its KV will be
-        computed again.
+        Raises DamagedBlockError if a block on disk is damaged. The next load skips this block, and its KV is computed
+        again.
         """
         if self.loader is None:
             return
@@ -104,7 +103,7 @@ class SessionKV:
             self.runner.reload(self.sequence)
 
     def materialise(self) -> Sequence:
-        """Load the whole sequence into the pool, wait for pending writes, and return the sequence.
+        """Load the whole sequence into the pool, and wait for loads and pending writes.
 
         Raises PoolFullError if the sequence does not fit in the pool.
         """
@@ -120,7 +119,7 @@ class SessionKV:
             return self.sequence
 
     def end_loading(self) -> float:
-        """Close the loader and record its speed. Return the time in seconds that computation waited for it."""
+        """Close the loader and record its speed. Return the seconds that computation waited for it."""
         if self.loader is None:
             return 0.0
         self.loader.close()
@@ -131,7 +130,7 @@ class SessionKV:
         return stalled
 
     def drop(self) -> None:
-        """Free the sequence. Its blocks stay in the prefix tree, except those that are not loaded yet."""
+        """Free the sequence. Blocks stay in the prefix tree if they are loaded."""
         if self.sequence is None:
             return
         self.context.saver.wait_for(self.sequence.blocks)
@@ -146,7 +145,7 @@ class SessionKV:
     def reset_policy_state(self) -> None:
         """Rebuild resident KV and policy state from the KV in host memory, after an interruption.
 
-        Drop the sequence if its KV cannot be read, or if its recurrent state is incomplete.
+        If this is impossible, drop the sequence.
         """
         assert self.sequence is not None
         if self._recurrent:
@@ -158,7 +157,7 @@ class SessionKV:
             self.drop()
 
     def end_turn(self) -> None:
-        """Free the recurrent state, or rebuild an interrupted policy state. The history already contains the turn."""
+        """Free recurrent state, or rebuild an interrupted policy state, after the turn was added to the history."""
         assert self.sequence is not None
         if self._recurrent:  # the next turn begins from the snapshot after the last full block
             self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
@@ -171,7 +170,6 @@ class SessionKV:
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def _restore(self, capacity: int, *, all_layers: bool = False) -> Sequence:
-        """Create the session's sequence from cached blocks, and start to load further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = self._match()
         with runner.cache_manager.released_on_error(blocks):
@@ -195,7 +193,7 @@ class SessionKV:
         return sequence
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
-        """Create a sequence of this session. The sequence takes ownership of `blocks`.
+        """Create the sequence of this session. It takes ownership of `blocks`.
 
         The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """
@@ -215,7 +213,6 @@ class SessionKV:
         return sequence
 
     def _forget_from(self, known: int) -> None:
-        """Mark the KV from token `known` on as lost, so that the next turn computes it again."""
         history, stop = self.history, len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE
         history.forget_from(known)
         if history.truncation_id and not known:
@@ -234,17 +231,14 @@ class SessionKV:
         return [*names, *self.blocks.window_names(computed), *states]
 
     def unsaved(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
-        """Return the blocks of `names` that are neither on disk nor queued for writing."""
+        """Return the `names` of blocks that are neither on disk nor queued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedBlock]) -> None:
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedBlock]) -> bool:
-        """Queue the blocks `names` for writing, except those that are on disk or queued already.
-
-        Return True if some of them did not fit in the write buffer.
-        """
+        """Queue the unsaved blocks of `names` for writing. Return True if the write buffer was too small."""
         fresh = self.unsaved(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
@@ -257,15 +251,12 @@ class SessionKV:
         return len(accepted) < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Queue the blocks of `tokens[:stop]` for writing. The running turn has decoded [start, stop)."""
+        """Queue the blocks of `tokens[:stop]` for writing. The running turn has decoded the tokens [start, stop)."""
         if self.runner.pool.groups.full:
             self.enqueue(self.blocks.decoded_names(tokens, start, stop))
 
     def cancel_replaced(self) -> None:
-        """Cancel the writes of blocks that are no longer in the sequence.
-
-        Call this after any operation that may replace a block of the sequence.
-        """
+        """Cancel the writes of blocks that are no longer in the sequence. Call this after any change of blocks."""
         self._enqueued -= self.context.saver.cancel_replaced()
 
     def write_out(self) -> list[NamedBlock]:
@@ -287,10 +278,7 @@ class SessionKV:
             self._enqueued.clear()
 
     def _record_names(self, names: Seq[NamedBlock]) -> None:
-        """Set the keys in the history to those of the blocks `names`.
-
-        Remove partly filled blocks that were replaced.
-        """
+        """Record the blocks `names` in the history. Remove partly filled blocks that they replace."""
         history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
@@ -306,9 +294,9 @@ class SessionKV:
         self.blocks.pin(name.key for name in names)
 
     def _drop_states(self, needed: Seq[str], *, shared: bool) -> None:
-        """Allow the eviction of the session's snapshots of recurrent state, except those with the keys `needed`.
+        """Allow the eviction of snapshots of recurrent state that are not `needed`.
 
-        Snapshots of tokens that are no longer in the text are deleted, unless a fork may need them (`shared`).
+        Snapshots of removed text are deleted, unless a fork may need them (`shared`).
         """
         dropped = {bytes.fromhex(key) for key in self.history.states} - {bytes.fromhex(key) for key in needed}
         if not dropped:
@@ -327,22 +315,19 @@ class SessionKV:
         self.context.storage.remove(keys)
 
     def save(self) -> None:
-        """Queue all unsaved blocks for writing, and write the history. Raise StoreError if this fails."""
+        """Queue all unsaved blocks for writing, and write the history. Raises StoreError if this fails."""
         self.enqueue_all()
         self.persist()
 
     def enqueue_all(self) -> None:
-        """Queue all unsaved blocks for writing, and keep a copy of the history, which `persist` writes."""
+        """Queue all unsaved blocks for writing, and copy the history for `persist`."""
         names = self.all_names()
         self.enqueue(names)
         self._record_names(names)
         self._unwritten = self.history.to_bytes()
 
     def persist(self) -> None:
-        """Write the history that `enqueue_all` has copied, if it is not written yet.
-
-        Raises StoreError. The next turn or `close` then tries again.
-        """
+        """Write the copy of the history by `enqueue_all`, if it is not written yet. Raises StoreError if this fails."""
         # No lock is needed. Only the session's owner calls this method, before the next turn starts. During the call,
         # other sessions can only remove blocks, and missing blocks are computed again. The store writes documents one
         # at a time, so an older history never overwrites a newer one.
@@ -357,14 +342,14 @@ class SessionKV:
         self.context.storage.touch(self.history.block_keys)
 
     def set_sequence(self, sequence: Sequence | None) -> None:
-        """Set the sequence, and forget which blocks are queued for writing."""
+        """Set the sequence. Its blocks count as unsaved."""
         self.sequence = sequence
         self._enqueued.clear()
 
     def keys_in_use(self, *, answering: bool) -> set[bytes]:
         """Return the keys of the blocks on disk that the session needs.
 
-        With `answering`, they include the blocks of the running turn, which the history does not contain yet.
+        With `answering`, include blocks of the running turn, which the history does not contain yet.
         """
         if answering:
             return {*self.history.block_keys, *self.blocks.pinned, *self._enqueued}
@@ -372,7 +357,7 @@ class SessionKV:
         return set(self.history.block_keys)
 
     def discard(self) -> None:
-        """Drop the sequence and wait for pending writes, so that the files of the session can be deleted."""
+        """Drop the sequence and wait for pending writes, before the files of the session are deleted."""
         self._unwritten = None
         self.drop()
         self._flush()

@@ -1,4 +1,4 @@
-"""The sessions of one model in a folder: open, restore and delete them by name."""
+"""Open, restore and delete the sessions of one model in a folder."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from .stored_states import StoredStates
 
 @dataclass(frozen=True)
 class Namespace:
-    """Properties of a runner that determine the KV of a text. Stored KV is reused only within one namespace.
+    """Properties of a runner on which stored KV depends. KV is reused only within one namespace.
 
     Attributes:
-        kv_cache_dtype: Number format of the KV cache. For "auto", it is the name of `dtype`.
+        kv_cache_dtype: Number format of the KV cache. For "auto", the name of `dtype`.
         planes: Number of stored vectors per token and KV head (`RowShape`).
     """
 
@@ -58,12 +58,12 @@ class Namespace:
 
     @property
     def options(self) -> str:
-        """The number formats in the form of `LLM` arguments, for error messages."""
+        """The number formats as arguments of `LLM`, for error messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         shown = "auto" if self.kv_cache_dtype == dtype else self.kv_cache_dtype
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
-    def siblings(self) -> Iterator[Namespace]:
+    def other_formats(self) -> Iterator[Namespace]:
         """Yield the namespaces of the same model with other number formats."""
         dtypes = [name for name in get_args(DType) if name != "auto"]
         for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
@@ -74,7 +74,7 @@ class Namespace:
 
 
 class StoreUser(Protocol):
-    """Work that keeps a store open even if no session is open, such as a `TurnQueue`."""
+    """An object that keeps a store open, such as a `TurnQueue`."""
 
     def close(self) -> None:
         """End all work and stop using the store."""
@@ -84,14 +84,13 @@ class StoreUser(Protocol):
 class SessionStore:
     """The sessions of one model in one folder, by name.
 
-    The KV of open sessions stays in host memory until other requests need the memory. A saver thread writes it to the
-    folder. The prefix tree also keeps blocks of closed sessions.
+    The KV of open sessions stays in host memory until other requests need the memory. A thread writes it to the folder.
     """
 
     def __init__(
         self, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
     ) -> None:
-        """Open the store in `folder`. Unless `read_only`, no other process can write to the folder until `close`.
+        """Open the store in `folder`. Unless `read_only`, no other process can write to it until `close`.
 
         A read-only store reuses stored KV and never writes. It must not be used for sessions.
 
@@ -120,16 +119,15 @@ class SessionStore:
     def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:
         """Open a stored session, or create a new one.
 
-        If the latest history is damaged, warn and open the version saved before it.
+        If the latest history is damaged, warn and open the previous version.
 
         Args:
-            prompts_are_whole: Whether every turn contains the whole conversation. A new session then loses no text, so
-                a stored session of this name with another number format is ignored.
+            prompts_are_whole: Whether every turn contains the whole conversation. A stored session with another number
+                format is then ignored, because a new session loses no text.
 
         Raises:
             InputError: The name is invalid, or the session is already open.
-            StoreError: The history is damaged, has an unsupported format version, or belongs to another number format
-                or storage format.
+            StoreError: The history is damaged, or belongs to another format version, number format or storage format.
         """
         check_name(name)
         if name in self._open:
@@ -142,10 +140,9 @@ class SessionStore:
         return self.open_history(history)
 
     def _check_number_format(self, name: str) -> None:
-        """Raise StoreError if the session `name` of this model was stored with another number format."""
         # If only a default or an option has changed, a new session with an empty history would surprise the user.
-        folder, file, siblings = self._folder, document_name(name) + DOCUMENTS, self._namespace.siblings()
-        if (found := next((one for one in siblings if (folder / one.folder_name / file).exists()), None)) is not None:
+        folder, file, others = self._folder, document_name(name) + DOCUMENTS, self._namespace.other_formats()
+        if (found := next((one for one in others if (folder / one.folder_name / file).exists()), None)) is not None:
             own, other = self._namespace.options, found.options
             raise StoreError(
                 f"session {name!r} is stored with {other}, and this runtime has {own}: KV of one number format cannot "
@@ -153,7 +150,7 @@ class SessionStore:
             )
 
     def _history(self, name: str) -> History | None:
-        """Return the stored history of a session, or None. Raise StoreError if the history is damaged or invalid."""
+        """Return the stored history of a session, or None. Raises StoreError if the history is invalid."""
         advice = "put a copy of the file back, or delete the session"
         try:
             document = self.context.storage.documents.get(document_name(name))
@@ -184,13 +181,12 @@ class SessionStore:
         return history
 
     def open_history(self, history: History) -> Session:
-        """Return a new open session with this history."""
         session = Session(SessionKV(self.context, history), self.host, self)
         self._open[history.name] = session
         return session
 
     def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name`. Open it if it is not open. See `open` for the arguments and errors."""
+        """Return the session `name`. If it is not open, open or create it. For arguments and errors, see `open`."""
         check_name(name)
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
@@ -201,7 +197,7 @@ class SessionStore:
             return True
 
     def delete(self, name: str) -> Removed:
-        """Delete an open or stored session, even if its history is damaged. The session need not exist.
+        """Delete a session, even if its history is damaged. The session need not exist.
 
         Raises:
             InputError: The name is invalid, or a queue is computing a turn of the session.
@@ -214,7 +210,7 @@ class SessionStore:
             return self.delete_stored(name)
 
     def delete_stored(self, name: str) -> Removed:
-        """Delete a stored session, and all blocks that are no longer used. Raises StoreError (see `delete`).
+        """Delete a session that is not open, and all unused blocks. Raises StoreError (see `delete`).
 
         Warns if files of other sessions cannot be read.
         """
@@ -239,7 +235,7 @@ class SessionStore:
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """Evict one idle session from host memory. Return False if none can be evicted (see `Reclaimable.reclaim`)."""
+        """Evict one idle session from host memory. Return False if this is impossible (`Reclaimable.reclaim`)."""
         return self.host.reclaim()
 
     def memory_in_use(self) -> list[MemoryUse]:
@@ -257,9 +253,9 @@ class SessionStore:
             self.close()
 
     def close(self) -> None:
-        """Close all queues and sessions, the saver and the files. A second call has no effect.
+        """Close all queues, sessions and files. A second call has no effect.
 
-        Raises StoreError if a session cannot be saved, after all others are saved and the store is closed.
+        If a session cannot be saved, StoreError is raised after the store is closed.
         """
         with ExitStack() as ends:
             ends.callback(self._close)
@@ -279,7 +275,7 @@ class SessionStore:
 
 
 class OpenStores:
-    """The session stores that are open for one runner, by folder. A folder is opened only once."""
+    """The open session stores of one runner. A folder is opened only once."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -291,7 +287,7 @@ class OpenStores:
     def open(
         self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], *, read_only: bool = False
     ) -> SessionStore:
-        """Return the store in the folder `store`. For the arguments and errors, see `LLM.session_store`."""
+        """Return the store in the folder `store`. For arguments and errors, see `LLM.session_store`."""
         folder = check_folder_path("store", store).resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:
@@ -305,7 +301,7 @@ class OpenStores:
     def open_session(
         self, name: str, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], system: str | None
     ) -> Session:
-        """Open or create a session, for `LLM.session`. If this fails, close its store unless it is in use."""
+        """Open or create a session, for `LLM.session`. After an error, close the store if it has no other user."""
         with self._runner.pool.lock:
             known = self.open(store, options, fields)
             try:
@@ -328,7 +324,6 @@ class OpenStores:
 
 
 def _check_restorable(runner: Runner) -> None:
-    """Raise ConfigError if the policy or the eviction option makes it impossible to restore sessions exactly."""
     if runner.policy.wants_queries:
         raise ConfigError(
             f"policy {runner.policy.name!r} (with these options) learns from every query of a text, and a stored "

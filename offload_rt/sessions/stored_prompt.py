@@ -1,8 +1,8 @@
 """Requests without a session name. Their KV is kept in host memory and on disk as a prefix cache.
 
-Such a request is treated as a session that lasts for one request and has no history on disk. Its blocks are named by
-their tokens, so any later prompt with the same prefix finds them, even after a restart. Only exact KV is reused, so a
-response does not depend on earlier requests.
+Such a request is a session for one turn, without a history on disk. The names of its blocks depend only on their text,
+so later prompts with the same prefix find them. Only exact KV is reused, so a response does not depend on earlier
+requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PromptKV(SessionKV):
-    """KV cache of one request without a session name. The KV stays in host memory until its blocks are on disk."""
+    """KV cache of one request without a session name. It stays in host memory until it is on disk."""
 
     for_prompt = True
     keeps_decoded = False
@@ -65,9 +65,9 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue the sliding-window blocks that the next token needs for writing. Call this at the end of a block.
+        """Queue the sliding-window blocks of the next token for writing, at the end of a block.
 
-        They stay in memory until `drop` or `release_windows`, even if they leave the sliding windows.
+        The blocks stay in memory until `drop` or `release_windows`.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -82,7 +82,7 @@ class PromptKV(SessionKV):
         return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
     def release_windows(self) -> bool:
-        """Wait until the blocks of `keep_windows` are written, and free them. Return False if there are none."""
+        """Free the blocks of `keep_windows` after they are written. Return False if there are none."""
         if self._windows is None:
             return False
         self.context.saver.wait_for(self._windows)
@@ -95,7 +95,7 @@ class PromptKV(SessionKV):
         self.release_windows()
 
     def write_rest(self) -> bool:
-        """Queue the blocks that did not fit in the write buffer before. Return False if there were none."""
+        """Queue blocks that did not fit in the write buffer before. Return False if there are none."""
         before = len(self._enqueued)
         waiting = self.enqueue(self.all_names())
         return waiting or len(self._enqueued) > before
@@ -113,16 +113,15 @@ class PromptKV(SessionKV):
         return []  # blocks that cannot be written do not prevent an eviction: no history refers to them
 
     def persist(self) -> None:
-        """Update the time of the last use of the prompt's blocks on disk, which determines the order of eviction."""
+        """Update the last use of the prompt's blocks on disk, by which blocks are evicted."""
         self.mark_blocks()  # includes blocks that a session has written since the start of this request
         self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
 
 class StoredPrompt(StoredRequest):
-    """A request without a session name, whose KV is loaded from a store and saved to it.
+    """A request without a session name. Its KV is loaded from a store and saved to it.
 
-    If the request ends early, the KV of complete prefill segments is kept. `release` frees the memory when the blocks
-    are on disk.
+    If the request ends early, the KV of complete prefill segments is kept.
     """
 
     def __init__(
@@ -189,9 +188,9 @@ class StoredPrompt(StoredRequest):
         self._host.park(self.kv)
 
     def release(self) -> bool:
-        """Free the memory of an ended request if its blocks are on disk. The caller must hold the lock of the pool.
+        """Free the memory of an ended request if its blocks are on disk. The caller holds the lock of the pool.
 
-        Return True if it was not freed, because more blocks had to be queued for writing.
+        Return True if blocks had to be queued for writing, so that `release` must be called again.
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True

@@ -1,4 +1,4 @@
-"""Requests whose KV is loaded from a session store and saved to it, layer by layer, while the prefill computes."""
+"""Requests whose KV is loaded from a session store and saved to it, layer by layer during the prefill."""
 
 from __future__ import annotations
 
@@ -26,18 +26,15 @@ T = TypeVar("T")
 
 
 class StoredRequest(SampledRequest):
-    """Base class of requests that load their KV from a session store and save new KV to it during the prefill.
+    """Base class of requests whose KV is loaded from a session store and saved to it.
 
-    The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). If the request ends during the
-    prefill, the KV of complete segments is kept in the prefix tree and in the store.
-
-    Subclasses update the session's history in the methods `_prepare`, `_undo_prepare`, `_after_drop` and `_store_kv`.
+    The prompt is prefilled in segments (`SessionContext.segment_stop`). If the request ends early, the KV of complete
+    segments is kept. Subclasses update the session's history in the abstract methods.
     """
 
     def __init__(
         self, kv: SessionKV, host: HostTier, prompt: Prompt, params: SamplingParams, recorder: Recorder | None
     ) -> None:
-        """Create a request for `prompt`, which includes the tokens whose KV is reused."""
         model = kv.runner.model
         super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
         self.kv, self._host = kv, host
@@ -51,35 +48,32 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _prepare(self, runner: Runner) -> None:
-        """Check that the request fits, and adapt the session's history to it if necessary. Called before each start."""
+        """Check that the request fits, and adapt the session's history. Called before each start."""
 
     @abstractmethod
     def _undo_prepare(self) -> None: ...
 
     @abstractmethod
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
-        """Return the index of the first token after `position` that differs from all cached prefixes, or None.
+        """Return the first token index after `position` at which no cached prefix continues, or None.
 
-        `position` is the number of tokens whose KV is cached.
+        `position` is the number of tokens with cached KV.
         """
 
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
-        """Return the number of leading `tokens` whose KV earlier requests have computed."""
+        """Return how many of the first `tokens` have KV that earlier requests have computed."""
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
     def _after_drop(self, *, untouched: bool) -> None:
-        """Free the memory of a dropped request.
-
-        If `untouched`, the prefill has not computed any layer, so the KV of the session is unchanged.
-        """
+        """Free the memory of a dropped request. If `untouched`, no layer was computed and the KV is unchanged."""
 
     @abstractmethod
     def _store_kv(self, runner: Runner) -> None:
         """Queue the KV of an ended request for writing, and mark the session as idle."""
 
     def start(self, runner: Runner) -> Prefill:
-        """Start loading the cached prefix and begin the prefill.
+        """Start loading the cached prefix, and begin the prefill.
 
         Raises:
             PoolFullError: The sequence does not fit in the pool.
@@ -127,7 +121,7 @@ class StoredRequest(SampledRequest):
                 return sequence
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequence. The request can start again. Full blocks stay in the prefix tree and in the store."""
+        """Free the sequence. The request can start again later. Full blocks stay in the prefix tree and the store."""
         if self.sequence is None:
             return
         self._trace = self.sequence.trace
@@ -147,10 +141,7 @@ class StoredRequest(SampledRequest):
         self._store_kv(runner)
 
     def persist(self) -> None:
-        """Write the session's history, or the last use of the prompt's blocks.
-
-        After a StoreError, the KV stays usable.
-        """
+        """Write the history, or update the last use of a prompt's blocks. After a StoreError, the KV stays usable."""
         self.kv.persist()
 
     def _begin_part(self, runner: Runner) -> Prefill:
@@ -209,7 +200,7 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Update the measured prefill time per token, also after a prefill that was cancelled in its first segment."""
+        """Update the measured prefill time per token, also after a cancelled prefill."""
         position = prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:
@@ -219,18 +210,17 @@ class StoredRequest(SampledRequest):
 
     @property
     def _computed_before(self) -> int:
-        """Number of tokens that earlier turns of the session have computed."""
         return 0
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the slot of the next token. Evict idle KV if necessary. If none is left, raise PoolFullError."""
+        """Reserve the slot of the next token, and evict idle KV for it. Raises PoolFullError if the pool is full."""
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))
         self.kv.cancel_replaced()
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
-        """Sample the next token from `logits`. If decoding has just filled a block, queue the block for writing."""
+        """Sample the next token. If decoding has just filled a block, queue the block for writing."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state (hybrid models) in a session store. Each snapshot is one block of the store."""
+"""Snapshots of recurrent state (hybrid models) in a session store."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ A smaller number would need more snapshots. Each takes as much space as the KV o
 
 
 class StoredStates:
-    """Stores snapshots of recurrent state on disk: chooses them, writes them in the background, and reads them back.
+    """Chooses snapshots of recurrent state, writes them to disk in the background, and reads them.
 
-    A snapshot is the state after a KV block, and its name is derived from the name of that block (`NamedBlock.state`).
-    It is stored like a block, so it can be found, shared, deleted and evicted like one.
+    A snapshot is the state after a KV block. It is stored as a block with a name that is derived from the KV block
+    (`NamedBlock.state`).
     """
 
     def __init__(self, store: DiskStore, saver: Saver, pool: StatePool, snapshots: SnapshotKeeper) -> None:
@@ -39,10 +39,10 @@ class StoredStates:
         self._mutex = threading.Lock()
 
     def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
-        """Return the names of the snapshots that a session must have on disk to continue after a restart.
+        """Return the names of the snapshots that a session needs on disk to continue after a restart.
 
-        `names` are the blocks of all computed tokens. The last snapshot up to token `start`, where the last turn began,
-        is needed to repeat this turn. A snapshot that exists neither in host memory nor on disk is left out.
+        `names` are the blocks of all computed tokens. `start` is the start of the last turn. The last snapshot before
+        it is needed to repeat this turn. Snapshots that no longer exist are left out.
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
@@ -57,7 +57,7 @@ class StoredStates:
         return [states[position] for position in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return how many tokens are before the last snapshot on disk in [start, stop]; `start` if there is none.
+        """Return the number of tokens before the last snapshot on disk in [start, stop], or `start` if there is none.
 
         `names` are the blocks of the text from its first token on. `damaged` are keys of blocks to ignore.
         """
@@ -68,9 +68,9 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, for_prompt: bool) -> list[NamedBlock]:
-        """Queue the snapshots `names` for writing. Return those that were in host memory.
+        """Queue the snapshots `names` that are in host memory for writing. Return the queued ones.
 
-        With `for_prompt`, they are marked as used by a request without a session name.
+        With `for_prompt`, mark them as used by a request without a session name.
         """
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)
@@ -84,8 +84,7 @@ class StoredStates:
     def save_slot(self, name: NamedBlock, slot: int, tokens: int, *, for_prompt: bool = False) -> bool:
         """Copy the snapshot in `slot`, and queue the copy for writing. Return False if the write buffer is full.
 
-        `tokens`, the number of tokens in the text, determines the order of eviction. With `for_prompt`, the snapshot is
-        marked as used by a request without a session name.
+        The number of `tokens` in the text determines the order of eviction. For `for_prompt`, see `save`.
         """
         with self._mutex:
             if self._waiting + self._pool.slot_bytes > self._most:
@@ -114,7 +113,7 @@ class StoredStates:
                 self._waiting -= self._pool.slot_bytes
 
     def load(self, name: NamedBlock, slot: int) -> bool:
-        """Read a snapshot into a slot. Return False if it is not in the store or is damaged."""
+        """Read a snapshot into a slot. Return False if it is missing or damaged."""
         block = self._store.find(name)
         if block is None or block.layer_bytes != self._part:
             return False

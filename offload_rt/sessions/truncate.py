@@ -1,10 +1,10 @@
 """Truncate a session on request, or before it exceeds the model's context length.
 
-The KV of kept tokens is copied unchanged. Kept tokens keep their positions, and new tokens continue after the last
-position. With RoPE, attention depends only on differences of positions, so the KV need not be computed again.
+Kept tokens keep their positions and their KV, and new tokens continue after the last position. With RoPE, this is
+exact, because attention depends only on differences of positions.
 
 The first tokens (attention sinks) are an exception. If their distance to new tokens would exceed the trained context
-length, their keys are rotated so that they directly precede the kept tokens.
+length, their keys are rotated so that they directly precede the other kept tokens.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
         computed: Number of tokens whose KV was computed.
         sinks: Number of tokens at the start to keep. Used only with `keep_last`.
         keep_last: Number of tokens at the end to keep, or None.
+        drop: Indices of the tokens to remove, or None.
 
-    Raises InputError if not exactly one of `keep_last` and `drop` is set, or if `drop` is invalid.
+    Raises:
+        InputError: Both or neither of `keep_last` and `drop` are set, or `drop` is invalid.
     """
     if (keep_last is None) == (drop is None):
         raise InputError("truncate needs either keep_last or drop: how many tokens to keep, or which to drop")
@@ -51,16 +53,16 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
     if wrong is not None:
         raise InputError(f"drop has token {wrong}, but the session has tokens 0 to {computed - 1}")
     if len(gone) == computed:
-        raise InputError("drop has every token of the session: at least one must stay")
+        raise InputError("drop has every token of the session: keep at least one")
     return [i for i in range(computed) if i not in gone]
 
 
 def last_kept(tokens: int, new: int, positions: int) -> int:
     """Return how many tokens at the end an automatic truncation keeps, in addition to the first SINKS tokens.
 
-    The result is `tokens` if these and the `new` tokens fit in the model's `positions`, or if truncation would not
-    shorten the session. Otherwise it is half of `positions` (CachedAttention §4.1, truncation ratio 0.5), or fewer if
-    the new tokens need the space.
+    If `tokens` and `new` tokens fit in the model's `positions`, all are kept. Otherwise half of `positions` is kept
+    (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space. If this would not shorten
+    the session, all are kept.
     """
     if tokens + new <= positions:
         return tokens
@@ -70,10 +72,7 @@ def last_kept(tokens: int, new: int, positions: int) -> int:
 
 
 def check_truncatable(geometry: ModelGeometry, name: str) -> None:
-    """Raise ModelError if the model `name` has absolute position embeddings or recurrent state.
-
-    Absolute positions are part of the stored keys. Recurrent state depends on all earlier tokens.
-    """
+    """Raise ModelError if the KV of the model depends on absolute positions or on removed tokens."""
     # Models whose RoPE depends on the sequence length are already rejected when they are loaded.
     if geometry.absolute_positions:
         raise ModelError(
@@ -88,7 +87,7 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
 
 
 def tokens_after(kv: SessionKV, new: int) -> int:
-    """Return how many tokens remain in the session after `truncate_for` has made space for `new` tokens."""
+    """Return how many tokens `truncate_for` leaves in the session."""
     geometry, tokens = kv.runner.adapter.geometry, len(kv.history.tokens)
     kept = last_kept(tokens, new, geometry.max_positions)
     return tokens if kept == tokens or geometry.absolute_positions else kept + SINKS
@@ -98,7 +97,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Remove tokens from a session that is in use (not parked). Return their number. See `Session.truncate`."""
+    """Remove tokens from a session that is not parked. Return their number. See `Session.truncate`."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = check_int("sinks", sinks, 0), check_int_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
@@ -116,7 +115,7 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
     if history.computed < computed:  # a block was missing or damaged, so `kept` may contain tokens without KV
         raise InputError("a part of the session was damaged and is computed again with the next turn: truncate then")
     size = len(history.tokens) - history.computed + len(kept)
-    _keep_sinks(kv, sequence, sinks)
+    _store_sinks(kv, sequence, sinks)
     after = copy(history)
     after.truncate(kept, sinks)
     blocks = host.retry_after_reclaim(lambda: _allocate_blocks(kv, size, len(kept), after.floor))
@@ -129,8 +128,8 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
 def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
     """Truncate the session if a turn of `new` tokens would exceed the model's positions.
 
-    The first SINKS tokens and the last tokens (`last_kept`) are kept with their KV. If KV is damaged or missing, the
-    turn computes the KV of all kept tokens again.
+    The first SINKS tokens and the last tokens (`last_kept`) are kept. If KV is damaged or missing, the turn computes
+    all KV again.
 
     Returns:
         Number of removed tokens. 0 if all tokens fit, or if the model does not support truncation.
@@ -158,11 +157,8 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
     """Rotate the sinks' keys if their distance to the last of `length` tokens exceeds the trained context length.
 
-    The rotation reduces the distance by the length of the gap. If the original keys are missing, the KV of the session
-    is dropped, and the turn computes it again.
-
-    Raises:
-        PoolFullError: The KV of the session does not fit in the pool.
+    If the original keys are missing, drop the KV of the session, which the turn then computes again. Raises
+    PoolFullError if the KV of the session does not fit in the pool.
     """
     history, geometry, pool = kv.history, kv.runner.adapter.geometry, kv.runner.pool
     distance = length + history.shift - history.sink_shift
@@ -189,8 +185,8 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
     kv.runner.reload(rebuilt)
 
 
-def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
-    """Store the sinks' keys. Called before the first truncation, after which they may be rotated."""
+def _store_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
+    """Before the first truncation, store the sinks' keys, because later rotations begin from them."""
     history = kv.history
     if sinks and not history.truncation_id:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
@@ -199,10 +195,7 @@ def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
 
 
 def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
-    """Read the original keys of the sinks from the store: `[L, Hkv, sinks, width]`, as in `read_sinks`.
-
-    Return None if the document is missing or has an unexpected size.
-    """
+    """Read the original keys of the sinks from the store, in the format of `read_sinks`. Return None if this fails."""
     history, pool = kv.history, kv.runner.pool
     shape = (len(pool.groups.layers_of(0)), kv.runner.adapter.geometry.kv_heads, -1, pool.format.width)
     try:
@@ -217,7 +210,7 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _allocate_blocks(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens, into which the caller copies the KV of `known` tokens.
+    """Allocate a block table for `size` tokens. The caller fills the first `known` tokens.
 
     `floor` is the first token that sliding layers may attend to. Raises PoolFullError if the pool has no free blocks.
     """
@@ -228,10 +221,9 @@ def _allocate_blocks(kv: SessionKV, size: int, known: int, floor: int) -> BlockT
 
 
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
-    """Copy the KV of the tokens `kept` to `blocks`. Return the session's new sequence with these blocks."""
     runner = kv.runner
     runner.transfer.storage.settle(sequence.blocks)
-    copy_rows(runner.pool, sequence.blocks, blocks, kept)
+    copy_kv(runner.pool, sequence.blocks, blocks, kept)
     kv.set_sequence(None)
     runner.free(sequence)
     adopted = kv.adopt(blocks, len(kv.history.tokens), len(kept))
@@ -242,8 +234,8 @@ def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTab
 # ------------------------------------------------------------------------------------------------- KV in the host pool
 
 
-def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
-    """Copy the KV of the tokens at the indices `kept` from `source` to the first slots of `target`, in all layers.
+def copy_kv(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
+    """Copy the KV of the tokens `kept` from `source` to the first slots of `target`, in all layers.
 
     In sliding-window layers, only KV that later tokens can attend to is copied.
     """
@@ -255,9 +247,9 @@ def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[
 
 
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
-    """Return a copy of the keys of the first `sinks` tokens (fewer than 64) in the L full-attention layers.
+    """Copy the keys of the first `sinks` tokens (fewer than 64) in the L full-attention layers.
 
-    The shape is `[L, Hkv, sinks, width]`, in the number format of the pool.
+    Return `[L, Hkv, sinks, width]` in the number format of the pool.
     """
     return torch.stack([pool.stored(blocks, layer, range(sinks))[0].k for layer in pool.groups.layers_of(0)])
 
@@ -267,7 +259,7 @@ def write_rotated_sinks(
 ) -> None:
     """Rotate the sinks' original keys by `offset` positions, and write them to the first slots of `blocks`.
 
-    `originals` has the format of `read_sinks`. No other block table may share the first block, because it is changed.
+    `originals` has the format of `read_sinks`. No other block table may share the first block.
     """
     for layer, stored in zip(pool.groups.layers_of(0), originals, strict=True):
         keys = adapter.rotate_keys(layer, pool.format.decode(stored), offset)

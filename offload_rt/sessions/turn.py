@@ -1,4 +1,4 @@
-"""A session turn as an engine request: load the history and save new KV layer by layer, overlapped with the prefill."""
+"""A session turn as an engine request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 
 def prompt_text(prompt: str | Seq[int]) -> str:
-    """Return the text of a prompt, or "" if the prompt is given as token ids."""
     return prompt if isinstance(prompt, str) else ""
 
 
@@ -39,7 +38,7 @@ def check_turn(params: SamplingParams, model: LoadedModel) -> None:
 
 
 def tokens_of_turn(kv: SessionKV, prompt: str | Seq[int]) -> TurnTokens:
-    """Return the tokens that `prompt` adds to a session. Raise InputError if the prompt is invalid."""
+    """Return the tokens that `prompt` adds to a session. Raises InputError if the prompt is invalid."""
     model = kv.runner.model
     if isinstance(prompt, str):
         if model.tokenizer is None:
@@ -52,10 +51,10 @@ def tokens_of_turn(kv: SessionKV, prompt: str | Seq[int]) -> TurnTokens:
 
 
 def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> None:
-    """Raise an error if the session cannot run a turn with these tokens and `max_tokens` generated tokens.
+    """Check that the session can compute a turn with these tokens and `max_tokens` generated tokens.
 
     Raises:
-        InputError: A parameter is not supported in sessions, or the turn changes earlier turns and the conversation is
+        InputError: A parameter is not supported in sessions, or the turn replaces earlier turns and the conversation is
             too long without truncation.
         ModelError: The conversation would exceed the model's positions.
         PoolFullError: The conversation does not fit in the pool.
@@ -85,13 +84,11 @@ def _check_overflow(kv: SessionKV, new: int) -> None:
 class Turn(StoredRequest):
     """One turn of a session, as an engine request.
 
-    The session's tokens and KV are the prefix of the request. If the conversation would exceed the model's positions,
-    the oldest tokens are truncated when the turn starts. When the turn ends, its tokens are added to the history, and
-    the session keeps its KV. If the turn cannot continue (preemption or a damaged block), the session returns to its
-    state before the turn, and the turn starts again later.
+    If the conversation would exceed the model's positions, the oldest tokens are truncated when the turn starts. At the
+    end, the turn is added to the history, and the session keeps its KV.
 
-    If the turn is cancelled during the prefill, the session is unchanged. If it is cancelled later, the response is
-    kept up to its last token.
+    If the turn is preempted or finds a damaged block, the session is restored, and the turn starts again later. If the
+    turn is cancelled during the prefill, the session is unchanged. If it is cancelled later, the response is kept.
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class Turn(StoredRequest):
         params: SamplingParams,
         recorder: Recorder | None = None,
     ) -> None:
-        """Create a turn with the user message `text`. `tokens` tells how it changes the tokens of the session."""
         self._before, self._tokens = list(kv.history.tokens), tokens
         super().__init__(kv, host, Prompt(number, (*self._kept, *tokens.added)), params, recorder)
         self._text = text
@@ -165,7 +161,6 @@ class Turn(StoredRequest):
         return len(self._kept)
 
     def _after_drop(self, *, untouched: bool) -> None:
-        """Restore the session after its turn was dropped. Free its KV unless the turn is `untouched`."""
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
@@ -179,7 +174,6 @@ class Turn(StoredRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """Set the session's tokens to `tokens`. If its sequence contains KV of more tokens, drop the sequence."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:
@@ -190,7 +184,7 @@ class Turn(StoredRequest):
             kv.sequence.tokens = list(tokens)
 
     def _store_kv(self, runner: Runner) -> None:
-        """Add the turn to the history, or restore the session if the turn is incomplete. Mark the session as idle."""
+        """Add the turn to the history, or restore the session if the turn is incomplete."""
         kv, history, sequence = self.kv, self.kv.history, self.sequence
         interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start
         complete = sequence is not None and not interrupted
@@ -216,7 +210,7 @@ class Turn(StoredRequest):
 
         Args:
             interrupted: Whether the prefill had begun.
-            progressed: Whether at least one prefill segment was complete. The store keeps the KV of complete segments.
+            progressed: Whether a prefill segment was complete. The store keeps the KV of complete segments.
         """
         kv = self.kv
         self._give_up_prefill()
@@ -233,8 +227,7 @@ class Turn(StoredRequest):
 class WholeTurn(Turn):
     """An atomic turn: if it is cancelled, the session is unchanged.
 
-    If the process is killed, the disk contains the complete session, in its state before or after this turn. For this,
-    KV is written to disk before the history that refers to it.
+    If the process is killed, the disk contains the session before or after the turn.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
@@ -247,5 +240,6 @@ class WholeTurn(Turn):
         self.drop(runner)
 
     def persist(self) -> None:
+        # Write KV before the history that refers to it.
         self.kv.context.saver.flush()
         super().persist()

@@ -1,4 +1,4 @@
-"""Compute turns of many sessions in one batch, and prefetch the sessions whose turns wait (CachedAttention §3.3)."""
+"""Compute turns of many sessions in one batch, and prefetch the sessions of waiting turns (CachedAttention §3.3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .turn import Turn, prompt_text
 
 
 class QueuedTurn:
-    """A turn in a `TurnQueue`: waiting, running or finished. `number` is the `request_id` of its outputs."""
+    """A waiting, running or finished turn of a `TurnQueue`. `number` is the `request_id` of its outputs."""
 
     def __init__(self, number: int, session: Session, prompt: str | Sequence[int], params: SamplingParams) -> None:
         self.number, self.session, self.prompt, self.params = number, session, prompt, params
@@ -28,7 +28,7 @@ class QueuedTurn:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Reason why the turn ended, or None while it is waiting or running."""
+        """Reason why the turn ended, or None before its end."""
         if self._cancelled:
             return "abort"
         return None if self.turn is None else self.turn.finish_reason
@@ -48,8 +48,8 @@ class QueuedTurn:
 class TurnQueue:
     """Queue of turns, computed first come, first served.
 
-    Turns of different sessions are decoded in one batch. Turns of one session are computed one after another. Before
-    every step, the KV of sessions whose turns come next is protected from eviction and loaded from disk.
+    Turns of different sessions are decoded in one batch, and turns of one session one after another. Before every step,
+    the KV of sessions whose turns come next is protected from eviction and loaded from disk.
 
     Not thread-safe.
     """
@@ -76,7 +76,7 @@ class TurnQueue:
         return {name: session.last_stats for name, session in self._opened.items()}
 
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
-        """Queue a turn of the session `name`. If the session is not open, it is opened from the store or created.
+        """Queue a turn of the session `name`. If the session is not open, open or create it.
 
         A turn that cannot be computed fails when it starts: `step` then raises InputError, ModelError or PoolFullError.
 
@@ -90,7 +90,7 @@ class TurnQueue:
         params = check_sampling_params(params, self.store.context.runner.model.sampling)
         session = self.store.session(name)
         if session.busy and not any(one.session is session for one in [*self._backlog, *self._running]):
-            raise InputError(f"session {name!r} is answering elsewhere: take all events first")
+            raise InputError(f"session {name!r} is answering elsewhere: read the response to its end first")
         self._opened[name] = session
         queued = QueuedTurn(next(self._ids), session, prompt, params)
         self._backlog.append(queued)
@@ -99,16 +99,16 @@ class TurnQueue:
     def step(self) -> list[TokenOutput]:
         """Compute one step of all running turns.
 
-        If a turn fails, it is removed, and its error is raised (see `Engine.step`). The next call continues with the
+        A turn that fails is removed, and its error is raised (see `Engine.step`). The next call continues with the
         other turns.
         """
         try:
             with self.store.context.runner.pool.lock:
-                self._feed()
+                self._submit_waiting()
                 self.store.host.look_ahead(self._waiting())
             return self._engine.step()
         except OffloadError:
-            self._end_lost()
+            self._cancel_lost()
             raise
         except BaseException:  # a step was interrupted, so the running turns must end
             self.cancel()
@@ -133,7 +133,7 @@ class TurnQueue:
     def close(self) -> None:
         """End all turns, and save and close the sessions. A second call has no effect.
 
-        Raises StoreError if a session cannot be saved, after all others are closed.
+        If a session cannot be saved, StoreError is raised after all others are closed.
         """
         with ExitStack() as ends:
             ends.callback(self.store.remove_user, self)
@@ -142,8 +142,7 @@ class TurnQueue:
                 ends.callback(session.close)
             ends.callback(self.cancel)
 
-    def _feed(self) -> None:
-        """Submit waiting turns to the engine, in order, if their sessions are idle."""
+    def _submit_waiting(self) -> None:
         for queued in list(self._backlog):
             session = queued.session
             if session.busy:
@@ -161,8 +160,7 @@ class TurnQueue:
             self._running.append(queued)
             self._engine.submit(queued.turn)
 
-    def _end_lost(self) -> None:
-        """Cancel the turns that are no longer in the engine, because they could not be started."""
+    def _cancel_lost(self) -> None:
         scheduler = self._engine.scheduler
         known = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
         for queued in self._running:

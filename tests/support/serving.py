@@ -24,7 +24,7 @@ from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
 from offload_rt.server.protocol import make_server
-from offload_rt.server.run import bound
+from offload_rt.server.run import bind_socket
 
 if TYPE_CHECKING:
     import anthropic
@@ -149,7 +149,7 @@ def served(engine: Any, **options: Any) -> Iterator[str]:
 def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
     """Run a server of an application during the block. Yield its address and the server."""
     options = options or ServerOptions(port=0, grace=5)
-    listener = bound(options)
+    listener = bind_socket(options)
     server = make_server(app, options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

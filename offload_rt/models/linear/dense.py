@@ -119,4 +119,4 @@ def torch_multiplies_bfloat16() -> bool:
 
 def computes_bfloat16() -> bool:
     """Return whether bfloat16 models are fast on this CPU, in C code or with AMX."""
-    return library(torch.bfloat16) is not None or native.has_tiles()
+    return library(torch.bfloat16) is not None or native.has_amx()

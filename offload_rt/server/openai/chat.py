@@ -33,7 +33,7 @@ MAX_BINS = 1024
 
 
 class TraceEvents:
-    """Creates the trace events of one request, from which the web page shows which prompt tokens the model selects.
+    """Creates the trace events of one request. The web page uses them to show the prompt tokens that the model selects.
 
     The first event is `head`. `next_event` returns the following events.
     """
@@ -62,16 +62,15 @@ class TraceEvents:
         }
 
     def _bins(self, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Return the text of each bin of the prompt (see `MAX_BINS`), or an empty list if `spans` is empty."""
         if not spans:
             return []
         cuts = [0, *(spans[start][0] for start in self._starts[1:]), len(text)]
         return [text[a:b] for a, b in pairwise(cuts)]
 
     def next_event(self, output: RequestOutput) -> dict[str, Any] | None:
-        """Return the event with the changes since the last call, or None if there are none.
+        """Return an event with the changes since the last call, or None if there are none.
 
-        The field "selected" has one count per bin (see `MAX_BINS`): how often its tokens were selected since the
+        The field "selected" contains, for each bin (see `MAX_BINS`), the number of selections of its tokens since the
         last event, summed over decode steps, layers and KV heads.
         """
         trace = output.trace
@@ -94,7 +93,7 @@ class TraceEvents:
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, service: CurrentService) -> Response:
-    """Handle `/v1/chat/completions`. The response is an event stream if `stream` is true."""
+    """Respond to a conversation. With `stream`, the response is an event stream."""
     service.check_request(body, request)
     if body.trace and not body.stream:
         raise bad_request("trace requires stream: true", "trace")
@@ -137,7 +136,7 @@ async def _store_conversation(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield `steps` with the session locked. Store the messages after the first step, and add the answer at the end."""
+    """Yield `steps`, and store the conversation: the request after the first step, and the answer at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:
@@ -214,7 +213,7 @@ async def _events(
 
 
 def _delta(piece: Piece, number: int) -> dict[str, Any]:
-    """Return the field `delta` of a stream event for `piece`. `number` counts the earlier tool calls."""
+    """Return the field `delta` of a stream event. `number` is the number of earlier tool calls."""
     if isinstance(piece, Arguments):
         return {"tool_calls": [{"index": number - 1, "function": {"arguments": piece.text}}]}
     if isinstance(piece, Content):

@@ -39,9 +39,9 @@ class _Prompt:
 
     Attributes:
         ends: Token ids that end the completion, in addition to those of the model.
-        echo: Text to return before the completion, if the client requested an echo.
-        first: Text of the first prompt token, if the client requested both an echo and log-probabilities. The other
-            tokens' texts come with their log-probabilities, which the first token does not have.
+        echo: Text to return before the completion, or "" if the client requested no echo.
+        first: Text of the first prompt token, or "". Needed if an echo has log-probabilities, because the first token
+            has none.
     """
 
     ids: list[int]
@@ -56,7 +56,7 @@ Choice = Callable[[Step, int], dict[str, Any]]
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, service: CurrentService) -> Response:
-    """Handle `/v1/completions`. The response is an event stream if `stream` is true."""
+    """Continue one or more prompts. With `stream`, the response is an event stream."""
     service.check_request(body, request)
     n = body.n or 1
     if (body.best_of or n) != n:
@@ -67,7 +67,7 @@ async def complete(body: CompletionRequest, request: Request, service: CurrentSe
         fields |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
     params = []
     for one in prompts:
-        limit = service.limits.tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS)
+        limit = service.limits.max_new_tokens(len(one.ids), body.max_tokens, DEFAULT_TOKENS)
         ends = {"stop_token_ids": [*fields.get("stop_token_ids", ()), *one.ends]} if one.ends else {}
         params.append(service.params(max_tokens=limit, **(fields | ends)))
     arguments = service.arguments(body, request)
@@ -138,7 +138,7 @@ FIM_ENDS = (
 async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a fill-in-the-middle prompt, and the token ids that end its completion.
 
-    Special tokens in the prompt mark the text before and after a gap, which the completion fills.
+    The completion fills the gap between `prefix` and `suffix`. Special tokens mark the three parts.
 
     Raises:
         RefusedError: The model has no fill-in-the-middle tokens.
@@ -162,7 +162,7 @@ async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[li
 async def _prompt_steps(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps of all completions of one prompt. The first step of each completion includes the echo, if any."""
+    """Yield the steps of all completions of one prompt. The first step of a completion includes the echo."""
     stream, echoed = ChatStream(), set[int]()
     with service.locked(arguments.session):
         async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
@@ -180,9 +180,9 @@ async def _prompt_steps(
 
 
 async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
-    """Merge the streams of several prompts, with `n` completions each, in the order in which their steps arrive.
+    """Merge the streams of several prompts, with `n` completions each, into one stream of the whole request.
 
-    Completion indices and token counts of the result refer to the whole request. An error in one stream ends all.
+    An error in one stream ends all streams.
     """
     # At most one step is queued, so that steps do not accumulate if the client does not read.
     queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
@@ -238,7 +238,7 @@ def response_head(service: Service, request: Request, prefix: str, kind: str) ->
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return the usage object of a response. `recomputed_tokens` (hybrid models) is not part of OpenAI's API."""
+    """Return the usage object of a response. `recomputed_tokens` (hybrid models) extends OpenAI's API."""
     recomputed = {"recomputed_tokens": usage.recomputed} if usage.recomputed else {}
     return {
         "prompt_tokens": usage.prompt,
@@ -253,7 +253,7 @@ MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
-    """Return the log-probabilities of new tokens and of `top` alternatives each, in the format of chat completions."""
+    """Return log-probabilities of new tokens and of `top` alternatives, in the format of chat completions."""
     if step.logprobs is None or not step.token_ids:
         return None
     content = []
@@ -265,7 +265,7 @@ def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
 
 
 def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[str, Any] | None:
-    """Return the log-probabilities of new tokens in the format of text completions.
+    """Return log-probabilities of new tokens in the format of text completions.
 
     Args:
         top: Number of most probable alternatives to return for each token.

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's APIs, and their sampling parameters.
 
-A known field with a wrong type is an error. Unknown fields are ignored. If they are at the top level of the request,
-they are also reported to the client (`RequestBody`).
+A known field with a wrong type is an error. Unknown fields are ignored. Unknown top-level fields are also reported to
+the client (`RequestBody`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RequestBody(Body):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields of the request to report, at most ten."""
+        """Names of unknown fields to report, at most ten."""
         names = [name for name in self.model_extra or {} if name not in UNREPORTED_FIELDS | REFUSED_FIELDS.keys()]
         return [name for name in names if name.isascii() and name.isidentifier() and len(name) <= MAX_FIELD][:10]
 
@@ -102,7 +102,7 @@ class StructuredBody(Body):
 
 
 class SampledBody(RequestBody):
-    """Common fields of chat and text completions: first OpenAI's, then vLLM's extensions, then this server's."""
+    """Common fields of chat and text completions: OpenAI's, then vLLM's extensions, then this server's."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -137,7 +137,6 @@ class SampledBody(RequestBody):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the last event of a stream contains the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -152,8 +151,6 @@ class Message(Body):
 
 
 class FunctionSpec(Body):
-    """Name, description and parameters (a JSON schema) of a function."""
-
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -310,9 +307,10 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 def structured_outputs(
     requested: ResponseFormat | TextFormat | None, vllm: StructuredBody | None = None
 ) -> dict[str, Any]:
-    """Return the field `structured_outputs` of `SamplingParams`, or {} if the request sets no format.
+    """Return the sampling parameter `structured_outputs`, or {} if the request sets no format.
 
-    `requested` is the format in OpenAI's fields, `vllm` in vLLM's. Raises RefusedError or ConfigError if it is invalid.
+    `requested` is the format in OpenAI's fields, `vllm` in vLLM's. Raises RefusedError or ConfigError for invalid
+    formats.
     """
     if vllm is not None and (given := vllm.model_dump(exclude_none=True, by_alias=True)):
         return {"structured_outputs": StructuredOutputs(**given)}

@@ -11,7 +11,7 @@ Event = dict[str, Any]
 
 
 class Items:
-    """Converts the pieces of a response to output items of `/v1/responses`, and to the events of its stream.
+    """Converts pieces of a response to output items of `/v1/responses`, and to stream events.
 
     Adjacent pieces of the same kind form one item. `output` contains the complete items.
     """
@@ -58,7 +58,6 @@ class Items:
         return found
 
     def _event(self, change: str, **fields: Any) -> Event:
-        """Return a stream event about the text of the current item. `change` is "delta" or "done"."""
         at = {"item_id": self._id, "output_index": len(self.output)}
         if self._kind is ToolCall:
             return {"type": f"response.function_call_arguments.{change}"} | at | fields

@@ -35,10 +35,7 @@ router = APIRouter()
 
 @router.post("/v1/responses")
 async def respond(body: ResponsesRequest, request: Request, service: CurrentService) -> Response:
-    """Handle `POST /v1/responses`, and store the response unless `store` is false.
-
-    The response is an event stream if `stream` is true.
-    """
+    """Respond to input. The response is stored unless `store` is false. With `stream`, it is an event stream."""
     service.check_request(body, request)
     if body.background:
         raise bad_request("background is not supported: remove it, and wait for the response", "background")
@@ -83,7 +80,7 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    """Return the messages, tool calls and tool results of the conversation before the response `name`."""
+    """Return the messages, tool calls and tool results before the response `name`."""
     items = _input_items(name, service.responses.get(name, request.state.owner).input_messages)
     if order == "desc":
         items.reverse()
@@ -97,7 +94,7 @@ async def input_items(
 
 
 def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to items. The id of an item is the same in every call."""
+    """Convert messages to items. Item ids are the same in every call, so that clients can request the next page."""
     found: list[dict[str, Any]] = []
 
     def add(prefix: str, **item: Any) -> None:
@@ -139,9 +136,10 @@ class _Generation:
 
     @contextmanager
     def _session(self, name: str) -> Iterator[str]:
-        """Lock the engine session of the response `name` until the `with` statement ends. Yield the session's id.
+        """Lock the engine session of the response `name`, and yield the session's id.
 
-        It is the session of the continued conversation, or a new one if another request is using that.
+        The response uses the session of its conversation. If another request has locked that session, it uses a new
+        one.
         """
         service, own, before = self.service, response_of(self.request.state.owner, name), self.before
         session = own if before is None or service.is_locked(before) else before
@@ -162,7 +160,6 @@ class _Generation:
         return generate_steps(service, self.request, self.job, arguments)
 
     def _finish(self, head: dict[str, Any], session: str, step: Step, items: Items) -> dict[str, Any]:
-        """Return the completed response object. Store it unless `store` is false."""
         response = _completed_response(head, step, items.output)
         if self._stored:
             messages = with_answer(self.messages, _message(items.output), continues=self.continues)
@@ -172,7 +169,6 @@ class _Generation:
         return response
 
     async def events(self, head: dict[str, Any]) -> AsyncGenerator[Event, None]:
-        """Yield the events of the stream. The last one contains the completed response."""
         items, begun = Items(), False
         with self._session(head["id"]) as session:
             async with aclosing(self._steps(session)) as steps:
@@ -265,7 +261,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _message(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert output items to one assistant message. Reasoning is left out."""
     text = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
     calls = [
         call_message(item["name"], item["arguments"], item["call_id"], "answer")
@@ -294,7 +289,6 @@ def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]])
 
 
 def _new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the messages that the request adds to the conversation. Raises RefusedError for unsupported items."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     found: list[dict[str, Any]] = []

@@ -46,10 +46,7 @@ def reasoning_parser(configured: ReasoningParser, template: str) -> ReasoningPar
 
 
 def needs_special_tokens(tools: ToolParser, reasoning: ReasoningParser, *, offered: bool) -> bool:
-    """Return whether special tokens must stay in the decoded text, because the parsers look for them.
-
-    `offered` tells whether the response may call tools.
-    """
+    """Return whether the parsers need special tokens in the decoded text. `offered`: the response may call tools."""
     calls = offered and tools != "none" and TOOL_PARSERS[tools].special
     return calls or reasoning == "harmony"
 
@@ -57,7 +54,7 @@ def needs_special_tokens(tools: ToolParser, reasoning: ReasoningParser, *, offer
 def answer_parser(
     tools: ToolParser, reasoning: ReasoningParser, offered: Tools | None, *, thinking: bool = False
 ) -> Parser:
-    """Return a parser that extracts reasoning first and tool calls from the remaining text.
+    """Return a parser that first extracts reasoning, and then tool calls from the remaining text.
 
     Args:
         offered: Tools that may be called. None disables tool calls.

@@ -44,9 +44,9 @@ FENCE, FENCE_END = "```json", "```"
 class Hermes(Scanner):
     """Parser of the calls of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-    Small models such as Qwen 2.5 1.5B often write a JSON code fence instead of a tag. Before the first tag, calls in
-    fences are therefore found as well. To exclude examples in the text, the fence must contain only calls, and their
-    arguments must fit the parameters of an offered tool.
+    Small models such as Qwen 2.5 1.5B often write a JSON code fence instead of the tag. A fence before the first tag is
+    therefore a call too, if it contains only calls with arguments that fit the parameters of the tools. Other fences
+    are examples in the text.
     """
 
     tags: tuple[str, ...] = (CALL, FENCE)
@@ -62,7 +62,7 @@ class Hermes(Scanner):
         return found
 
     def _fenced_calls(self) -> Scan[bool]:
-        """Read the JSON calls up to the end of a fence and emit them. If the fence has other content, emit none."""
+        """Read JSON calls up to the end of a fence. If the fence has other content, emit no call."""
         calls: list[ToolCall] = []
         while (yield from self.peek()) == "{":
             start = self._at
@@ -151,8 +151,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 def fits_schema(value: Any, schema: Any) -> bool:
     """Return whether a JSON value fits a schema. Only types, property names, `required` and `enum` are checked.
 
-    An object with named properties may have no other ones, unless the schema has `additionalProperties`. That is
-    stricter than JSON schema, because unknown names show that no call was intended.
+    Unlike in JSON schema, unknown properties are allowed only if the schema has `additionalProperties` or names no
+    properties. Unknown names show that no call was intended.
     """
     if not isinstance(schema, Mapping):
         return True
@@ -172,7 +172,6 @@ def fits_schema(value: Any, schema: Any) -> bool:
 
 
 def _has_type(value: Any, names: Any) -> bool:
-    """Return whether a value has one of the types of a schema. Unknown types are accepted."""
     for name in [names] if isinstance(names, str) else names:
         if name not in _TYPES:
             return True

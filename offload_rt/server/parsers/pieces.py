@@ -1,4 +1,4 @@
-"""Pieces of a response (content, reasoning, tool calls), and the interface of the parsers that produce them."""
+"""Pieces of a response (content, reasoning, tool calls), and the interface of parsers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call, or only its beginning.
-
-    `arguments` is JSON text. In a stream, `Arguments` pieces with the rest of this text may follow.
-    """
+    """A tool call, or its beginning. `arguments` is JSON text, which later `Arguments` pieces continue."""
 
     name: str
     arguments: str
@@ -30,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Arguments:
-    """More JSON text of the arguments of the preceding tool call."""
+    """JSON text that continues the arguments of the preceding tool call."""
 
     text: str
 
@@ -42,10 +39,10 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class Parser(Protocol):
-    """Interface of parsers, which split the text of a streamed response into pieces.
+    """Interface of parsers that split the text of a streamed response into pieces.
 
-    Text that may be the beginning of a tag is held back until more text has arrived. The joined pieces therefore do not
-    depend on how the text is split into `push` calls.
+    Text that may be the beginning of a tag is held back until more text arrives. The joined pieces do not depend on how
+    the text is split into `push` calls.
     """
 
     def push(self, text: str) -> list[Piece]:
@@ -53,7 +50,7 @@ class Parser(Protocol):
         ...
 
     def finish(self) -> list[Piece]:
-        """Return the text that was held back, as pieces. Call this at the end of the response."""
+        """Return the text that was held back, as pieces. Call this method at the end of the response."""
         ...
 
 

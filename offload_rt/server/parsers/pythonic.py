@@ -31,7 +31,7 @@ class Pythonic(Scanner):
         return True
 
     def _call(self) -> Scan[bool]:
-        """Read one call. Return False and keep the position if the text is not a call of an offered tool."""
+        """Read one call. If the text is not a call of an offered tool, return False and keep the position."""
         yield from self.peek()
         start = self._at
         name = yield from self.read_word()
@@ -47,7 +47,7 @@ class Pythonic(Scanner):
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """Parse the keyword arguments of a Python call. Return None if they are not literals of JSON types."""
+    """Parse the keyword arguments of a Python call. Return None if an argument is not a literal with a JSON type."""
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):

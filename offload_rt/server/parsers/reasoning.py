@@ -11,10 +11,10 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class Think:
-    """Extract reasoning sections (`<think>…</think>`) from a response. Whitespace next to reasoning is dropped.
+    """Extract reasoning sections (`<think>…</think>`) from a response. Whitespace next to them is dropped.
 
     Args:
-        inside: Whether the prompt ends with the opening tag, so that the response begins with reasoning.
+        inside: Whether the response begins with reasoning, because the prompt ends with the opening tag.
     """
 
     def __init__(self, *, inside: bool = False) -> None:
@@ -55,9 +55,10 @@ class Think:
 
 
 def ends_within_thinking(prompt: str, prefill: str = "") -> bool:
-    """Return whether the response begins inside a reasoning section.
+    """Return whether a response begins inside a reasoning section.
 
-    The opening tag may end the rendered `prompt`, or the assistant message `prefill` that the response continues.
+    The opening tag is at the end of the rendered `prompt`, or in the assistant message `prefill` that the response
+    continues.
     """
     return prompt.rstrip().endswith(THINK) or THINK in prefill.rpartition(THINK_END)[2]
 
@@ -72,7 +73,7 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 class Harmony(Scanner):
     """Parser of harmony, the format of gpt-oss: `<|channel|>CHANNEL<|message|>TEXT<|end|>`.
 
-    Messages in the channel `analysis` are reasoning. Messages to an offered function are tool calls. All others are
+    Messages in the channel `analysis` are reasoning. Messages to an offered function are tool calls. Other messages are
     content.
     """
 

@@ -1,7 +1,4 @@
-"""Base class of tool parsers.
-
-A parser is written as a generator that reads the text of a response and yields when it needs more text.
-"""
+"""Base class of tool parsers: a generator that reads the text of a response and yields when it needs more text."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
 class Brackets:
-    """Finds the end of a bracketed text that arrives in parts.
+    """Finds the closing bracket of a text that begins with a bracket and arrives in parts.
 
-    The text begins with a bracket and ends with the matching one. Brackets inside strings, which the characters in
-    `quotes` delimit, are ignored. `done` is set at the end, and `failed` if a bracket does not match.
+    Brackets in strings are ignored. `quotes` are the characters that delimit strings. `done` is set after the closing
+    bracket, and `failed` if brackets do not match.
     """
 
     def __init__(self, quotes: str = '"') -> None:
@@ -38,7 +35,7 @@ class Brackets:
         self.done = self.failed = False
 
     def feed(self, text: str) -> int:
-        """Read text. Return how many of its characters are before or at the closing bracket."""
+        """Read text. Return the number of characters up to the closing bracket."""
         at = 0
         while at < len(text) and not (self.done or self.failed):
             if self._escaped:
@@ -70,12 +67,11 @@ class Brackets:
 
 
 class Scanner:
-    """Parser of a tool format. Subclasses implement `read_calls`, with the reading methods of this class.
+    """Base class of tool parsers. Subclasses implement `read_calls` with the reading methods of this class.
 
-    The reading methods wait until the text is complete enough to decide, or until the response ends. The pieces
-    therefore do not depend on how the text is split. A call is emitted as soon as the name of an offered tool and the
-    start of its arguments have arrived. The rest of the arguments is then streamed. All other text is content.
-    Whitespace next to calls is dropped.
+    The reading methods wait until they have enough text, so the pieces do not depend on how the text is split. A call
+    is emitted when its name and the start of its arguments have arrived, and the rest of the arguments is streamed. All
+    other text is content. Whitespace next to calls is dropped.
     """
 
     tags: tuple[str, ...] = ()
@@ -97,7 +93,6 @@ class Scanner:
         self._running = self.parse()
 
     def parse(self) -> Scan[None]:
-        """Read the whole response, and emit its content and calls."""
         if self.untagged and not (yield from self.read_calls("")):
             self._at = 0
         while tag := (yield from self.content_until(*self.tags)):
@@ -108,7 +103,7 @@ class Scanner:
     def read_calls(self, tag: str) -> Scan[bool]:
         """Read and emit the calls after `tag`, which is "" at the beginning of the response.
 
-        Return False if the text is not a call of an offered tool. The tag and the text are then content.
+        If the text is not a call of an offered tool, return False. The tag and the text then become content.
         """
         raise NotImplementedError
 
@@ -146,9 +141,9 @@ class Scanner:
                 return ""
 
     def accept(self, *tags: str) -> Scan[str]:
-        """Skip whitespace and the tag that follows. Return the tag, or "" if none of `tags` follows.
+        """Skip whitespace and one of `tags`. Return the tag, or "" if another text follows.
 
-        No tag may be the beginning of another one.
+        No tag may be a prefix of another one.
         """
         yield from self.peek()
         longest = max(map(len, tags))
@@ -174,7 +169,7 @@ class Scanner:
                 return self._text[start:end]
 
     def read_string(self) -> Scan[str | None]:
-        """Skip whitespace. Read and return the JSON string that follows, or return None if there is none."""
+        """Skip whitespace. Read and return a JSON string, or return None if another text follows."""
         if (yield from self.peek()) != '"':
             return None
         start, end = self._at, self._at + 1
@@ -191,10 +186,7 @@ class Scanner:
         return value if isinstance(value, str) else None
 
     def read_until(self, *tags: str) -> Scan[tuple[str, str]]:
-        """Read up to the next of `tags`.
-
-        Return the text before the tag, and the tag ("" at the end of the response).
-        """
+        """Read up to the next of `tags`. Return the text before the tag, and the tag ("" at the end)."""
         parts: list[str] = []
         tag, _ = yield from self.stream_until(parts.append, *tags)
         return "".join(parts), tag
@@ -205,10 +197,10 @@ class Scanner:
         Args:
             emit: Receives the text in parts.
             tags: The text ends at any of these tags.
-            trailing: Characters that are not passed to `emit` if they directly precede the tag, such as newlines.
+            trailing: Characters before the tag that are not passed to `emit`, such as newlines.
 
         Returns:
-            The tag ("" at the end of the response), and the characters before it that were not passed to `emit`.
+            The tag ("" at the end of the response), and the `trailing` characters before the tag.
         """
         while True:
             rest = self._text[self._at :]
@@ -225,7 +217,7 @@ class Scanner:
             yield from self.more()
 
     def stream_brackets(self, emit: Callable[[str], None], span: Brackets | None = None) -> Scan[bool]:
-        """Pass the bracketed text that follows to `emit` as it arrives. Return whether the closing bracket arrived."""
+        """Pass a text in brackets to `emit` as it arrives. Return whether the closing bracket arrived."""
         span = span or Brackets()
         while True:
             count = span.feed(self._text[self._at :])
@@ -261,15 +253,15 @@ class Scanner:
         self._found.append(Arguments(text))
 
     def stream_call(self, name: str) -> Scan[None]:
-        """Emit a call of the tool `name`, whose arguments are the JSON object that follows."""
+        """Emit a call of the tool `name`. Its arguments are the JSON object at the current position."""
         self.emit_call(name)
         yield from self.stream_brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
         """Read and emit the call `{"name": …, "arguments": {…}}`.
 
-        Return False, without moving the position, if the text is not a call of an offered tool. If the keys have
-        another order, the call is emitted only when it is complete.
+        If the text is not a call of an offered tool, return False and keep the position. A call with another order of
+        keys is emitted only when it is complete.
         """
         if (yield from self.peek()) != "{":
             return False
@@ -290,13 +282,13 @@ class Scanner:
         return True
 
     def read_call(self) -> Scan[ToolCall | None]:
-        """Read the JSON object that follows. Return it as a call, or None if it is not a call of an offered tool."""
+        """Read a call as JSON object. Return None if the text is not a call of an offered tool."""
         parts: list[str] = []
         complete = yield from self.stream_brackets(parts.append)
         return _described_call(_json("".join(parts)), self.tools) if complete else None
 
     def _json_head(self) -> Scan[str]:
-        """Read `{"name": NAME, "arguments": ` and return the name. Return "" if something else follows."""
+        """Read `{"name": NAME, "arguments": ` and return the name, or "" if another text follows."""
         yield from self.accept("{")
         if (yield from self.read_string()) != "name" or not (yield from self.accept(":")):
             return ""
@@ -308,10 +300,7 @@ class Scanner:
         return str(name) if (yield from self.peek()) == "{" else ""
 
     def json_calls(self) -> Scan[bool]:
-        """Read a JSON list of calls, or calls separated by semicolons, commas or whitespace.
-
-        Return whether there was at least one call.
-        """
+        """Read a JSON list of calls, or calls with a separator. Return whether a call was found."""
         start = self._at
         listed = yield from self.accept("[")
         if not (yield from self.json_call()):

@@ -10,7 +10,7 @@ from .scanner import WHITESPACE, Scan, Scanner
 
 
 class XmlCalls(Scanner):
-    """Base class that converts XML parameters to JSON. Only strings are streamed before they are complete."""
+    """Base class of parsers that convert XML parameters to JSON. Only strings are streamed before they are complete."""
 
     _count = 0
     """Number of parameters of the current call."""
@@ -50,10 +50,7 @@ class XmlCalls(Scanner):
 
 
 class QwenCoder(XmlCalls):
-    """Parser of Qwen3-Coder's tool calls.
-
-    The format is `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`.
-    """
+    """Parser of Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`."""
 
     tags = (CALL, "<function=")
     marks = (("<function=", "<parameter="),)
@@ -75,10 +72,7 @@ class QwenCoder(XmlCalls):
 
 
 class Glm(XmlCalls):
-    """Parser of GLM's tool calls.
-
-    The format is `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`.
-    """
+    """Parser of GLM: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`."""
 
     tags = (CALL,)
     marks = (("<arg_key>",),)
@@ -99,7 +93,7 @@ class Glm(XmlCalls):
 
 
 def _value(text: str, kind: Any) -> str:
-    """Return the value of a parameter as JSON text. Text that is not valid JSON becomes a JSON string."""
+    """Return the value of a parameter as JSON text. Invalid JSON becomes a string."""
     text = text.strip(WHITESPACE)
     named = {"True": "true", "False": "false", "None": "null"}
     try:

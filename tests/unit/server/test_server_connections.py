@@ -26,7 +26,7 @@ from offload_rt.server.app import make_app
 from offload_rt.server.log import Repetitions
 from offload_rt.server.options import ServerOptions
 from offload_rt.server.protocol import Connections, LimitedProtocol, make_server
-from offload_rt.server.run import bound
+from offload_rt.server.run import bind_socket
 
 ASK = {"prompt": "It was", "max_tokens": 4000}
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -81,11 +81,11 @@ def test_a_client_that_does_not_read_is_disconnected(
     tokenizer: PreTrainedTokenizerBase, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def small_buffers(options: ServerOptions) -> socket.socket:
-        listener = bound(options)
+        listener = bind_socket(options)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # accepted connections inherit it
         return listener
 
-    monkeypatch.setattr("support.serving.bound", small_buffers)
+    monkeypatch.setattr("support.serving.bind_socket", small_buffers)
     # The engine waits for the client to read and would never finish by itself.
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 200)
     ask = post(ASK | {"stream": True, "n": 4})
@@ -212,7 +212,7 @@ def test_small_writes_are_sent_at_once() -> None:
                 writer.close()
         return int(found)
 
-    assert asyncio.run(option(bound(ServerOptions(port=0)))) == 1
+    assert asyncio.run(option(bind_socket(ServerOptions(port=0)))) == 1
 
 
 def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from offload_rt import ConfigError
 from offload_rt.server.app import make_app
 from offload_rt.server.log import JsonLines, TextLines
 from offload_rt.server.options import ServerOptions
-from offload_rt.server.run import Loading, bound
+from offload_rt.server.run import Loading, bind_socket
 from offload_rt.utils.progress import report
 
 SECRET = "Sedley of the Moat House"
@@ -140,10 +140,10 @@ def test_answers_under_way_are_finished_when_the_server_ends(tokenizer: PreTrain
 
 
 def test_an_address_that_is_taken() -> None:
-    with bound(ServerOptions(port=0)) as taken:
+    with bind_socket(ServerOptions(port=0)) as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen on"):
-            bound(ServerOptions(port=taken.getsockname()[1]))
+            bind_socket(ServerOptions(port=taken.getsockname()[1]))
 
 
 @pytest.mark.parametrize(

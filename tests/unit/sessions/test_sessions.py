@@ -456,7 +456,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
     llm, calls = make_llm(), []
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
-    storage, settle, copy = llm.runner.transfer.storage, llm.runner.transfer.storage.settle, truncation.copy_rows
+    storage, settle, copy = llm.runner.transfer.storage, llm.runner.transfer.storage.settle, truncation.copy_kv
 
     def settled(blocks: Any) -> None:
         if threading.current_thread() is threading.main_thread():  # the saver thread calls `settle` too
@@ -469,7 +469,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
         calls.append(("copy", id(source)))
         copy(pool, source, target, kept)
 
-    monkeypatch.setattr(truncation, "copy_rows", copied)
+    monkeypatch.setattr(truncation, "copy_kv", copied)
     session.truncate(keep_last=64)
     at = next(i for i, (what, _) in enumerate(calls) if what == "copy")
     assert ("settle", calls[at][1]) in calls[:at], "the source of the copy is waited for"
