@@ -50,9 +50,8 @@ def check_positions(tokens: int, model: LoadedModel) -> None:
     needed = f"prompt and new tokens need {tokens} positions, and {model.name}"
     if geometry.absolute_positions:
         raise ModelError(f"{needed} has {geometry.max_positions}: shorten the prompt, or lower max_tokens")
-    warnings.warn(
-        f"{needed} was trained for {geometry.max_positions}: quality beyond this length is unknown", stacklevel=2
-    )
+    trained_for = f"{needed} was trained for {geometry.max_positions}"
+    warnings.warn(f"{trained_for}: the quality of longer texts is unknown", stacklevel=2)
 
 
 def max_length(positions: int, check: Callable[[int], None]) -> int:
