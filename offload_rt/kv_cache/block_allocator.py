@@ -46,7 +46,6 @@ class BlockAllocator:
         return self._refs[block]
 
     def exclusive(self, blocks: Iterable[int]) -> bool:
-        """Return whether each block has exactly one reference."""
         return all(self._refs[block] == 1 for block in blocks)
 
     def add_slab(self) -> int:

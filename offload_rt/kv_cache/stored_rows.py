@@ -76,7 +76,6 @@ class StoredRows:
             done += span.size
 
     def fill_span(self, layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, size, width]` to the token slots of `span`."""
         if not self._has_own_row_shape(layer):
             self.fill_storage_layer(self.groups.storage_layer[layer], span, k, v)
             return

@@ -63,7 +63,6 @@ class StateSlots:
         return slot
 
     def copy(self, slot: int, source: StateSlots, origin: int) -> None:
-        """Copy the state of a sequence from slot `origin` of `source` to `slot`."""
         for targets, sources in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
             for layer, states in targets.items():
                 states[slot] = sources[layer][origin]

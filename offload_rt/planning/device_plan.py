@@ -54,7 +54,6 @@ class DevicePlan:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of weights and scoring keys in host memory."""
         weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
             return weights

@@ -72,7 +72,6 @@ class LinearBackend:
         """Adjust a model in this format after loading.
 
         Args:
-            model: The transformers model.
             dtype: Requested dtype of the weights that are not packed. None keeps the dtype of the file.
             offloaded: Whether weights will be copied between host and device memory.
         """
