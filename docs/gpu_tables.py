@@ -78,5 +78,5 @@ def h200_trained() -> str:
             rates = (by["full"]["tokens/s"], by["infinigen"]["tokens/s"], full["transformers tokens/s"])
             equal = f"{full['equal tokens']} of {full['tokens']}"
             rows.append([dtype, f"{prompt:,}", equal, *(f"{rate:.0f}" for rate in rates)])
-    head = ("dtype", "prompt", "equal tokens", "tokens/s: `full`", "`infinigen`", "transformers")
+    head = ("dtype", "prompt", "equal tokens", "tokens/s: `full`", "tokens/s: `infinigen`", "tokens/s: transformers")
     return table(head, rows)

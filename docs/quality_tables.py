@@ -5,7 +5,7 @@ from __future__ import annotations
 from result_rows import DEFAULT, NAMES, NOVEL, Row, change, load, most_windows, score, setting
 from tables import table
 
-OMITTED = ("2%, 4-bit keys, 2-bit values", "sinks and recent tokens only", "`oracle`, 2%")
+OMITTED = ("2%, 4-bit keys, 2-bit values", "no selected tokens", "`oracle`, 2%")
 """Measured settings that the perplexity table does not show."""
 
 
@@ -75,6 +75,6 @@ def ruler() -> str:
 def formats() -> str:
     """Perplexity with a quantised KV cache, compared with approximate KV."""
     models = [most_windows(load(f"{model}/bytes")) for model in ("qwen", "smollm2")]
-    keys = [key for key in models[0] if "KV stored as" in key[2] or key[2] == "2%, 4-bit approximate KV"]
+    keys = [key for key in models[0] if "KV cache" in key[2] or key[2] == "2%, 4-bit approximate KV"]
     rows = [[key[2], *(change(model[key]) for model in models)] for key in keys]
     return table(("setting", NAMES["qwen"], NAMES["smollm2"]), rows)

@@ -77,7 +77,7 @@ LENGTHS = {
 
 
 ELSEWHERE = {("qwen/rows_in_c", 2048), ("qwen/rows_in_c/long", 8192), ("smollm2/rows_in_c", 4096)}
-"""Folders and contexts that this table leaves out. The table of other runtimes shows those of Qwen."""
+"""Folders and contexts that the table leaves out. The table of other runtimes shows those of Qwen."""
 
 
 def lengths() -> str:
@@ -93,7 +93,7 @@ def lengths() -> str:
             prompts = [f"{by[name]['prefill']:.1f}" for name in (DYNAMIC, "full")]
             steps = [f"{by[name]['step']:.0f}" for name in (DYNAMIC, "full", "infinigen")]
             rows.append([processor, NAMES[model], f"{context:,}", *prompts, *steps])
-    head = ["prompt, s: `DynamicCache`", "`full`", "ms per token: `DynamicCache`", "`full`", "`infinigen`"]
+    head = ["prompt, s: `DynamicCache`", "prompt, s: `full`", "ms: `DynamicCache`", "ms: `full`", "ms: `infinigen`"]
     return table(("processor", "model", "context", *head), rows)
 
 
