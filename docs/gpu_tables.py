@@ -9,17 +9,17 @@ from result_rows import RESULTS
 from tables import table
 
 GPU_ROWS = {
-    "StaticCache": "transformers, `StaticCache`: all KV on the device",
-    "DynamicCache": "transformers, `DynamicCache`: all KV on the device",
+    "StaticCache": "transformers, `StaticCache`",
+    "DynamicCache": "transformers, `DynamicCache`",
     "OffloadedCache": "transformers, offloaded cache",
-    "full": "offload-rt, `full`: all KV copied from host memory",
+    "full": "offload-rt, `full`",
     "infinigen": "offload-rt, no approximate KV, 5% fetched",
     "infinigen, int4 tail": "offload-rt, 4-bit approximate KV, 5% fetched",
 }
 
 TRACED = {
     "resident": "all KV on the device, one CUDA graph, torch's attention",
-    "full": "offload-rt, `full`: all KV copied from host memory",
+    "full": "offload-rt, `full`",
     "infinigen": "offload-rt, no approximate KV, 5% fetched",
     "infinigen-default": "offload-rt, default, 2% fetched",
 }

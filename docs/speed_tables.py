@@ -69,9 +69,9 @@ LENGTHS = {
     "qwen/rows_in_c": ("EPYC", "qwen"),
     "qwen/rows_in_c/long": ("EPYC", "qwen"),
     "cpu/intel/native": ("Xeon", "smollm2"),
-    "cpu/intel/avx2_smollm2": ("Xeon, AVX2 only", "smollm2"),
-    "cpu/intel/avx2": ("Xeon, AVX2 only", "smollm2"),
-    "cpu/intel/avx2_qwen": ("Xeon, AVX2 only", "qwen"),
+    "cpu/intel/avx2_smollm2": ("Xeon (AVX2)", "smollm2"),
+    "cpu/intel/avx2": ("Xeon (AVX2)", "smollm2"),
+    "cpu/intel/avx2_qwen": ("Xeon (AVX2)", "qwen"),
 }
 """Folders of the table of context lengths, with the processor and the model."""
 
