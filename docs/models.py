@@ -29,14 +29,15 @@ def runs() -> str:
         if (shown := f"`{type(model).__name__}`") not in classes:
             classes.append(shown)
     rows = [[kinds, ", ".join(classes), limits] for (kinds, limits), classes in found.items()]
-    return table(("layers", "classes", "limits"), rows)
+    return table(("layers", "classes", "limit"), rows)
 
 
 def _layers(name: str, geometry: ModelGeometry) -> str:
     windows = len(geometry.sliding)
     kinds = ["recurrent"] if geometry.states else []
     if windows < geometry.layers:
-        kinds.append("latent" if name in LATENT else "full")
+        full = "full, absolute positions" if geometry.absolute_positions else "full"
+        kinds.append("latent" if name in LATENT else full)
     if windows:
         kinds.append("chunked" if geometry.chunked else "sliding")
     if geometry.kv_from:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from result_rows import DEFAULT, NAMES, NOVEL, Row, change, load, most_windows, score, setting
 from tables import table
 
-OMITTED = ("2%, 4-bit keys, 2-bit values", "sinks and recent tokens only", "`oracle`, 2%")
+OMITTED = ("2%, 4-bit keys, 2-bit values", "no selected tokens", "`oracle`, 2%")
 """Measured settings that the perplexity table does not show."""
 
 
@@ -19,19 +19,26 @@ def perplexity() -> str:
         row = next(model[key] for model in models if key in model)  # shares are equal on both models
         if row["policy"] != "full" and not key[2].startswith(OMITTED):
             changes = (change(model[key]) if key in model else "" for model in models)
-            rows.append([key[2], f"{row['attended']:.1%}", *changes])
-    return table(("setting", "exact", NAMES["qwen"], NAMES["smollm2"]), rows)
+            rows.append([_with_share(key[2], f"{row['attended']:.1%} exact"), *changes])
+    return table(("setting", NAMES["qwen"], NAMES["smollm2"]), rows)
+
+
+def _with_share(name: str, share: str) -> str:
+    """Add the measured share of tokens to the name of a setting that does not contain one."""
+    return f"{name} ({share})" if name == DEFAULT or "preset" in name else name
 
 
 CODE = "standard library (Python)"
 
 DIVERGENCE = (
     ("SmolLM2", NOVEL, ("smollm2/divergence", "smollm2/divergence_presets")),
-    ("SmolLM2 in bfloat16", NOVEL, ("smollm2/divergence_bfloat16",)),
     ("Gemma 3, novel", NOVEL, ("gemma/divergence",)),
     ("Gemma 3, code", CODE, ("gemma/divergence",)),
 )
 """Columns of the divergence table: heading, text and files."""
+
+NOT_SHOWN = ("`full`", "`oracle`, 10%")
+"""Settings that the divergence table does not show: the reference, and a setting without a counterpart."""
 
 
 def divergence() -> str:
@@ -42,12 +49,12 @@ def divergence() -> str:
         for row in (row for file in files for row in load(file) if row["text"] == text):
             columns[-1].setdefault(setting(row), row)
     rows = []
-    for name in dict.fromkeys(name for column in columns for name in column if name != "`full`"):
+    for name in dict.fromkeys(name for column in columns for name in column if name not in NOT_SHOWN):
         found = [column.get(name) for column in columns]
         row = next(each for each in found if each is not None)
         divergences = ("" if each is None else f"{each['kl']:.1e}" for each in found)
-        rows.append([name, f"{row['sparse_fetched'] or row['fetched']:.1%}", *divergences])
-    return table(("setting", "fetched", *(heading for heading, _, _ in DIVERGENCE)), rows)
+        rows.append([_with_share(name, f"{row['sparse_fetched']:.1%} fetched"), *divergences])
+    return table(("setting", *(heading for heading, _, _ in DIVERGENCE)), rows)
 
 
 def ruler() -> str:
@@ -68,6 +75,6 @@ def ruler() -> str:
 def formats() -> str:
     """Perplexity with a quantised KV cache, compared with approximate KV."""
     models = [most_windows(load(f"{model}/bytes")) for model in ("qwen", "smollm2")]
-    keys = [key for key in models[0] if "KV stored as" in key[2] or key[2] == "2%, 4-bit approximate KV"]
+    keys = [key for key in models[0] if "KV cache" in key[2] or key[2] == "2%, 4-bit approximate KV"]
     rows = [[key[2], *(change(model[key]) for model in models)] for key in keys]
     return table(("setting", NAMES["qwen"], NAMES["smollm2"]), rows)

@@ -36,14 +36,14 @@ def setting(row: Row) -> str:
     share = f"{options['budget']:.0%}" if options.get("budget", 0) >= 0.01 else ""
     stored = row["engine"].get("kv_format") or row["engine"].get("kv_cache_dtype")
     if stored:
-        return f"`{policy}`, KV stored as {stored}" + (f", {share}" if share else "")
+        return f"`{policy}`, {stored} KV cache" + (f", {share}" if share else "")
     if policy != "infinigen":
         return f"`{policy}`" + (f", {share}" if share else "")
     if "preset" in options:
         return DEFAULT if options["preset"] == "default" else f'`preset="{options["preset"]}"`'
     none = "no approximate KV"
     stored = {"int4": "4-bit approximate KV", "int2": "4-bit keys, 2-bit values", "off": none, None: none}
-    return f"{share or 'sinks and recent tokens only'}, {stored[options.get('approximate_kv')]}"
+    return f"{share or 'no selected tokens'}, {stored[options.get('approximate_kv')]}"
 
 
 def change(row: Row) -> str:

@@ -30,23 +30,23 @@ def readme() -> str:
 
     def device(name: str) -> list[str]:
         times = on_gpu[name]
-        return [f"{times[context]:.0f}" if context in times else "not measured" for context in (32768, 131072)]
+        return [f"{times[context]:.0f}" if context in times else unknown for context in (32768, 131072)]
 
     def cpu(runtime: str) -> str:
         return f"{steps[runtime]:.0f}"
 
-    full, unknown = "0 (full attention)", ["not measured"] * 2
+    full, unknown = "0", "–"
     rows = [
-        ["offload-rt, default", "26%: approximate KV", "2%", change(quality),
+        ["offload-rt, default", "26% (approximate KV)", "2%", change(quality),
          *device("infinigen, int4 tail"), cpu("infinigen")],
         ['offload-rt, `policy="full"`', "none", "all", full, *device("full"), cpu("full")],
-        ["transformers, `StaticCache`", "all", "none", full, *device("StaticCache"), "not measured"],
+        ["transformers, `StaticCache`", "all", "none", full, *device("StaticCache"), unknown],
         ["transformers, `DynamicCache`", "all", "none", full, *device("DynamicCache"), cpu(DYNAMIC)],
-        ["transformers, offloaded cache", "one layer", "all", full, *device("OffloadedCache"), "not measured"],
-        ["llama.cpp, 16-bit KV", "all", "none", full, *unknown, f"{llama:.0f}, 8,000 tokens"],
+        ["transformers, offloaded cache", "one layer", "all", full, *device("OffloadedCache"), unknown],
+        ["llama.cpp, 16-bit KV", "all", "none", full, unknown, unknown, f"{llama:.0f}"],
     ]  # fmt: skip
-    head = ["KV on the device", "KV copied per token", "perplexity change (1)"]
-    head += ["ms: H100, 32,768 tokens (2)", "ms: H100, 131,072 tokens (2)", "ms: CPU, 8,192 tokens (3)"]
+    head = ["KV on the GPU", "KV copied to the GPU per token", "change of perplexity"]
+    head += ["H100, 32,768 tokens", "H100, 131,072 tokens", "CPU, 8,192 tokens"]
     return table(("", *head), rows)
 
 

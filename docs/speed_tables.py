@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from result_rows import NAMES, RESULTS, Row, load
 from tables import table
@@ -10,18 +11,32 @@ from tables import table
 DYNAMIC = "transformers, DynamicCache"
 
 
-OMITTED = ("llama.cpp, 8-bit KV", "llama.cpp, 4-bit KV")
-"""Measured runtimes that the table of other runtimes does not show. Both are slower than 16-bit KV."""
+RUNTIMES = (
+    DYNAMIC, "transformers, StaticCache", "transformers, QuantizedCache", "kvpress", "llama.cpp, 16-bit KV",
+    "full", "infinigen", "auto",
+)  # fmt: skip
+"""Rows of the table of other runtimes. llama.cpp with 8-bit and 4-bit KV is slower than with 16-bit KV."""
 
 
 def others() -> str:
-    """Prompt time and time per token of other runtimes on Qwen at 2,048 tokens."""
-    ours, theirs = load("qwen/rows_in_c/real_speed"), load("qwen/rivals/real_speed")
-    names = {row["runtime"] for row in ours}
-    rows = [row for row in theirs if row["runtime"] not in names and row["runtime"] not in OMITTED]
-    rows += [row for row in ours if "float32" not in row["runtime"]]
-    cells = [[_runtime(row["runtime"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}"] for row in rows]
-    return table(("runtime", "prompt, s", "ms per token"), cells)
+    """Prompt time and time per token of other runtimes on Qwen at two context lengths."""
+    found: dict[str, dict[int, Row]] = {}
+    # A runtime that was measured twice has the times of the newer run, which is the later file.
+    for name in ("rivals", "rivals/8000", "rows_in_c", "rows_in_c/long"):
+        for row in load(f"qwen/{name}/real_speed"):
+            found.setdefault(row["runtime"], {})[8192 if row["context"] == 8000 else row["context"]] = row
+    rows = []
+    for runtime in RUNTIMES:
+        cells = []
+        for context in (2048, 8192):
+            row = found[runtime].get(context)
+            cells += ["", ""] if row is None else [f"{row['prefill']:.1f}", f"{row['step']:.0f}"]
+        rows.append([_runtime(runtime), *cells])
+    return table(("runtime", *_per_context(("2,048", "8,192"))), rows)
+
+
+def _per_context(contexts: Sequence[str]) -> list[str]:
+    return [f"{context}: {time}" for context in contexts for time in ("prompt, s", "ms per token")]
 
 
 def _runtime(name: str) -> str:
@@ -45,8 +60,7 @@ def packed_weights() -> str:
     for name, cells in PACKED.items():
         times = [f"{by[name][time]:.0f}" for by in (short, long) for time in ("prefill", "step")]
         rows.append([*cells, *times, f"{long[name]['peak'] / 1024:.1f}"])
-    head = [f"{context}: {time}" for context in ("2,048", "8,192") for time in ("prompt, s", "ms per token")]
-    return table(("runtime", "weights", *head, "8,192: memory, GiB"), rows)
+    return table(("runtime", "weights", *_per_context(("2,048", "8,192")), "8,192: memory, GiB"), rows)
 
 
 LENGTHS = {
@@ -55,11 +69,15 @@ LENGTHS = {
     "qwen/rows_in_c": ("EPYC", "qwen"),
     "qwen/rows_in_c/long": ("EPYC", "qwen"),
     "cpu/intel/native": ("Xeon", "smollm2"),
-    "cpu/intel/avx2_smollm2": ("Xeon, AVX2 only", "smollm2"),
-    "cpu/intel/avx2": ("Xeon, AVX2 only", "smollm2"),
-    "cpu/intel/avx2_qwen": ("Xeon, AVX2 only", "qwen"),
+    "cpu/intel/avx2_smollm2": ("Xeon (AVX2)", "smollm2"),
+    "cpu/intel/avx2": ("Xeon (AVX2)", "smollm2"),
+    "cpu/intel/avx2_qwen": ("Xeon (AVX2)", "qwen"),
 }
 """Folders of the table of context lengths, with the processor and the model."""
+
+
+ELSEWHERE = {("qwen/rows_in_c", 2048), ("qwen/rows_in_c/long", 8192), ("smollm2/rows_in_c", 4096)}
+"""Folders and contexts that the table leaves out. The table of other runtimes shows those of Qwen."""
 
 
 def lengths() -> str:
@@ -70,19 +88,18 @@ def lengths() -> str:
         for row in load(f"{folder}/real_speed"):
             found.setdefault(row["context"], {})[row["runtime"]] = row
         for context, by in found.items():
+            if (folder, context) in ELSEWHERE:
+                continue
             prompts = [f"{by[name]['prefill']:.1f}" for name in (DYNAMIC, "full")]
-            steps = [f"{by[name]['step']:.0f}" for name in (DYNAMIC, "full", "infinigen", "auto")]
+            steps = [f"{by[name]['step']:.0f}" for name in (DYNAMIC, "full", "infinigen")]
             rows.append([processor, NAMES[model], f"{context:,}", *prompts, *steps])
-    head = ["prompt, s: `DynamicCache`", "`full`", "ms per token: `DynamicCache`", "`full`", "`infinigen`", "`auto`"]
+    head = ["prompt, s: `DynamicCache`", "prompt, s: `full`", "ms: `DynamicCache`", "ms: `full`", "ms: `infinigen`"]
     return table(("processor", "model", "context", *head), rows)
 
 
 THREADS = {
     "EPYC": [f"cpu/threads/{name}_selecting" for name in ("smollm2_16k", "smollm2_32k", "qwen_8k", "qwen_16k")],
-    "Xeon": [
-        *(f"cpu/intel/auto/{model}_{context}" for model in ("smollm2", "qwen") for context in (2000, 8000, 16000)),
-        *(f"cpu/intel/threads_{model}" for model in ("smollm2", "qwen")),
-    ],
+    "Xeon": [f"cpu/intel/auto/{model}_{context}" for model in ("smollm2", "qwen") for context in (2000, 8000, 16000)],
 }
 """Folders of the table of full attention and selection, by processor."""
 
@@ -93,14 +110,11 @@ def selecting() -> str:
     for processor, folders in THREADS.items():
         for folder in folders:
             about = json.loads((RESULTS / folder / "threads.json").read_text(encoding="utf-8"))["about"]
-            by: dict[int, dict[str, str]] = {}
-            for row in load(f"{folder}/threads"):
-                if not row["busy"]:
-                    by.setdefault(row["threads"], {})[row["policy"]] = f"{row['median']:.0f}"
-            for threads, times in by.items():
-                cells = [times.get(policy, "") for policy in ("full", "infinigen", "auto")]
-                rows.append([processor, str(threads), NAMES[about["model"]], f"{about['context']:,}", *cells])
-    return table(("processor", "threads", "model", "context", "`full`", "`infinigen`", "`auto`"), rows)
+            idle = (row for row in load(f"{folder}/threads") if not row["busy"])
+            times = {row["policy"]: f"{row['median']:.0f}" for row in idle}
+            cells = [times.get(policy, "") for policy in ("full", "infinigen", "auto")]
+            rows.append([processor, NAMES[about["model"]], f"{about['context']:,}", *cells])
+    return table(("processor", "model", "context", "`full`", "`infinigen`", "`auto`"), rows)
 
 
 def drafts() -> str:
@@ -110,20 +124,18 @@ def drafts() -> str:
     for row in load("qwen/drafts"):
         if row["kind"] in kinds and row["context"] == 16384:
             text = f"{row['text']}, {'greedy' if not row['temperature'] else 'temperature 0.8'}"
-            cells = [f"{row['length']:.1f}", f"{row['bytes_share']:.0%}", f"{row['ratio']:.2f}"]
-            rows.append([text, kinds[row["kind"]], *cells])
-    return table(("text", "drafts", "tokens per pass", "copied KV", "speed-up"), rows)
+            rows.append([text, kinds[row["kind"]], f"{row['bytes_share']:.0%}", f"{row['ratio']:.2f}"])
+    return table(("text", "drafts", "copied KV", "speed-up"), rows)
 
 
 def disk() -> str:
     """Decode steps whose KV is on a disk."""
     rows = []
-    for name, shape in (("qwen", "24 layers, recorded"), ("million", "2 layers, random")):
+    for name in ("qwen", "million"):
         for row in sorted(load(f"disk/{name}/disk_steps"), key=lambda row: (row["context"], row["what"])):
             if row["context"] not in (16_000, 1_048_576):
                 continue
             cells = [f"{row['host_share']:.0%}", f"{row['mb_read']:.0f}", f"{row['step_ms']:.0f}"]
             exact = "100%" if row["what"] == "full" else "5%"
-            rows.append([shape, f"{row['context']:,}", exact, *cells, f"{row['times_full']:.1f}"])
-    head = ("layers and selections", "context", "exact", "KV in memory", "read, MB", "step, ms", "speed-up")
-    return table(head, rows)
+            rows.append([f"{row['context']:,}", exact, *cells, f"{row['times_full']:.1f}"])
+    return table(("context", "exact", "KV in memory", "read, MB", "step, ms", "speed-up"), rows)

@@ -516,12 +516,12 @@ LONGROPE = {
 
 REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "bloom": (Architecture("Bloom"), "alibi", "positions are a bias on attention scores (ALiBi), which no kernel adds"),
-    "falcon_rw": (Architecture("Falcon", {"alibi": True}), "alibi", "as Bloom, if `alibi` is set"),
+    "falcon_rw": (Architecture("Falcon", {"alibi": True}), "alibi", "ALiBi, if `alibi` is set"),
     "phi3_long": (
         Architecture("Phi3", {"rope_parameters": LONGROPE}),
         "rope_length",
-        "a loaded model with RoPE `longrope` or `dynamic`, because its cached keys become wrong when the text grows. "
-        "Passed as a folder or hub id, it runs with the frequencies of `max_model_len`",
+        "a loaded model with RoPE `longrope` or `dynamic`: its cached keys become wrong when the text grows. Pass the "
+        "folder or hub id instead",
     ),
     "gemma3_bidirectional": (
         Architecture("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}),
@@ -533,7 +533,7 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "jamba": (
         Architecture("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
         "recurrent",
-        "Mamba-1: transformers' layers do not continue its state over several tokens",
+        "Mamba-1: transformers cannot continue its state by several tokens at once",
     ),
 }
 """Refused architectures by short name: model, `ModelError.reason`, and explanation."""
