@@ -15,8 +15,6 @@ MIN_THREADED_WORK = 1 << 22
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of causal.c."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "packed", "sinks", "lse")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("q", "k", "v", "out") for step in ("head", "token")),
@@ -75,8 +73,7 @@ def attend_and_merge(
         k, v: Keys and values `[Hkv, n, d]`, n >= 1.
         out: Attention output of earlier calls, float32 `[H, m, d]`. Initially 0.
         lse: Log-sum-exp of the scores of earlier calls, contiguous float32 `[H, m]`. Initially -inf.
-        scale: Factor by which scores q·k are multiplied.
-        softcap: Soft cap of the scores, or None.
+        scale, softcap: See `causal.attend_causal`.
         causal: Whether the last m keys belong to the query tokens, and a causal mask is needed.
     """
     last_visible = k.shape[1] - (q.shape[1] if causal else 1)

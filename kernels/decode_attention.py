@@ -35,8 +35,7 @@ def attend(
     Args:
         q: Query `[H, d]`.
         parts: Disjoint KV entries of one layer. At least one part must not be empty.
-        scale: Factor by which scores q·k are multiplied.
-        softcap: Soft cap of the scores, or None.
+        scale, softcap: See `causal.attend_causal`.
 
     Returns:
         out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64 inputs).
@@ -191,8 +190,6 @@ class PagedPart(KVPart):
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of decode_attention.c."""
-
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "tokens", "block_rows")),
         *((name, ctypes.c_int64) for name in ("sinks", "sinks_stop", "recent", "recent_stop", "selected")),

@@ -26,10 +26,10 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 
 def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
-    """Return a function that calls the Triton version of `reference_function` for CUDA tensors, and it otherwise.
+    """Return a function that calls the Triton version of `reference_function` for CUDA tensors.
 
-    The module `triton` contains the Triton version under the same name. The device is that of the positional argument
-    number `on`.
+    The module `triton` contains the Triton version under the same name. The positional argument number `on` determines
+    the device.
     """
 
     @wraps(reference_function)

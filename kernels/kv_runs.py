@@ -86,15 +86,8 @@ def _attend_padded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `_attend_private` for the S sequences `members`, with one padded score buffer and one softmax.
 
-    Args:
-        queries: Queries `[B, Hkv, G, d]` of the whole batch.
-        private: Private runs of each member.
-        members: Indices of the S sequences in the batch.
-        max_tokens: Largest number of tokens in the private runs of a member.
-        scale: Factor by which scores q·k are multiplied.
-
-    Returns:
-        out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
+    `queries` `[B, Hkv, G, d]` are those of the whole batch. `max_tokens` is the largest number of private tokens of a
+    member. Return out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
     """
     pieces = [(i, offset, run) for i, runs in enumerate(private) for offset, run in _with_offsets(runs)]
     shape = (len(members), *queries.shape[1:3])

@@ -252,7 +252,7 @@ def attend_resident(
         starts, stops: Valid range of the resident KV of each list, int32 `[P]`.
         k, v: Fetched KV `[P, n, d]`.
         counts: Number of valid fetched entries of each list, int32 `[P]`.
-        scale: Factor by which scores q·k are multiplied.
+        scale: Factor of scores q·k.
     """
     planes = torch.stack(resident.tensors).unflatten(1, (resident.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
     keys, values = planes[0], planes[-1]

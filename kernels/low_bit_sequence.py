@@ -30,8 +30,6 @@ The split does not depend on the number of threads, so neither does the rounding
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of low_bit.c."""
-
     _fields_: ClassVar = [
         ("pages", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("offset", "heads", "group", "start", "stop", "per_part")),
@@ -45,8 +43,6 @@ class _Call(ctypes.Structure):
 
 
 class _StoreCall(ctypes.Structure):
-    """The structure `StoreCall` of low_bit.c."""
-
     _fields_: ClassVar = [
         ("pages", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("offset", "heads", "slot", "count")),
@@ -114,7 +110,6 @@ class LowBitQuery:
 
     @cached_property
     def scores(self) -> torch.Tensor:
-        """Scores `[Hkv, G, n]` of the n tokens."""
         starts, stops = self._repeated(self.tokens.start, self.tokens.stop)
         result = dispatch.score_low_bit(self.q, self.mean, self.layout, self._table, starts, stops, self.tokens.stop)
         return result.scores[:, :, self.tokens.start :]
@@ -204,7 +199,7 @@ class NativeQuery:
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise keys (or `values`) `[Hkv, m, d]`, and store them from slot `start` on."""
+    """Compute `low_bit.store_rows` in Triton, C or torch."""
     if dispatch.uses_triton(rows):
         from . import triton_low_bit_rows
 

@@ -26,8 +26,6 @@ MIN_THREADED_WORK = 1 << 18
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of packed_products.c."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "bias", "codes", "out", "whole", "factors", "sums")),
         *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size", "stride", "bits", "group")),
@@ -85,7 +83,6 @@ class PackedProducts:
 
 
 def compiled_for(dtype: torch.dtype) -> PackedProducts | None:
-    """Return the code for inputs and results of `dtype`, or None if it is not available."""
     if dtype not in (torch.bfloat16, torch.float32):
         return None
     library = native.compiled("packed_products", BFLOAT16=int(dtype == torch.bfloat16))

@@ -41,7 +41,6 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
 
 
 def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return q k^T of half-precision tensors, accumulated in the float32 tensor `out`."""
     # Scores must not be rounded to bfloat16: a score of 20 would change by about 0.05, and its weight by 5 %.
     if k.is_cuda:
         return out.copy_(torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32))

@@ -226,8 +226,6 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
 
 
 class _Ranking(ctypes.Structure):
-    """The structure `Ranking` of best_scores.c."""
-
     _fields_: ClassVar = [
         ("scores", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("stride", "heads", "group", "n", "per_part")),

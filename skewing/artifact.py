@@ -1,7 +1,6 @@
 """The skew artifact: the result of calibration, stored in one safetensors file.
 
-The file contains the format version, the method, the model fingerprint, a description of the calibration, and a digest
-of the tensors. It contains no date and no path, so the same calibration always writes the same bytes.
+The file contains no date and no path, so the same calibration always writes the same bytes.
 """
 
 from __future__ import annotations
@@ -38,23 +37,21 @@ def artifact_bytes(geometry: ModelGeometry) -> int:
 
 @dataclass(frozen=True, eq=False)
 class SkewArtifact:
-    """Skewing bases of queries and keys for each layer and KV head, and corrections of predicted attention inputs.
+    """Skewing bases of queries and keys, and corrections of predicted attention inputs.
 
     The bases are applied to queries and keys after bias, QK-norm and RoPE, without the attention scale.
 
     Attributes:
-        method: "svd" (paper §4.2, equations 2-3: one orthogonal matrix `A` for both, `query == key`) or "balanced"
+        method: "svd" (paper §4.2, equations 2-3: one orthogonal matrix for both, `query == key`) or "balanced"
             (different bases for queries and keys).
         query: B_q, float32 `[L, Hkv, d, d]`. The skewed query is q~ = q @ query[l, h]. Columns are in order of
-            decreasing importance, so `[..., :r]` keeps the r most important columns.
-        key: B_k, float32 `[L, Hkv, d, d]`. The skewed key is k~ = k @ key[l, h]. B_q B_k^T = I, so q~ k~^T == q k^T if
-            all columns are used.
-        key_mean: Mean of each column of the skewed keys over the calibration text, float32 `[L, Hkv, d]`.
-        key_std: Standard deviation of these columns, float32 `[L, Hkv, d]`. Mean and standard deviation determine the
-            quantisation levels of int4 and int2 scoring keys.
-        slope: Factors that correct predicted attention inputs, float32 `[S, L, D]` for the S tensors from which an
-            input can be predicted, or `[S, L, 1]` with one value for all channels.
-        offset: Summands of this correction, with the shape of `slope`.
+            decreasing importance.
+        key: B_k, float32 `[L, Hkv, d, d]`. The skewed key is k~ = k @ key[l, h]. With all columns, q~ k~^T equals q
+            k^T, because B_q B_k^T = I.
+        key_mean, key_std: Mean and standard deviation of each column of the skewed keys over the calibration text,
+            float32 `[L, Hkv, d]`. They determine the quantisation levels of int4 and int2 scoring keys.
+        slope, offset: `Correction` of predicted attention inputs, float32 `[S, L, D]`, or `[S, L, 1]` with one value
+            for all channels.
         fingerprint: Fingerprint of the calibrated model.
         calibration: Description of the calibration text, with a digest of its tokens.
     """
@@ -75,19 +72,17 @@ class SkewArtifact:
 
     @property
     def identity(self) -> str:
-        """Text that describes the inputs of the calibration. It is the same on all processors, unlike the bases."""
+        """Description of the calibration. Unlike the bases, it is the same on all processors."""
         return f"{self.fingerprint} {self.method} {self.calibration}"
 
     def to(self, device: torch.device | str) -> SkewArtifact:
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def save(self, path: Path | str) -> None:
-        """Write the artifact to `path` atomically. Create missing folders.
-
-        If the write fails, an existing file stays unchanged.
+        """Write the artifact to `path` atomically, and create missing folders.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError: The file cannot be written. An existing file is unchanged.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +141,7 @@ def _damaged(path: Path, why: str) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
-    """Return the header and the tensors of a file. Raise ArtifactError if it is not a valid skew artifact."""
+    """Return the header and the tensors of a file. Raises ArtifactError if it is not a skew artifact."""
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; a skew artifact is made with 'offload-rt skew MODEL --out DIR'")
     try:
@@ -156,7 +151,7 @@ def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         header = json.loads(text)
     except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
-        raise ArtifactError(_damaged(path, f"not a whole safetensors file: {error}")) from error
+        raise ArtifactError(_damaged(path, f"not a complete safetensors file: {error}")) from error
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise ArtifactError(f"{path} is a safetensors file but no skew artifact; give the skew.safetensors of a model")
     return dict(header), tensors
@@ -171,7 +166,7 @@ def _digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _inconsistency(tensors: dict[str, torch.Tensor]) -> str:
-    """Describe the first invalid tensor. Return "" if all tensors are valid."""
+    """Return a description of the first invalid tensor, or ""."""
     shape = tensors["query"].shape
     if len(shape) != 4 or shape[-1] != shape[-2]:
         return f"query has shape {tuple(shape)}, expected [L, Hkv, d, d]"

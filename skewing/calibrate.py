@@ -1,7 +1,6 @@
 """Calibration: compute a skew artifact with one forward pass over a fixed text (InfiniGen §4.3, "the sample input").
 
-The pass collects the second moments of the queries and keys of every head, and statistics of predicted attention
-inputs. Calibration never uses the user's prompt, because the output of a run must not depend on earlier runs.
+Calibration never uses the user's prompt, because the output of a run must not depend on earlier runs.
 """
 
 from __future__ import annotations
@@ -82,10 +81,7 @@ def calibrate(
 def fit(
     moments: Moments, correction: Correction, *, method: SkewMethod, fingerprint: str, calibration: str
 ) -> SkewArtifact:
-    """Compute the skew artifact from `moments` (leading axes `[L, Hkv]`) and `correction`.
-
-    For the other arguments, see `calibrate`.
-    """
+    """Compute the skew artifact from `moments` `[L, Hkv, ...]` and `correction`. For the rest, see `calibrate`."""
     basis = BASES[method](moments)
     skewed = moments.skewed(basis)
     deviation = skewed.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -110,19 +106,16 @@ def measure(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Moments, Correction]:
-    """Return the moments of queries and keys, and the correction of predicted attention inputs, on the CPU.
+    """Return the moments of queries and keys `[L, Hkv, ...]` and the correction of predicted attention inputs.
 
-    Queries and keys are taken after RoPE, without the attention scale. The moments have leading axes `[L, Hkv]`. The
-    moments of a KV head include the queries of all G heads in its group. They are 0 in layers with another head
-    dimension than full-attention layers, because these select no tokens. If a layer uses the K and V of an earlier
-    layer, its queries belong to the moments of that layer, and its own moments are 0.
+    Queries and keys are taken after RoPE, without the attention scale. They are rotated to positions that are spread
+    over the whole context length, because with RoPE, a basis fits only the positions for which it was computed. The
+    attention of the forward pass uses the real positions. The text is split into segments of at most `positions`
+    tokens, which all begin at position 0. For errors, see `calibrate`.
 
-    The text is split into segments of at most `positions` tokens. Each segment begins at position 0 and uses exact
-    causal attention. For errors, see `calibrate`.
-
-    With RoPE, the moments depend on the positions. A basis computed from positions below 2,048 fits only these
-    positions, because RoPE rotates some planes slowly. The queries and keys for the moments are therefore rotated to
-    positions that are spread over the whole range. The attention of the forward pass uses the real positions.
+    The moments of a KV head include the queries of all layers that use its keys. Layers that use the keys of an earlier
+    layer, and layers with another head dimension than full-attention layers, have moments of 0. All results are on the
+    CPU.
     """
     geometry, limit = adapter.geometry, position_limit(adapter, positions)
     if not token_ids:
@@ -154,9 +147,9 @@ def measure(
 def prediction_quality(
     adapter: ModelAdapter, token_ids: Sequence[int], correction: Correction
 ) -> dict[Source | int, float]:
-    """Return how good predicted queries are, for each tensor that they can be predicted from (`PredictionQuality`).
+    """Return the quality of predicted queries for each source of predictions (`PredictionQuality`).
 
-    `token_ids` are one text, of at most as many tokens as the model has positions.
+    `token_ids` are one text, not longer than the model's context length.
     """
     quality = PredictionQuality(adapter, correction)
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=adapter.device)
@@ -166,7 +159,7 @@ def prediction_quality(
 
 
 def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
-    """Return the number of positions to calibrate for: `positions`, or the model's maximum if it is None.
+    """Return the number of positions to calibrate for: `positions`, or the model's maximum.
 
     Raises:
         InputError: `positions` is below 1, or above the maximum of a model with absolute positions.
@@ -182,10 +175,9 @@ def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
 def _segment_sums(
     adapter: ModelAdapter, tokens: torch.Tensor, limit: int, predictions: Predictions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield three sums of each layer over `tokens` `[T]`: q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]`.
+    """Yield `_sum_moments` of each layer over `tokens` `[T]`, at positions that are spread over [0, `limit`).
 
-    Queries and keys are at positions that are spread over [0, `limit`). The predicted attention inputs of all layers
-    except the first are passed to `predictions`.
+    Call `predictions` for all layers except the first.
     """
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
@@ -231,7 +223,7 @@ def _all_rows(slices: Iterable[KVPart]) -> KVPart:
 def _sum_moments(
     adapter: ModelAdapter, layer: int, inputs: Iterable[torch.Tensor], positions: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the float64 sums of q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]` of one layer.
+    """Return the float64 sums of q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]` over tokens of one layer.
 
     `inputs` yields the layer's attention inputs `[m, D]` slice by slice.
     """
@@ -252,17 +244,16 @@ def _sum_moments(
 
 
 def _spread(count: int, limit: int) -> torch.Tensor:
-    """Return `count` ascending positions, int64 `[count]`, in [0, limit): one from each of `count` equal sections."""
+    """Return one position from each of `count` equal sections of [0, limit), ascending int64 `[count]`."""
     # Positions are random, because a regular step could coincide with the period of a rotary plane.
     draw = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return ((torch.arange(count) + draw) * limit / count).long().clamp_max(limit - 1)
 
 
 def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count: int) -> tuple[list[int], str]:
-    """Return up to `count` token ids of the calibration text in the package, and a description of them.
+    """Return up to `count` token ids of the calibration text in the package, and a description.
 
-    Without a tokenizer, they are `count` fixed pseudo-random ids below `vocab`, with which calibration is less
-    accurate.
+    Without a tokenizer, the ids are fixed pseudo-random numbers. Calibration is then less accurate.
     """
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
@@ -273,10 +264,7 @@ def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count:
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name: str) -> tuple[list[int], str]:
-    """Return the first `count` tokens of `text`, including special tokens, and their description for the artifact.
-
-    The description is "first N tokens of NAME".
-    """
+    """Return the first `count` tokens of `text`, including special tokens, and a description with `name`."""
     # Tokenize only the beginning of a long text. 64 additional tokens are needed, because the cut changes the tokens
     # before it.
     characters, margin = 8 * count, 64
@@ -291,7 +279,7 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
 def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress | None = None) -> SkewArtifact:
     """Return the model's artifact for the calibration text in the package, from the user's cache folder.
 
-    If it is missing or damaged, calibrate and store it. If the folder is not writable, every call calibrates again.
+    If it is missing or damaged, calibrate and store the artifact.
     """
     path = cache_path(loaded, method)
     if path.exists():

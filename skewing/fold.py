@@ -1,16 +1,12 @@
 """Fold skewing bases into the weights (paper §4.2, equation 2), and compute the output of the command `skew`.
 
-With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so weight and bias can be multiplied by the basis
-B_q. Keys are skewed with B_k in the same way. The result is an ordinary checkpoint with the attention scores and logits
-of the original.
+With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so weight and bias are multiplied by B_q. Keys
+are folded in the same way. The result is an ordinary checkpoint whose logits are those of the original, except for
+rounding: about 1e-5 of the largest logit in float32, and as much as the rounding of the original weights in bfloat16
+and float16, which changes 1-3 % of the greedy tokens. The engine therefore uses separate matrices (`SkewArtifact`).
 
-Products are computed in float64 and rounded once to the dtype of the model. In a float32 model, this rounding changes
-logits by about 1e-5 of the largest logit. In bfloat16 and float16 models, it is as large as the rounding of the
-original weights and changes 1-3 % of the greedy tokens. The runtime therefore does not fold, but uses separate matrices
-(`SkewArtifact`).
-
-Models with RoPE cannot be folded, because the rotation is applied after the projection and does not commute with a
-basis that mixes rotary planes.
+Models with RoPE cannot be folded, because the rotation follows the projection and does not commute with a basis that
+mixes rotary planes.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ Projection = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _attentions(model: Any) -> list[Any]:
-    """Return the attention modules of a model that can be folded. Raise ModelError for other models."""
+    """Return the attention modules of a model that can be folded. Raises ModelError for other models."""
     if model.config.model_type == "opt":
         return [layer.self_attn for layer in model.model.decoder.layers]
     if model.config.model_type == "gpt2":
@@ -74,8 +70,7 @@ def _projections(attention: Any) -> tuple[Projection, Projection]:
 def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
     """Return a copy of the model with skewed queries and keys. Except for rounding, its logits are unchanged.
 
-    The copy has the same class and dtype. `model` is not changed. All parameters except the query and key projections
-    are shared with `model`, so only these projections need additional memory.
+    The copy has the same class and dtype, and shares all other parameters with `model`, which is not changed.
 
     Raises:
         ModelError: The model has no absolute positions, or its weights are packed or offloaded.
@@ -131,13 +126,13 @@ class SkewReport:
         artifact: Path of the skew artifact.
         folded: Folder of the folded checkpoint, or None for a model with RoPE.
         method, calibration, fingerprint: See `SkewArtifact`.
-        energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns preserve without skewing (mean
-            over layers and KV heads).
+        energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns keep without skewing, mean over
+            layers and KV heads.
         energy_kept_skewed: The same fraction with skewing.
         logit_difference: Largest difference between logits of the folded and the original model, divided by the largest
             logit. None if there is no folded model.
-        predictions: Quality of predicted queries by source (`PredictionQuality`). Integers are values of option `ahead`
-            of policy "infinigen" (hybrid models).
+        predictions: Quality of predicted queries by source (`PredictionQuality`). An integer is a value of the option
+            `ahead` of the policy "infinigen" (hybrid models).
     """
 
     artifact: Path
@@ -215,7 +210,6 @@ def skew_model(
 
 
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
-    """Load a model. Return the transformers model, which is folded, and the `LoadedModel` for calibration."""
     source = find_source(model)
     config, device = read_config(source), resolve_device("auto")
     network = read_weights(source, config, device, resolve_dtype(dtype, source, declared_dtype(source, config), device))
@@ -231,14 +225,13 @@ def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tu
 
 
 def _probe_tokens(loaded: LoadedModel, calibrated: int, count: int) -> list[int]:
-    """Return `count` tokens after the calibration tokens, or the last tokens of the text if it is too short."""
+    """Return `count` tokens of the text after the calibration tokens, or its last tokens if it is too short."""
     count = min(count, loaded.adapter.geometry.max_positions)
     ids, _ = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, calibrated + count)
     return ids[-count:]
 
 
 def _energy(moments: Moments, basis: SkewBasis) -> float:
-    """Return the fraction of the scores' mean square that 30 % of the columns preserve, mean over all heads."""
     columns = max(1, round(PARTIAL_RATIO * moments.query.shape[-1]))
     return round(float(kept_energy(moments, basis, columns).mean()), 4)
 
@@ -247,10 +240,7 @@ def _energy(moments: Moments, basis: SkewBasis) -> float:
 def _write_folded(
     network: PreTrainedModel, artifact: SkewArtifact, loaded: LoadedModel, probe: list[int], folder: Path
 ) -> float:
-    """Fold the model and save it with its tokenizer.
-
-    Return the largest difference between the logits of the model and its folded copy, divided by the largest logit.
-    """
+    """Fold the model and save it with its tokenizer. Return `SkewReport.logit_difference`."""
     folded = fold(network, artifact)
     ids = torch.tensor([probe], device=network.device)
     expected, actual = (m(ids, use_cache=False).logits.float() for m in (network, folded))

@@ -1,10 +1,9 @@
 """Correct predicted attention inputs by a linear function per channel, fitted in calibration.
 
 InfiniGen predicts the query of layer l from the hidden states of layer l-1, because the inputs of adjacent layers are
-similar (§4.3, Table 1). The prediction is wrong if the MLP of layer l-1 adds a large vector to the residual stream that
-is nearly the same for every token ("massive activations"). This happens in the first layer of both reference models.
-The error is nearly constant. A slope and an offset per channel remove it at the cost of one multiply-add per element of
-`[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`, parts "source".
+similar (§4.3, Table 1). The prediction is wrong after an MLP that adds nearly the same large vector to every token
+("massive activations"). As this error is nearly constant, a slope and an offset per channel remove it. Measurements:
+`eval/results/reference-opt/ablation.md`, parts "source".
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 def source_index(source: Source | int) -> int:
     """Return the index of a source of predictions on the first axis of `Correction.slope`.
 
-    In hybrid models, a source may be a number n: the input of the n-th decoder layer before the predicted one.
+    In hybrid models, the source n (an integer) is the input of the n-th decoder layer before the predicted layer.
     """
     return len(SOURCES) + source - 1 if isinstance(source, int) else SOURCES.index(source)
 
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Linear correction of predicted attention inputs, which are used to compute predicted queries.
+    """Linear correction of predicted attention inputs, from which predicted queries are computed.
 
     `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The input g `[..., D]` of layer l,
-    predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Without a prediction, for example in layer
-    0, slopes are 1 and offsets 0.
+    predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Layers without predictions, such as layer
+    0, have slope 1 and offset 0.
     """
 
     slope: torch.Tensor
@@ -44,13 +43,12 @@ class Correction:
 
     @classmethod
     def none(cls, layers: int) -> Correction:
-        """Return the identity correction: slope 1 and offset 0 for all channels."""
         shape = (len(SOURCES), layers, 1)
         return cls(torch.ones(shape), torch.zeros(shape))
 
 
 class CorrectionSums:
-    """Sums over tokens for fitting a `Correction`, for each source, layer and channel (float64 on the CPU)."""
+    """Accumulates sums over tokens from which a `Correction` is fitted, for each source, layer and channel."""
 
     def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
         # Sums of g, t, g^2 and g t, and the number of tokens.
@@ -58,7 +56,7 @@ class CorrectionSums:
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
 
     def add(self, layer: int, predictions: Mapping[Source | int, torch.Tensor], true_input: torch.Tensor) -> None:
-        """Add a layer's predicted inputs `[m, D]` by source, and its true inputs `true_input` `[m, D]`."""
+        """Add predicted inputs of a layer `[m, D]`, by source, and its true inputs `[m, D]`."""
         t = true_input.double()
         for source, predicted in predictions.items():
             g = predicted.double()
@@ -66,7 +64,7 @@ class CorrectionSums:
             self._sums[:, source_index(source), layer] += sums.cpu()
 
     def fit(self) -> Correction:
-        """Fit the correction by least squares: in each channel, a line that maps predicted to true inputs.
+        """Fit a line from predicted to true inputs in each channel, by least squares.
 
         Channels with constant predictions get slope 1.
         """
@@ -91,7 +89,7 @@ def predicted_input(
     Args:
         adapter: The model.
         layer: The layer whose attention input is predicted.
-        source: Selects which of the following three tensors is used.
+        source: Selects one of the following three tensors.
         hidden: Input of the previous layer, `[T, D]`.
         attention_input: Attention input of the previous layer, `[T, D]`.
         residual: Residual stream after the attention of the previous layer, `[T, D]`.

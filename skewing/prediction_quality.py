@@ -1,4 +1,4 @@
-"""Quality of predicted queries: the attention mass of the tokens that they select."""
+"""Measure the quality of predicted queries."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ STRIDE = 16
 
 
 class PredictionQuality:
-    """Measures the quality of predicted queries: the attention mass of the tokens that they select.
+    """Measures predicted queries by the attention mass of the tokens that they select.
 
-    It is relative to the attention mass of the tokens that the true queries select. A query selects the tokens with the
-    largest attention weights. As in the policy, the query heads of a KV head select together, and resident tokens do
-    not count. Queries that would select no token are not measured.
+    The mass is divided by that of the tokens which the true queries select. Tokens with the largest attention weights
+    are selected. As in the policy, the query heads of a KV head select together, and resident tokens do not count.
     """
 
     def __init__(self, adapter: ModelAdapter, correction: Correction) -> None:
@@ -34,10 +33,10 @@ class PredictionQuality:
         self._ideal_mass: defaultdict[Source | int, list[float]] = defaultdict(list)
 
     def add(self, layer: int, predictions: Mapping[Source | int, torch.Tensor], true_input: torch.Tensor) -> None:
-        """Measure a slice of a text: predicted inputs `[m, D]` of a layer, and its true inputs `true_input` `[m, D]`.
+        """Measure a slice of a text: predicted inputs of a layer `[m, D]`, by source, and its true inputs `[m, D]`.
 
-        The slices of a layer must follow each other. Sliding-window layers are skipped, because they do not select, and
-        layers that use the keys of an earlier layer, because those keys are not at hand.
+        The slices of a layer must be passed in order. Layers that do not select tokens, or that use the keys of an
+        earlier layer, are skipped.
         """
         geometry = self._adapter.geometry
         if geometry.windows[layer] is not None or geometry.kv_layer(layer) != layer:
@@ -63,9 +62,9 @@ class PredictionQuality:
         return {source: sum(mass) / sum(self._ideal_mass[source]) for source, mass in self._mass.items()}
 
     def _weights(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the attention weights `[Hkv, G, P, N]` of the queries at `positions`, computed from `inputs` `[P, D]`.
+        """Return the attention weights `[Hkv, G, P, N]` of the queries of `inputs` `[P, D]` at `positions` `[P]`.
 
-        Resident tokens have the weight 0. The weights of all other tokens sum to 1.
+        Resident tokens have the weight 0, so the weights of all other tokens sum to 1.
         """
         geometry = self._adapter.geometry
         q = self._adapter.query(layer, inputs, positions).float().unflatten(0, (geometry.kv_heads, -1))
@@ -76,14 +75,13 @@ class PredictionQuality:
 
 
 def _selected(positions: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens that queries at `positions` `[P]` select, int64 `[P]`."""
     return ((positions + 1 - SINKS - RECENT) * FRACTION).long()
 
 
 def _selected_mass(weights: torch.Tensor, ranking_weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the sum of `weights` over the tokens with the largest `ranking_weights`, `[Hkv, G, P]`.
 
-    Both are `[Hkv, G, P, N]`. `positions` `[P]` are the positions of the queries.
+    Both are `[Hkv, G, P, N]`, for queries at `positions` `[P]`.
     """
     order = ranking_weights.amax(1, keepdim=True).argsort(-1, descending=True).expand_as(weights)
     mass, last = weights.gather(-1, order).cumsum(-1), _selected(positions) - 1

@@ -2,20 +2,20 @@
 
 All functions use float64 and are batched over leading axes (layers and KV heads).
 
-Let M_q be the second moment of the queries and C_k the covariance of the keys. Dropping the columns J of the skewed
-queries and keys changes the scores by sum_J q~_j (k~_j - m_j), up to a constant that softmax ignores. For independent
-queries and keys, the mean square of this error is sum_{i, j in J} M_q~[i, j] C_k~[i, j]. Both bases minimise it:
+Let M_q be the second moment of the queries and C_k the covariance of the keys. If the columns J of the skewed queries
+and keys are dropped, the scores change by sum_J q~_j (k~_j - m_j), up to a constant that softmax ignores. For
+independent queries and keys, the mean square of this error is sum_{i, j in J} M_q~[i, j] C_k~[i, j]. Each basis
+minimises it:
 
-* `svd_basis`: A contains the eigenvectors of M_q. M_q~ is diagonal and the cross terms vanish, so the best columns are
-  exactly those with the largest M_q~[j, j] C_k~[j, j] = (E q~_j^2)(Var k~_j). The columns are stored in this order. The
-  paper orders them by the sum |q~_j| + |k~_j| over the prompt, although a large key column with a small query column
-  does not change the scores.
-* `balanced_basis`: With M_q = L_q L_q^T and C_k = L_k L_k^T, the mean square of the scores q X k^T is |L_q^T X
-  L_k|_F^2. The truncated SVD of L_q^T L_k is the best rank-r approximation (Eckart-Young).
+* `svd_basis` (orthogonal): A contains the eigenvectors of M_q. M_q~ is diagonal, so the best columns are those with the
+  largest M_q~[j, j] C_k~[j, j] = (E q~_j^2)(Var k~_j). The paper orders columns by the sum |q~_j| + |k~_j| over the
+  prompt, although a large key column with a small query column does not change the scores.
+* `balanced_basis` (any matrices with B_q B_k^T = I): With M_q = L_q L_q^T and C_k = L_k L_k^T, the mean square of the
+  scores q X k^T is |L_q^T X L_k|_F^2. The truncated SVD of L_q^T L_k is the best rank-r approximation (Eckart-Young).
 
 Fraction of the scores' mean square that 19 of 64 columns keep (test model, held-out book, mean over heads): 0.793 with
-`svd_basis`, 0.792 with its columns in the paper's order, 0.790 ordered by eigenvalues, 0.816 with `balanced_basis`, and
-0.718 without skewing.
+`svd_basis`, 0.792 in the paper's order, 0.790 ordered by eigenvalues, 0.816 with `balanced_basis`, 0.718 without
+skewing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RIDGE: Final = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Moments of queries and keys: float64 means over tokens. For queries, also over the G query heads of a group.
+    """Moments of queries and keys: float64 means over tokens (and over the G query heads of a group).
 
     Attributes:
         query: E[q q^T] `[..., d, d]`, not centred, because the mean of the queries affects the scores.
@@ -52,10 +52,7 @@ class Moments:
 
     @property
     def key_covariance(self) -> torch.Tensor:
-        """Return C_k, the covariance of the keys, `[..., d, d]`.
-
-        Keys are centred because their mean adds the same score to every token, which softmax ignores.
-        """
+        """Covariance C_k of the keys, `[..., d, d]`. Keys are centred because softmax ignores their mean."""
         return self.key - self.key_mean[..., :, None] * self.key_mean[..., None, :]
 
     def skewed(self, basis: SkewBasis) -> Moments:
@@ -84,8 +81,8 @@ def plain_basis(moments: Moments) -> SkewBasis:
 def svd_basis(moments: Moments) -> SkewBasis:
     """Return the paper's matrix A (equation 3) as basis of queries and keys.
 
-    Its columns are the right singular vectors of the queries, i.e. the eigenvectors of Q^T Q, in descending order of
-    their contribution to the scores (see the module). The largest entry of each column is positive.
+    Its columns are the right singular vectors of the queries, in descending order of their contribution to the scores.
+    The largest entry of each column is positive.
     """
     vectors = torch.linalg.eigh(_symmetric(moments.query)).eigenvectors.flip(-1)
     vectors = vectors * _signs(vectors)
@@ -95,9 +92,9 @@ def svd_basis(moments: Moments) -> SkewBasis:
 def balanced_basis(moments: Moments, ridge: float = RIDGE) -> SkewBasis:
     """Return B_q = L_k V S^-1/2 and B_k = L_q U S^-1/2 with U S V^T = SVD(L_q^T L_k).
 
-    The first r columns give the best rank-r approximation of the scores in the least-squares sense. Both skewed moments
-    are diag(S). `ridge` times the mean eigenvalue is added to both moments, so that B_q B_k^T = I even if the moments
-    are rank-deficient (fewer tokens than d, constant columns, identical keys).
+    The first r columns give the best rank-r approximation of the scores (least squares). Both skewed moments are
+    diag(S). `ridge` times the mean eigenvalue is added to both moments, so that B_q B_k^T = I even if they are
+    rank-deficient.
     """
     left = _cholesky(moments.query, moments.query, ridge)
     right = _cholesky(moments.key_covariance, moments.key, ridge)
@@ -112,10 +109,9 @@ BASES: Final[Mapping[SkewMethod, Callable[[Moments], SkewBasis]]] = {"svd": svd_
 
 
 def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tensor:
-    """Return the fraction `[...]` of the scores' mean square that the first `columns` columns preserve.
+    """Return the fraction `[...]` of the scores' mean square that the first `columns` columns keep, with centred keys.
 
-    It is 1 - (mean square error) / (mean square), with centred keys. It is negative if scores of zero would be better
-    than scores from these columns, and 1 if the mean square is 0.
+    The fraction is 1 - (mean square error) / (mean square). It is negative if zeros would be better scores.
     """
     skewed = moments.skewed(basis)
     products = skewed.query * skewed.key_covariance
@@ -151,7 +147,7 @@ def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> to
 
 
 def _signs(vectors: torch.Tensor) -> torch.Tensor:
-    """Return a factor +1 or -1 for each column, `[..., 1, d]`, that makes its largest entry positive."""
+    """Return +1 or -1 for each column, `[..., 1, d]`, so that its largest entry becomes positive."""
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     signs: torch.Tensor = torch.ones_like(largest).copysign(largest)
     return signs

@@ -1,6 +1,6 @@
 """Policies that `offload-rt tune` has chosen for a model.
 
-A tuned policy is a folder with `skew.safetensors` and `policy.json`. If the engine option `skew` is such a folder, the
+A tuned policy is a folder with `skew.safetensors` and `policy.json`. With this folder as engine option `skew`, the
 options in `policy.json` are the defaults.
 """
 
@@ -32,9 +32,8 @@ class TunedPolicy:
     Attributes:
         policy, options: Values for `LLM(policy=..., policy_options=...)`.
         fingerprint: Fingerprint of the model.
-        measured: Record of the tuning run, for information only: the limit on the missed attention mass, the
-            objective, the calibration text, and the results of the chosen options (missed attention mass and bytes read
-            per decode step).
+        measured: Record of the tuning run, for information: the limit on the missed attention mass, the objective, the
+            calibration text, and the results of the chosen options.
     """
 
     policy: str
@@ -84,7 +83,7 @@ def default_options(
 ) -> Mapping[str, Any]:
     """Return `options`, completed with the options of a tuned policy.
 
-    Tuned options are used only if `skew` is a folder with a tuned policy named `policy` and no preset is given.
+    Tuned options are used only if `skew` is a folder with a tuned policy of this name, and no preset is given.
 
     Args:
         skew: Skew artifact or folder.
@@ -125,9 +124,9 @@ def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None
 
 
 def check_method(artifact: SkewArtifact, method: SkewMethod, skew: Path) -> None:
-    """Raise ConfigError if the artifact in `skew` was not made with `method`, which the options require."""
+    """Raise ConfigError if the artifact in `skew` was made with another method."""
     check(
         method == artifact.method,
         f"{str(skew)!r} was made with the method {artifact.method!r}, and the policy's options name {method!r} "
-        f"(skew, --skew-method, a preset): leave that out, or make one with 'offload-rt skew --method {method}'",
+        f"(skew, --skew-method, a preset): remove this option, or make one with 'offload-rt skew --method {method}'",
     )

@@ -104,7 +104,6 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage object of a response. Fields that do not apply to this server are null."""
     absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
     return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,

@@ -186,8 +186,7 @@ class Conversations:
     ) -> list[str]:
         """Store a conversation. Return the engine's session ids of evicted conversations.
 
-        Without `title`, the conversation keeps the title that a client has set. Otherwise the first question becomes
-        the title.
+        If neither `title` nor an earlier call sets a title, the first question becomes the title.
         """
         known = self._documents.head(session_of(owner, name)) or {}
         given = title or known.get("given_title")

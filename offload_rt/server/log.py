@@ -52,7 +52,7 @@ class TextLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Limit how often the same warning, error or refused request is logged: `limit` times per interval.
+    """Log at most `limit` equal warnings, errors or refused requests per interval.
 
     The first record after an interval has the field `suppressed`, with the number of dropped records of each message.
     """

@@ -83,7 +83,6 @@ class Prompts:
 
     @property
     def template(self) -> str:
-        """Source of the chat template, or "" if the model has none."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, Mapping):
             found = found.get("default")

@@ -73,7 +73,6 @@ def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the strings and token ids of a JSON value in order."""
     # Not recursive, because bodies may be deeply nested.
     left = [value]
     while left:

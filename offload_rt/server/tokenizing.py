@@ -40,7 +40,6 @@ def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _flatten(step: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the individual steps of a normalizer or pre-tokenizer."""
     left = [] if step is None else [json.loads(step.__getstate__())]
     while left:
         found = left.pop(0)

@@ -136,7 +136,6 @@ def _check_folder(folder: Path) -> None:
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
-    """Yield the name without suffix, size and last use of each file that still exists."""
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.lstat()

@@ -87,7 +87,6 @@ def _check_messages(messages: object) -> Sequence[Any]:
 
 
 def _plain_message(message: object) -> dict[str, Any]:
-    """Copy a message, and join the text parts of its content to one string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(f'a message is {message!r:.80}: it must be a mapping with "role" and "content"')
     found, content = dict(message), message.get("content")

@@ -1,4 +1,4 @@
-"""State shared by the sessions of one store: the runner, the files and the measured rates."""
+"""State shared by the sessions of one store."""
 
 from __future__ import annotations
 

@@ -63,7 +63,6 @@ def remove_session(store: DiskStore, namespace: str, document: str, needed: Iter
 
 
 def summary_of(data: bytes) -> Summary | None:
-    """Return the summary of a history, or None if `data` is not a valid history."""
     history = History.from_bytes(data)
     if history is None:
         return None

@@ -181,7 +181,6 @@ class HostTier:
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
-        """Evict idle sessions, except those in `soon`, until the fraction `options.free_host` of the pool is free."""
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
             if (victim := self._order.first()) in soon:

@@ -131,7 +131,7 @@ class Session:
             told = f"the system message {history.system!r:.80}" if history.system else "no system message"
             raise InputError(f"session {self.name!r} has turns with {told}: open a new session for another one")
         if getattr(tokenizer, "chat_template", None) is None:
-            raise InputError(f"{history.model} has no chat template for system={system!r:.40}: put it into a turn")
+            raise InputError(f"{history.model} has no chat template for system={system!r:.40}: put it into a message")
         history.system = system
 
     def send(
@@ -374,7 +374,7 @@ class Session:
         if self._closed:
             raise InputError(f"session {self.name!r} is closed: open it again with llm.session")
         if self.busy:
-            raise InputError(f"session {self.name!r} is answering: take all events first, or close their iterator")
+            raise InputError(f"session {self.name!r} is answering: read the response to its end, or close its iterator")
 
     def check_integrity(self) -> None:
         self.kv.check_integrity()

@@ -1,4 +1,4 @@
-"""KV cache of one session, in host memory and on disk."""
+"""KV cache of one session."""
 
 from __future__ import annotations
 
@@ -170,7 +170,6 @@ class SessionKV:
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def _restore(self, capacity: int, *, all_layers: bool = False) -> Sequence:
-        """Create the sequence from cached blocks, and start loading further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = self._match()
         with runner.cache_manager.released_on_error(blocks):

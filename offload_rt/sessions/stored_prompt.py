@@ -1,8 +1,8 @@
 """Requests without a session name. Their KV is kept in host memory and on disk as a prefix cache.
 
 Such a request is a session for one turn, without a history on disk. The names of its blocks depend only on their text,
-so later prompts with the same prefix find them, even after a restart. Only exact KV is reused, so a response does not
-depend on earlier requests.
+so later prompts with the same prefix find them. Only exact KV is reused, so a response does not depend on earlier
+requests.
 """
 
 from __future__ import annotations

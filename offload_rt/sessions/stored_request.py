@@ -210,7 +210,6 @@ class StoredRequest(SampledRequest):
 
     @property
     def _computed_before(self) -> int:
-        """Number of tokens that earlier turns have computed."""
         return 0
 
     def reserve(self, runner: Runner) -> None:

@@ -68,7 +68,7 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, for_prompt: bool) -> list[NamedBlock]:
-        """Queue the snapshots `names` for writing. Return those that were in host memory.
+        """Queue the snapshots `names` that are in host memory for writing. Return the queued ones.
 
         With `for_prompt`, mark them as used by a request without a session name.
         """

@@ -53,7 +53,7 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
     if wrong is not None:
         raise InputError(f"drop has token {wrong}, but the session has tokens 0 to {computed - 1}")
     if len(gone) == computed:
-        raise InputError("drop has every token of the session: at least one must stay")
+        raise InputError("drop has every token of the session: keep at least one")
     return [i for i in range(computed) if i not in gone]
 
 
@@ -157,10 +157,8 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
     """Rotate the sinks' keys if their distance to the last of `length` tokens exceeds the trained context length.
 
-    If the original keys are missing, the KV of the session is dropped, and the turn computes it again.
-
-    Raises:
-        PoolFullError: The KV of the session does not fit in the pool.
+    If the original keys are missing, drop the KV of the session, which the turn then computes again. Raises
+    PoolFullError if the KV of the session does not fit in the pool.
     """
     history, geometry, pool = kv.history, kv.runner.adapter.geometry, kv.runner.pool
     distance = length + history.shift - history.sink_shift
@@ -223,7 +221,6 @@ def _allocate_blocks(kv: SessionKV, size: int, known: int, floor: int) -> BlockT
 
 
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
-    """Copy the KV of the tokens `kept` to `blocks`. Return the new sequence of the session."""
     runner = kv.runner
     runner.transfer.storage.settle(sequence.blocks)
     copy_kv(runner.pool, sequence.blocks, blocks, kept)

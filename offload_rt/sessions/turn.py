@@ -101,7 +101,6 @@ class Turn(StoredRequest):
         params: SamplingParams,
         recorder: Recorder | None = None,
     ) -> None:
-        """Create a turn with the user message `text`, which changes the tokens of the session by `tokens`."""
         self._before, self._tokens = list(kv.history.tokens), tokens
         super().__init__(kv, host, Prompt(number, (*self._kept, *tokens.added)), params, recorder)
         self._text = text
@@ -175,7 +174,6 @@ class Turn(StoredRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """Set the session's tokens. If its sequence contains KV of more tokens, drop the sequence."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:

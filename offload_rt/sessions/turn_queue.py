@@ -90,7 +90,7 @@ class TurnQueue:
         params = check_sampling_params(params, self.store.context.runner.model.sampling)
         session = self.store.session(name)
         if session.busy and not any(one.session is session for one in [*self._backlog, *self._running]):
-            raise InputError(f"session {name!r} is answering elsewhere: take all events first")
+            raise InputError(f"session {name!r} is answering elsewhere: read the response to its end first")
         self._opened[name] = session
         queued = QueuedTurn(next(self._ids), session, prompt, params)
         self._backlog.append(queued)
@@ -143,7 +143,6 @@ class TurnQueue:
             ends.callback(self.cancel)
 
     def _submit_waiting(self) -> None:
-        """Submit waiting turns of idle sessions to the engine, in order."""
         for queued in list(self._backlog):
             session = queued.session
             if session.busy:
@@ -162,7 +161,6 @@ class TurnQueue:
             self._engine.submit(queued.turn)
 
     def _cancel_lost(self) -> None:
-        """Cancel turns that the engine has removed, because they could not be started."""
         scheduler = self._engine.scheduler
         known = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
         for queued in self._running:

@@ -261,7 +261,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _message(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert output items to one assistant message without reasoning."""
     text = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
     calls = [
         call_message(item["name"], item["arguments"], item["call_id"], "answer")

@@ -1,7 +1,4 @@
-"""Base class of tool parsers.
-
-A parser is written as a generator that reads the text of a response and yields when it needs more text.
-"""
+"""Base class of tool parsers: a generator that reads the text of a response and yields when it needs more text."""
 
 from __future__ import annotations
 
