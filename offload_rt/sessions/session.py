@@ -200,11 +200,19 @@ class Session:
         """
         self.check_idle()
         added = tokens_of_turn(self.kv, tokens).added
-        turn = TurnTokens(len(self.history.tokens), replaced, added)
-        check_fits(self.kv, turn, params)
-        events = self._run(WholeTurn(self.kv, self.host, next(self._ids), "", turn, params), on_prefill)
+        check_fits(self.kv, TurnTokens(len(self.history.tokens), replaced, added), params)
+        events = self._extend(added, replaced, params, on_prefill)
         self._answers.add(events)
         return events
+
+    def _extend(
+        self, added: list[int], replaced: int, params: SamplingParams, on_prefill: Callable[[int], None]
+    ) -> Generator[TokenOutput]:
+        self.check_idle()
+        # Another turn may have run between the call of `extend` and the first event.
+        turn = TurnTokens(len(self.history.tokens), replaced, added)
+        check_fits(self.kv, turn, params)
+        yield from self._run(WholeTurn(self.kv, self.host, next(self._ids), "", turn, params), on_prefill)
 
     def _run(self, turn: Turn, on_prefill: Callable[[int], None] = lambda layers: None) -> Generator[TokenOutput]:
         engine = Engine(self.kv.runner, max_num_seqs=1, on_prefill=lambda _, layers: on_prefill(layers))

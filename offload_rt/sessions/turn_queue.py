@@ -150,7 +150,7 @@ class TurnQueue:
             self._backlog.remove(queued)
             try:
                 tokens = session.encode(queued.prompt, queued.params)
-            except OffloadError:
+            except BaseException:  # the turn is in no list now, so nothing else ends it
                 queued.cancel()
                 raise
             queued.turn = Turn(

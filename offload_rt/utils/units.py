@@ -22,8 +22,9 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 def parse_size(size: int | str, name: str = "size") -> int:
     """Return the number of bytes for an int or a string such as "200GiB", "1.5GB" or "512M".
 
-    K, M, G and T are binary units, as are KiB, MiB, GiB and TiB. Raises ConfigError if the size is not positive.
+    K, M, G and T are binary units, as are KiB, MiB, GiB and TiB. Raises ConfigError if the size is below one byte.
     """
+    given = size
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?(?:i?B)?|B)\s*", size, re.IGNORECASE)
         unit = next((u for u in _UNITS if match and u.lower() == match[2].lower()), None)
@@ -38,7 +39,7 @@ def parse_size(size: int | str, name: str = "size") -> int:
     if truth:
         raise ConfigError(f"{name}={size!r:.80} is not a size; use bytes, or a string such as '200GiB'")
     if not 0 < size < _LARGEST:
-        raise ConfigError(f"{name}={size!r:.80} must be positive and below 2^63 bytes")
+        raise ConfigError(f"{name}={given!r:.80} must be at least one byte and below 2^63 bytes")
     return size
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from .pieces import ToolCall
 from .scanner import Scan, Scanner
+
+T = TypeVar("T")
 
 
 class LlamaJson(Scanner):
@@ -152,28 +154,34 @@ def fits_schema(value: Any, schema: Any) -> bool:
     """Return whether a JSON value fits a schema. Only types, property names, `required` and `enum` are checked.
 
     Unlike in JSON schema, unknown properties are allowed only if the schema has `additionalProperties` or names no
-    properties. Unknown names show that no call was intended.
+    properties. Unknown names show that no call was intended. Invalid entries of a schema are ignored.
     """
     if not isinstance(schema, Mapping):
         return True
-    if "enum" in schema and value not in schema["enum"]:
+    if (allowed := _entry(schema, "enum", list)) and value not in allowed:
         return False
-    if "type" in schema and not _has_type(value, schema["type"]):
+    if not _has_type(value, schema.get("type")):
         return False
     if isinstance(value, list):
         return all(fits_schema(item, schema.get("items")) for item in value)
     if not isinstance(value, dict):
         return True
-    properties = schema.get("properties", {})
+    properties = _entry(schema, "properties", dict)
     closed = bool(properties) and not schema.get("additionalProperties")
-    return all(name in value for name in schema.get("required", ())) and all(
+    return all(name in value for name in _entry(schema, "required", list)) and all(
         fits_schema(item, properties[name]) if name in properties else not closed for name, item in value.items()
     )
 
 
+def _entry(schema: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """Return an entry of a schema, or an empty one if it is missing or has the wrong type. Clients send schemas."""
+    entry = schema.get(name)
+    return entry if isinstance(entry, kind) else kind()
+
+
 def _has_type(value: Any, names: Any) -> bool:
-    for name in [names] if isinstance(names, str) else names:
-        if name not in _TYPES:
+    for name in names if isinstance(names, list) else [names]:
+        if not isinstance(name, str) or name not in _TYPES:
             return True
         # In Python, bool is a subclass of int.
         if isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)):

@@ -167,6 +167,7 @@ def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, tr
         (lambda llm, _: LLM(llm.runner.model.name, SHORT), "it must be EngineConfig"),
         (lambda llm, _: EngineConfig(policy_options={1: 2}), "keys must be strings"),
         (lambda llm, _: EngineConfig(host_memory=True), "host_memory=1 is not a size"),
+        (lambda llm, _: EngineConfig(host_memory="0.5B"), "host_memory='0.5B' must be at least one byte"),
         (lambda llm, _: StoreOptions(ttl=10**400), "is not a duration"),
         (
             lambda llm, _: InfiniGenOptions(dense_layers="0"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offload_rt.server.options import ToolParser
 from offload_rt.server.parsers import TOOL_PARSERS, answer_parser, needs_special_tokens, reasoning_parser, tool_parser
+from offload_rt.server.parsers.json_calls import fits_schema
 from offload_rt.server.parsers.pieces import Arguments, Content, Parser, Piece, Reasoning, ToolCall, joined
 from offload_rt.server.parsers.reasoning import ends_within_thinking
 
@@ -343,6 +344,13 @@ def test_without_tools_nothing_is_a_call() -> None:
 )  # fmt: skip
 def test_single_responses(name: str, text: str, pieces: list[Piece]) -> None:
     assert joined(parse(make(name), list(text))) == pieces
+
+
+@pytest.mark.parametrize("name", ["enum", "type", "properties", "required"])
+@pytest.mark.parametrize("entry", [None, 5, {"a": 1}])
+def test_invalid_entries_of_a_tool_schema_are_ignored(name: str, entry: object) -> None:
+    if (name, entry) != ("properties", {"a": 1}):
+        assert fits_schema({"city": "Ulm"}, {"type": "object", name: entry})
 
 
 def test_parsers_are_chosen_by_the_template() -> None:

@@ -496,3 +496,13 @@ def test_a_session_of_another_number_format_is_refused(options: dict[str, Any], 
         assert llm.session("another", tmp_path).tokens == []
     with load() as llm:
         assert llm.session("s", tmp_path).tokens[:70] == tiny_prompt(70)
+
+
+def test_extend_after_another_turn_keeps_the_other_turn(tmp_path: Path) -> None:
+    session = make_llm().session("ada", tmp_path)
+    answer(session, TURNS[0])
+    events = session.extend(TURNS[1], GREEDY)
+    answer(session, TURNS[2])
+    before = session.tokens
+    made = [event.token_id for event in events]
+    assert session.tokens == [*before, *TURNS[1], *made]

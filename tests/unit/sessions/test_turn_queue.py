@@ -276,6 +276,24 @@ def test_a_turn_that_can_never_fit_leaves_the_queue_and_the_others_go_on(tmp_pat
     queue.close()
 
 
+def test_an_unexpected_tokenizer_error_ends_all_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = make_llm(10).turns(tmp_path)
+    turns = [queue.add(name, turn(name, 0), SHORT) for name in NAMES[:2]]
+
+    def encode(session: Session, *_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "encode", encode)
+        with pytest.raises(ZeroDivisionError):
+            list(queue.run())
+    assert [each.finish_reason for each in turns] == ["abort"] * 2
+    again = queue.add(NAMES[0], turn(NAMES[0], 0), SHORT)
+    list(queue.run())
+    assert again.token_ids
+    queue.close()
+
+
 def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can_frees_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
