@@ -183,7 +183,7 @@ class OffloadedCache(Cache):
             )
         if count > self._croppable_tokens:
             raise InputError(
-                f"{count} tokens cannot be removed: at most the {self._croppable_tokens} tokens of the last call can be"
+                f"{count} tokens cannot be removed: only the {self._croppable_tokens} of the last call can be"
             )
         if not count:
             return
