@@ -1,7 +1,7 @@
 """Dispatch each operation of decode steps and prefills to its Triton or its torch implementation.
 
 Triton is used for CUDA tensors. torch is used for other devices, for float64, and if Triton is not installed. The
-modules `lists`, `pool_rows` and `kv_runs` define results and shapes.
+modules `embedding`, `lists`, `pool_rows` and `kv_runs` define results and shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import kv_runs, lists, low_bit_lists, pool_rows, reference
+from . import embedding, kv_runs, lists, low_bit_lists, pool_rows, reference
 from .lists import Scores
 
 P = ParamSpec("P")
@@ -29,7 +29,7 @@ def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> 
     """Return a function that calls `reference_function`, or its Triton version if argument number `on` is on CUDA.
 
     The Triton version is the function of the same name in the module `triton`. Argument `on` is passed by position. It
-    must not be a tensor of the KV pool, which may be in page-locked host memory.
+    must not be a tensor that may be in page-locked host memory, as the KV pool.
     """
 
     @wraps(reference_function)
@@ -64,6 +64,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return rotated
 
 
+embedding_part = _by_device(embedding.embedding_part, "triton_embedding", on=1)
 gather_rows = _by_device(pool_rows.gather_rows, "triton_gather", on=1)
 gather_tokens = _by_device(pool_rows.gather_tokens, "triton_gather", on=1)
 gather_slots = _by_device(lists.gather_slots, "triton_gather", on=1)
