@@ -62,7 +62,8 @@ class LayerEmbeddings:
             rows = unpack_rows(table.packed, table.form, table.dtype, ids, part)
         else:
             rows = embedding_part(table.weight[:, part], ids)
-        return rows.to(tokens.device) * table.embed_scale.to(rows.dtype)
+        found: torch.Tensor = rows.to(tokens.device) * table.embed_scale.to(rows.dtype)
+        return found
 
 
 class LayerInputGate:
