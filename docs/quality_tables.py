@@ -42,7 +42,7 @@ NOT_SHOWN = ("`full`", "`oracle`, 10%")
 
 
 def divergence() -> str:
-    """KL divergence of the next-token distribution from that of full attention, by model and text."""
+    """KL divergence from full attention, with the top-1 agreement in parentheses, by model and text."""
     columns: list[dict[str, Row]] = []
     for _, text, files in DIVERGENCE:
         columns.append({})
@@ -52,7 +52,7 @@ def divergence() -> str:
     for name in dict.fromkeys(name for column in columns for name in column if name not in NOT_SHOWN):
         found = [column.get(name) for column in columns]
         row = next(each for each in found if each is not None)
-        divergences = ("" if each is None else f"{each['kl']:.1e}" for each in found)
+        divergences = ("" if each is None else f"{each['kl']:.1e} ({each['top_1']:.0%})" for each in found)
         rows.append([_with_share(name, f"{row['sparse_fetched']:.1%} fetched"), *divergences])
     return table(("setting", *(heading for heading, _, _ in DIVERGENCE)), rows)
 

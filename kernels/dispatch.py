@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import kv_runs, lists, low_bit_lists, pool_rows, reference
+from . import embedding, kv_runs, lists, low_bit_lists, pool_rows, reference
 from .lists import Scores
 
 P = ParamSpec("P")
@@ -29,7 +29,7 @@ def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> 
     """Return a function that calls the Triton version of `reference_function` for CUDA tensors.
 
     The module `triton` contains the Triton version under the same name. The positional argument number `on` determines
-    the device.
+    the device. It must not be a tensor in page-locked host memory, such as the KV pool.
     """
 
     @wraps(reference_function)
@@ -60,6 +60,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return rotated
 
 
+embedding_part = _by_device(embedding.embedding_part, "triton_embedding", on=1)
 gather_rows = _by_device(pool_rows.gather_rows, "triton_gather", on=1)
 gather_tokens = _by_device(pool_rows.gather_tokens, "triton_gather", on=1)
 gather_slots = _by_device(lists.gather_slots, "triton_gather", on=1)

@@ -32,6 +32,9 @@ _OUTS = 4
 _UNITS = 32
 """Number of units that a program reads at a time. A warp then reads 8 bytes of weights and 8 inputs per thread."""
 
+PART = 64
+"""Ranges of inputs that `unpack` can unpack begin and end at multiples of this number. Two units contain 64 inputs."""
+
 _BLOCK = tl.constexpr(BLOCK)
 _ROWS_OF_ACC = tl.constexpr(_ROWS)
 
@@ -191,22 +194,23 @@ def _linear(
     tl.store(out + out_row * outs + out_index[:, None], sums.to(out.dtype.element_ty), mask=stored & (out_row < rows))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "first", "units"])
 def _unpack(
-    packed: tl.tensor, ids: tl.tensor, out: tl.tensor, rows: tl.tensor, ins: tl.tensor, step: tl.tensor,
-    units: tl.tensor, high: tl.tensor, scales: tl.tensor, minima: tl.tensor, factors: tl.tensor,
+    packed: tl.tensor, ids: tl.tensor, out: tl.tensor, rows: tl.tensor, width: tl.tensor, first: tl.tensor,
+    step: tl.tensor, units: tl.tensor, high: tl.tensor, scales: tl.tensor, minima: tl.tensor, factors: tl.tensor,
     minima_factors: tl.tensor, power: tl.tensor, offset: tl.tensor,
     IDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, ZEROS: tl.constexpr,
     FACTORS: tl.constexpr, ALIGN: tl.constexpr, OUTS: tl.constexpr, UNITS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Unpack the units [j * UNITS, (j + 1) * UNITS) of rows [i * OUTS, (i + 1) * OUTS) of out, in program (i, j).
+    """Unpack UNITS units of rows [i * OUTS, (i + 1) * OUTS) of `out`, in program (i, j), from `first + j * UNITS` on.
 
-    With IDS, row r of out is row `ids[r]` of packed.
+    `out` has the `width` inputs of the units [first, units). With IDS, row r of `out` is row `ids[r]` of `packed`.
     """
     out_index = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     source = tl.load(ids + out_index, mask=out_index < rows, other=0).to(tl.int64) if IDS else out_index
-    row, unit = (packed + source * (step * ALIGN))[:, None], tl.program_id(1) * UNITS + tl.arange(0, UNITS)[None, :]
+    row = (packed + source * (step * ALIGN))[:, None]
+    unit = first + tl.program_id(1) * UNITS + tl.arange(0, UNITS)[None, :]
     LEVELS: tl.constexpr = 256.0 if BITS == 8 else 128.0
     mask = (out_index < rows)[:, None] & (unit < units)
     for HALF in tl.static_range(1 if BITS == 8 else 2):
@@ -217,7 +221,7 @@ def _unpack(
             codes = (_levels(row, raw, unit, mask, high, PART, HALF, BITS, INTERPRETED) - 1.0) * LEVELS
             column = (_first_input(unit, HALF, BITS) + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
             weights = codes * scale[:, :, None] + minimum[:, :, None]
-            address = out + out_index[:, None, None] * ins + column
+            address = out + out_index[:, None, None] * width + column - _first_input(first, 0, BITS)
             tl.store(address, weights.to(out.dtype.element_ty), mask=mask[:, :, None])
 
 
@@ -248,18 +252,30 @@ def linear(
 
 
 def unpack(
-    packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype, ids: torch.Tensor | None = None
+    packed: torch.Tensor,
+    form: PackedFormat,
+    dtype: torch.dtype,
+    ids: torch.Tensor | None = None,
+    inputs: range | None = None,
 ) -> torch.Tensor:
-    """Return the unpacked weights `[n, in]` of packed rows, uint8 `[rows, form.row_bytes]`, in one launch.
+    """Return unpacked weights `[n, in]` of packed rows, uint8 `[rows, form.row_bytes]`, in one launch.
 
-    With `ids` `[n]`, only the rows with these indices are unpacked.
+    Args:
+        packed: The rows, in device memory or in page-locked host memory.
+        form: Their format.
+        dtype: Dtype of the result.
+        ids: Indices of the rows, `[n]` on the device. None means all rows, which must then be in device memory.
+        inputs: Inputs to unpack. None means all. A range begins and ends at multiples of `PART`.
     """
     assert packed.is_contiguous() and (ids is None or ids.is_contiguous())
-    rows = len(packed) if ids is None else len(ids)
-    out = torch.empty(rows, form.ins, dtype=dtype, device=packed.device)
-    offsets, constants = _offsets(form), _constants(form)
-    _unpack[(triton.cdiv(rows, _OUTS), triton.cdiv(form.high_start // 16, constants["UNITS"]))](
-        packed, packed if ids is None else ids, out, rows, form.ins, *offsets,
+    rows, inputs = len(packed) if ids is None else len(ids), range(form.ins) if inputs is None else inputs
+    assert inputs.start % PART == 0 == inputs.stop % PART and inputs.stop <= form.ins
+    out = torch.empty(rows, len(inputs), dtype=dtype, device=(packed if ids is None else ids).device)
+    (step, _, *offsets), constants = _offsets(form), _constants(form)
+    per_unit = 16 if form.bits == 8 else 32
+    first, stop = inputs.start // per_unit, inputs.stop // per_unit
+    _unpack[(triton.cdiv(rows, _OUTS), triton.cdiv(stop - first, constants["UNITS"]))](
+        packed, packed if ids is None else ids, out, rows, len(inputs), first, step, stop, *offsets,
         IDS=ids is not None, **constants, num_warps=1,
     )  # fmt: skip
     return out

@@ -108,6 +108,7 @@ def check_before_loading(model: str, config: EngineConfig, *, text: bool = True)
     tokenizer = source if config.tokenizer is None else find_source(config.tokenizer, replace(hub, revision=None))
     if text and not tokenizer.has_tokenizer:
         raise ModelError(f"{tokenizer} has no tokenizer: --tokenizer DIR or --tokenizer ID gives one")
+    tokenizer.check_tokenizer()
 
 
 def check_store(folder: str | Path) -> Path:

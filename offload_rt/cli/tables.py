@@ -289,7 +289,9 @@ def _host_weight_rows(shape: ModelShape) -> Rows:
         rows.append(("experts copied per token", f"at most {format_size(experts.top_k * sum(experts.one_expert))}"))
     if shape.placement.embedding:
         rows.append(("embedding", f"in host memory, {format_size(shape.sizes.embedding)}"))
-    return rows + _size("host: experts and embedding", shape.host_bytes)
+    if shape.host_table:
+        rows.append(("embeddings of each layer", f"in host memory, {format_size(shape.host_table)}"))
+    return rows + _size("host: experts and embeddings", shape.host_bytes)
 
 
 def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:

@@ -41,6 +41,7 @@ from ..transfer.device_copies import copy_bytes
 from ..transfer.disk import DiskTransfer
 from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights.experts import keep_experts
+from ..transfer.weights.host_table import lock_table
 from ..transfer.weights.host_weights import HostWeights
 from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
@@ -97,6 +98,8 @@ def _load(
         max_model_len=config.max_model_len, quantize=config.quantize,
     )  # fmt: skip
     check_kernels(loaded.adapter.geometry.head_dim, loaded.adapter.device, loaded.name)
+    if loaded.host_table is not None and read_in_place():
+        lock_table(loaded.host_table)
     return loaded
 
 

@@ -59,8 +59,10 @@ class Fractions:
 
 def _weight_and_peak_bytes(runner: Runner) -> tuple[int, int, int]:
     draft, weights, device = runner.draft, runner.weights, runner.adapter.device
-    total = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
-    on_device = total if weights is None else total - weights.host_bytes + weights.device_bytes
+    models = [runner.model] if draft is None else [runner.model, draft.model]
+    total = sum(model.weight_bytes for model in models)
+    on_device = total - sum(model.host_table.host_bytes for model in models if model.host_table is not None)
+    on_device += 0 if weights is None else weights.device_bytes - weights.host_bytes
     if device.type == "cpu":
         return total, on_device, on_device + runner.transfer.device_bytes + runner.scoring_bytes
     return total, on_device, torch.accelerator.max_memory_allocated(device)

@@ -23,7 +23,7 @@ from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
 from .multimodal import belongs_to, is_multimodal, text_config, unused_modules, without_unused
 from .packed_checkpoint import read_checkpoint
-from .registry import architectures, unsupported
+from .registry import declared_class, has_remote_code, refuse_unknown, unsupported
 from .source import ModelSource
 from .stored_tensors import check_weights
 
@@ -42,19 +42,15 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     source.check_reachable()
     if source.gguf is not None:
         return _read_gguf_config(source)
-    options, trusted = source.hub.options, source.hub.trust_remote_code
+    options = source.hub.options
     with as_model_error(f"cannot read the configuration of {source}"):
         raw = dict(PreTrainedConfig.get_config_dict(source.name_or_path, **options)[0])
-    architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
-    has_remote_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
-    if architecture not in architectures() and architecture not in _names_of_classes() and not has_remote_code:
-        if "text_config" not in raw:
-            raise unsupported(architecture)
-        why = "it is multimodal, and this version of transformers has no class with its language model"
-        raise unsupported(architecture, why, "multimodal")
+    architecture, remote = declared_class(raw), has_remote_code(raw, trusted=source.hub.trust_remote_code)
+    if not remote:
+        refuse_unknown(raw, _names_of_classes())
     with as_model_error(f"the configuration of {source} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name_or_path, **options)
-    if not has_remote_code and architecture not in [kind.__name__ for kind in _classes_of(config)]:
+    if not remote and architecture not in [kind.__name__ for kind in _classes_of(config)]:
         raise ModelError(
             f"config.json of {source} is inconsistent: architecture {architecture}, model type {config.model_type!r}"
         )
@@ -71,6 +67,14 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
         )
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
+    if config.model_type == "gemma4_text":
+        # transformers 5.23 uses defaults instead, for which the model runs, and generates wrong text.
+        raise ModelError(
+            f"{source} is a GGUF file of Gemma 4, from which transformers does not read the types of layers, the "
+            "layers that use earlier KV, and the soft cap; pass the checkpoint with safetensors files, and "
+            "quantize='int4'",
+            reason="gguf",
+        )
     return config
 
 
@@ -206,6 +210,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
     if not source.has_tokenizer:
         return None
+    source.check_tokenizer()
     gguf_options, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_gguf())
     with as_model_error(f"cannot load the tokenizer of {source}; pass tokenizer="), reader:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

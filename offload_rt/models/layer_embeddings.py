@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.dispatch import embedding_part
+from .linear.packed import unpack_rows
+
 
 class LayerEmbeddings:
     """The model's modules that compute layer inputs `[T, P]` from token ids `[T]`.
@@ -41,18 +44,25 @@ class LayerEmbeddings:
     def __call__(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the inputs `[T, P]` of decoder layer `layer` for tokens `[T]`."""
         decoder, part = self._decoder, slice(layer * self._size, (layer + 1) * self._size)
-        table, projection = decoder.embed_tokens_per_layer, decoder.per_layer_model_projection
-        if hasattr(table, "packed"):
-            own = table(tokens)[:, part]
-        else:
-            own = F.embedding(tokens, table.weight[:, part]) * table.embed_scale.to(table.weight.dtype)
-        embedded = self._embed(tokens)
+        projection, embedded = decoder.per_layer_model_projection, self._embed(tokens)
         if type(projection) is nn.Linear:
             projected = F.linear(embedded, projection.weight[part])
         else:
             projected = projection(embedded)[..., part]
         projected = decoder.per_layer_projection_norm(projected * decoder.per_layer_model_projection_scale)
-        found: torch.Tensor = (projected + own) * decoder.per_layer_input_scale
+        found: torch.Tensor = (projected + self._table_part(tokens, part)) * decoder.per_layer_input_scale
+        return found
+
+    def _table_part(self, tokens: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return the columns `part` of the table's rows for tokens `[T]`, scaled, on the device of the tokens."""
+        table = self._decoder.embed_tokens_per_layer
+        # A kernel reads a table on the device or in page-locked memory. Otherwise, the host looks up the rows.
+        ids = tokens if getattr(table, "in_place", True) else tokens.cpu()
+        if hasattr(table, "packed"):
+            rows = unpack_rows(table.packed, table.form, table.dtype, ids, part)
+        else:
+            rows = embedding_part(table.weight[:, part], ids)
+        found: torch.Tensor = rows.to(tokens.device) * table.embed_scale.to(rows.dtype)
         return found
 
 

@@ -40,7 +40,19 @@ from .registry import adapter_for, architectures, refuse_unverified
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, MERGE, Hub, ModelSource, find_source
 from .verification import verify_model, verify_once
-from .weights import ON_DEVICE, HostEmbedding, Placement, decoder_layers, place_weights, untied_embedding, weight_bytes
+from .weights import (
+    ON_DEVICE,
+    HostEmbedding,
+    HostTable,
+    Placement,
+    decoder_layers,
+    keep_table_on_host,
+    layer_table,
+    place_weights,
+    table_stays_on_host,
+    untied_embedding,
+    weight_bytes,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +83,7 @@ class LoadedModel:
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
         embedding: The embedding module if it stays in host memory, else None.
+        host_table: The table of embeddings of each token in every layer if it stays in host memory, else None.
         weight_changes: Detects changes of the weights if the caller loaded the model; else None.
     """
 
@@ -83,6 +96,7 @@ class LoadedModel:
     layers: tuple[nn.Module, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     embedding: HostEmbedding | None = None
+    host_table: HostTable | None = None
     weight_changes: WeightChangeDetector | None = None
 
     def weights_provenance(self) -> str:
@@ -172,14 +186,17 @@ def _read_checkpoint(
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
+    keeps_table = table_stays_on_host(config, device, packing(config))
     # Weights that are quantised here land in host memory, because the device may be too small for 16 bits.
-    on_host, offloaded = placement or quantize in ("int4", "int8"), bool(placement)
+    on_host, offloaded = placement or quantize in ("int4", "int8") or keeps_table, bool(placement)
     load_device = torch.device("cpu") if on_host else device
     torch_dtype = resolve_dtype(dtype, source, declared_dtype(source, config), device)
     loaded = read_weights(source, config, load_device, torch_dtype, offloaded=offloaded)
     fix_rope_scaling(loaded, max_model_len)
     with as_model_error(f"cannot quantise the weights of {source}"):
         quantize_checkpoint(loaded, quantize, device)
+        if keeps_table:
+            keep_table_on_host(loaded)
         if on_host and not placement:
             loaded.to(device)  # type: ignore[arg-type]
     use_backends(loaded, device)
@@ -268,6 +285,7 @@ def _verify(
         verify_model(model, adapter)
     elif verify == "auto":
         verify_once(model, adapter, identity)
+    table = layer_table(model)
     return LoadedModel(
         adapter=adapter,
         tokenizer=tokenizer,
@@ -277,6 +295,7 @@ def _verify(
         weight_bytes=weight_bytes(model),
         layers=tuple(decoder_layers(model)),
         sampling=sampling_defaults(getattr(model, "generation_config", None)),
+        host_table=table if isinstance(table, HostTable) else None,
     )
 
 

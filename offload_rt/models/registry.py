@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..config import Verify
@@ -84,6 +85,28 @@ def adapter_for(model: Any) -> ModelAdapter:
         why = f"its modules do not match a known decoder ({type(error).__name__}: {error})"
         raise unsupported(architecture, why, "modules") from error
     return adapter
+
+
+def declared_class(entries: Mapping[str, Any]) -> str:
+    """Return the class that a config.json names, or a description of the model type if it names none."""
+    named = next(iter(entries.get("architectures") or ()), None)
+    return str(named or f"model type {entries.get('model_type')!r}")
+
+
+def refuse_unknown(entries: Mapping[str, Any], names: Container[str]) -> None:
+    """Raise ModelError if the class that a config.json names is neither registered nor in `names`."""
+    architecture = declared_class(entries)
+    if architecture in _adapters or architecture in names:
+        return
+    if "text_config" not in entries:
+        raise unsupported(architecture)
+    why = "it is multimodal, and this version of transformers has no class with its language model"
+    raise unsupported(architecture, why, "multimodal")
+
+
+def has_remote_code(entries: Mapping[str, Any], *, trusted: bool) -> bool:
+    """Return whether code in the checkpoint defines the model, and `trusted` allows it to run."""
+    return trusted and "AutoModelForCausalLM" in (entries.get("auto_map") or {})
 
 
 def refuse_unverified(architecture: str, verify: Verify) -> None:

@@ -39,6 +39,7 @@ from .weights import (
     Placement,
     WeightSizes,
     aligned,
+    table_stays_on_host,
     unpacked_bytes,
     weight_bytes,
     weight_sizes,
@@ -56,13 +57,14 @@ class ModelShape:
 
     Attributes:
         weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`). Weights in
-            host memory are not included. Tied weights count once.
-        sizes: Division of `weight_bytes` into layers, experts, embedding and the rest.
+            host memory (`host_bytes`) are not included. Tied weights count once.
+        sizes: Division of `weight_bytes` into layers, experts, embeddings and the rest.
         dtype: Dtype of the computation.
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.
         placement: Experts and embedding that stay in host memory.
-        host_bytes: Size in bytes of the weights that `placement` keeps in host memory.
+        host_table: Size in bytes of the table of `LayerEmbeddings` if it stays in host memory; else 0.
+        host_bytes: Size in bytes of this table and of the weights that `placement` keeps in host memory.
     """
 
     geometry: ModelGeometry
@@ -73,6 +75,7 @@ class ModelShape:
     packing: str | None = None
     streams: bool = True
     placement: Placement = ON_DEVICE
+    host_table: int = 0
     host_bytes: int = 0
 
     def with_placement(self, placement: Placement) -> ModelShape:
@@ -82,7 +85,19 @@ class ModelShape:
         weights = self.weight_bytes - on_host
         if placement.experts is not None and self.sizes.experts is not None:
             weights += placement.experts * sum(self.sizes.experts.one_expert)
-        return replace(self, weight_bytes=weights, sizes=sizes, placement=placement, host_bytes=on_host)
+        host_bytes = self.host_table + on_host
+        return replace(self, weight_bytes=weights, sizes=sizes, placement=placement, host_bytes=host_bytes)
+
+    def with_table_on_host(self) -> ModelShape:
+        """Return a copy in which the table of `LayerEmbeddings` is in host memory."""
+        table, fixed = self.sizes.layer_table, self.sizes.fixed - self.sizes.layer_table
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes - table,
+            sizes=replace(self.sizes, fixed=fixed, layer_table=0),
+            host_table=table,
+            host_bytes=self.host_bytes + table,
+        )
 
 
 def load_shape(
@@ -185,15 +200,15 @@ def _read_shape(
         use_packed_formats(skeleton, _formats(conversion, skeleton), chosen)
         use_backends(skeleton, target)
         geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
-    packed = packing_of(skeleton)
-    if packed == PACKED.method:
-        return ModelShape(geometry, weight_bytes(skeleton) + unpacked_bytes(skeleton), sizes, chosen, target, packed)
-    backend = backend_of(config)
-    if backend is None or not backend.stays_packed(target):
-        return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, target)
+    packed, backend = packing_of(skeleton), backend_of(config)
+    if packed == PACKED.method or backend is None or not backend.stays_packed(target):
+        size = weight_bytes(skeleton) + unpacked_bytes(skeleton)
+        shape = ModelShape(geometry, size, sizes, chosen, target, packed if packed == PACKED.method else None)
+        on_host = table_stays_on_host(config, target, shape.packing or packing(config))
+        return shape.with_table_on_host() if on_host else shape
     fixed, layers = _packed_bytes(source, skeleton, chosen)
     fixed += unpacked_bytes(skeleton, all_packed=True)
-    sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
+    sizes = replace(sizes, fixed=fixed, layers=layers, experts=None, layer_table=0)
     return ModelShape(geometry, fixed + sum(layers), sizes, chosen, target, packing(config), backend.can_stream(config))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import os
 import re
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from ..config import EngineConfig
 from ..errors import ModelError
 from ..utils.small_files import read_json
+from .registry import has_remote_code, refuse_unknown
 
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
 """Folders of the shipped checkpoints under `offload_rt/reference`, by model name."""
@@ -100,7 +102,9 @@ class ModelSource:
         if folder is None:
             return
         if (folder / "config.json").is_file():
-            _check_config(folder / "config.json")
+            entries = _check_config(folder / "config.json")
+            if not has_remote_code(entries, trusted=self.hub.trust_remote_code):
+                refuse_unknown(entries, _text_with_class_names())
             return
         if (folder / "adapter_config.json").is_file():
             raise ModelError(f"{self} is a PEFT adapter, not a model; {MERGE}", reason="peft")
@@ -112,6 +116,24 @@ class ModelSource:
         """Whether the checkpoint may have a tokenizer. It is False for a local folder without tokenizer files."""
         folder = self.folder
         return folder is None or self.gguf is not None or any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+    def check_tokenizer(self) -> None:
+        """Raise ModelError if tokenizer.json in a local folder is incomplete or no JSON object.
+
+        Only its ends are read, because parsing it takes up to a second. The tokenizer itself finds any other damage.
+        """
+        path = Path(self.name_or_path) / "tokenizer.json"
+        if self.gguf is not None or not path.is_file():
+            return
+        with path.open("rb") as file:
+            start = file.read(64).strip()
+            file.seek(max(0, path.stat().st_size - 64))
+            end = file.read().strip()
+        if not (start.startswith(b"{") and end.endswith(b"}") and len(end) > 1):
+            raise ModelError(
+                f"cannot load the tokenizer of {self}: tokenizer.json is damaged or incomplete; download it again, or "
+                "choose another tokenizer"
+            )
 
     def check_reachable(self) -> None:
         """Raise ModelError quickly if a hub model is not in the cache and the hub cannot be reached."""
@@ -144,7 +166,15 @@ class ModelSource:
         return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
 
 
-def _check_config(path: Path) -> None:
+def _text_with_class_names() -> str:
+    """Return the text of the files of transformers that name its model classes. Importing them takes seconds."""
+    package = importlib.util.find_spec("transformers")
+    assert package is not None and package.origin is not None
+    return "".join(file.read_text() for file in (Path(package.origin).parent / "models" / "auto").glob("*.py"))
+
+
+def _check_config(path: Path) -> dict[str, Any]:
+    """Return the entries of a config.json. Raise ModelError if it is damaged or states no architecture."""
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
@@ -162,6 +192,7 @@ def _check_config(path: Path) -> None:
             f"the configuration of '{path.parent}' is not valid: quantization_config is {packed!r:.40}; expected an "
             "object with quant_method, or no such entry"
         )
+    return config
 
 
 def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelSource:

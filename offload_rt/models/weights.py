@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from .linear import absorbable_weight, nbytes_of, tensor_locations, tensors_of
-from .multimodal import text_decoder
+from .linear.packed import PACKED
+from .multimodal import text_config, text_decoder
 
 ALIGNMENT = 64
 """Alignment in bytes of weights. All weights of a layer are copied to the device as one buffer."""
@@ -59,6 +61,7 @@ class WeightSizes:
     widest: int  # largest number of inputs or outputs per token of any matrix in a layer
     experts: ExpertSizes | None = None  # experts in `layers`, which may stay in host memory
     embedding: int = 0  # size of the embedding in `fixed`, if it may stay in host memory
+    layer_table: int = 0  # size of the table of `LayerEmbeddings` in `fixed`
 
     def on_device(self, placement: Placement) -> WeightSizes:
         """Return the sizes of the weights on the device with this placement.
@@ -99,6 +102,54 @@ class HostEmbedding(nn.Module):
         rows: torch.Tensor = self.inner(tokens.cpu())
         self.bytes += rows.nbytes
         return rows.to(tokens.device)
+
+
+class HostTable(nn.Embedding):
+    """The table of `LayerEmbeddings` in host memory. It stays there if the model is moved to another device.
+
+    `keep_table_on_host` changes existing embeddings to this class in place.
+
+    Attributes:
+        in_place: Whether the table is page-locked, and kernels on the device read its rows in place.
+    """
+
+    in_place = False
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.parameters())
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        return self  # `model.to(device)` calls this method
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # Only transformers' own forward calls this, during load-time verification.
+        rows: torch.Tensor = super().forward(input.cpu())
+        return rows.to(input.device)
+
+
+def table_stays_on_host(config: Any, device: torch.device, method: str | None) -> bool:
+    """Return whether a model has embeddings of each token in every layer, and runs with their table in host memory.
+
+    `config` is the configuration of the checkpoint, and `method` its quantisation method.
+    """
+    # A step reads one row per token, 18 KB in Gemma 4 E2B, whose table has 4.7 GB. So the table is never worth device
+    # memory, and this is no option. Models that transformers packs are not moved from host memory, so it is not kept.
+    has_table = bool(getattr(text_config(config), "hidden_size_per_layer_input", 0))
+    return has_table and device.type == "cuda" and method in (None, PACKED.method)
+
+
+def layer_table(model: Any) -> nn.Module | None:
+    """Return the table of the embeddings of each token in every layer, or None if the model has none."""
+    return getattr(text_decoder(model), "embed_tokens_per_layer", None)
+
+
+def keep_table_on_host(model: Any) -> None:
+    """Change the table of `LayerEmbeddings` to a `HostTable`, in place."""
+    table = layer_table(model)
+    assert table is not None
+    kind = type(table)
+    table.__class__ = type(kind.__name__, (HostTable, kind), {})
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -160,7 +211,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
     """Return the weight sizes of a model, which may be on the meta device."""
-    layers, embedding = decoder_layers(model), untied_embedding(model)
+    layers, embedding, table = decoder_layers(model), untied_embedding(model), layer_table(model)
     layer_ids = {id(weight) for layer in layers for weight in layer.parameters()}
     fixed = sum(nbytes_of(weight) for weight in model.parameters() if id(weight) not in layer_ids)
     return WeightSizes(
@@ -169,6 +220,7 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
         max(_widest_side(layer) for layer in layers),
         _expert_sizes(layers),
         0 if embedding is None else sum(nbytes_of(weight) for weight in embedding.parameters()),
+        0 if table is None else sum(nbytes_of(weight) for weight in table.parameters()),
     )
 
 
@@ -221,11 +273,14 @@ def _widest_side(layer: nn.Module) -> int:
 
 
 def place_weights(model: nn.Module, device: torch.device, placement: Placement) -> None:
-    """Move weights and buffers from host memory to `device` one by one. Weights in `placement` stay in host memory."""
+    """Move weights and buffers from host memory to `device` one by one.
+
+    Weights in `placement` and a `HostTable` stay in host memory.
+    """
     layers = decoder_layers(model)
     embedding = untied_embedding(model) if placement.embedding else None
-    host_modules: list[nn.Module] = [layers[layer] for layer in placement.layers]
-    host_modules += [] if embedding is None else [embedding]
+    tables = [module for module in model.modules() if module is embedding or isinstance(module, HostTable)]
+    host_modules: list[nn.Module] = [*tables, *(layers[layer] for layer in placement.layers)]
     if placement.experts is not None:
         host_modules += [experts for layer in layers if (experts := experts_of(layer)) is not None]
     host_ids = {id(weight) for module in host_modules for weight in module.parameters()}
@@ -234,7 +289,7 @@ def place_weights(model: nn.Module, device: torch.device, placement: Placement) 
             for location in tensor_locations(weight):
                 location.assign(location.tensor.to(device))
     for module in model.modules():
-        if module is embedding:  # the buffers of the embedding stay in host memory too
+        if any(module is table for table in tables):  # the buffers of embeddings stay in host memory too
             continue
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

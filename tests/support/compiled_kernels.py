@@ -341,8 +341,17 @@ def _packed(form: PackedFormat) -> None:
     triton_packed.unpack(rows, form, torch.bfloat16)
 
 
+def _embedding_part(width: int) -> None:
+    """Launch the look-up of the part of one layer in a table of embeddings in each of 35 layers."""
+    from offload_rt.kernels import triton_embedding
+
+    table = torch.empty(97, 35 * width, dtype=torch.bfloat16)
+    triton_embedding.embedding_part(table[:, width : 2 * width], torch.empty(BATCH, dtype=torch.int64))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "model": _model,
+    "embeddings of each layer": lambda: _embedding_part(256),
     "packed, 4 bits": lambda: _packed(PackedFormat(4096, 4, 32, True, has_factors=True)),
     "packed, 4 bits with zeros": lambda: _packed(PackedFormat(4096, 4, 128, has_zeros=True)),
     "packed, 5 bits": lambda: _packed(PackedFormat(4096, 5, 32, True, has_factors=True)),

@@ -240,12 +240,17 @@ class Cell:
                 settings.pop("cuda_graphs", None)
                 if self.policy == "infinigen" and options.get("preset") != "paper":
                     options = {"source": "attention_input"} | options  # as on a device
-            model: Any = _model(self.model).to(device)
+            model: Any = folder / "model"
             if self.streamed is not None:
-                model = folder / "model"
                 if not model.exists():
                     tiny_checkpoint(model, "llama", num_hidden_layers=STREAMED_LAYERS)
                 settings |= {"dtype": "float32"} | ({} if device == "cpu" else self._limit(model, device))
+            elif self.model == USES_EARLIER_KV:  # The embeddings of each layer of a loaded model stay on the device.
+                if not model.exists():
+                    _model(self.model).save_pretrained(model)
+                settings |= {"dtype": "float32"}
+            else:
+                model = _model(self.model).to(device)
             return LLM(model, policy=self.policy, policy_options=options, device=device, **settings)
 
         return self.scene(make, folder / device)

@@ -90,16 +90,27 @@ def _linear_on_gpu(
 
 
 def unpack_rows(
-    packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype, ids: torch.Tensor | None = None
+    packed: torch.Tensor,
+    form: PackedFormat,
+    dtype: torch.dtype,
+    ids: torch.Tensor | None = None,
+    inputs: slice = slice(None),
 ) -> torch.Tensor:
-    """Return unpacked weights `[n, in]`: all packed rows, or the rows `ids` `[n]`."""
-    if uses_triton(packed) and dtype != torch.float64:
+    """Return unpacked weights `[n, in]`: all packed rows, or the rows `ids` `[n]`, and only the inputs `inputs`.
+
+    The result is on the device of `ids`, or without `ids` on the device of `packed`.
+    """
+    target = packed if ids is None else ids
+    if uses_triton(target) and dtype != torch.float64:
         from ...kernels import triton_packed
 
-        return triton_packed.unpack(packed, form, dtype, ids)
-    rows = packed if ids is None else packed[ids]
+        part = range(form.ins)[inputs]
+        if part.start % triton_packed.PART == 0 == part.stop % triton_packed.PART:
+            return triton_packed.unpack(packed, form, dtype, ids, part)
+        return triton_packed.unpack(packed, form, dtype, ids)[:, inputs]
+    rows = packed if ids is None else packed[ids.to(packed.device)].to(ids.device)
     code = None if rows.is_cuda else packed_products.compiled_for(dtype)
-    return form.unpack(rows, dtype) if code is None else code.unpack(rows, form, dtype)
+    return (form.unpack(rows, dtype) if code is None else code.unpack(rows, form, dtype))[:, inputs]
 
 
 class PackedEmbedding(nn.Embedding):

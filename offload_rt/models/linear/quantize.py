@@ -12,8 +12,8 @@ from ...kernels.packed_format import PackedFormat
 from .packed import use_packed_weights
 
 GROUP = 32
-_ROUTERS = ("gate", "router")
-"""Name suffixes of layers that choose experts. They are small, and errors change the choice."""
+_ROUTERS = (".gate", "_expert_gate", "router")
+"""Suffixes of the names of layers that choose experts. They are small, and errors change the choice."""
 
 _ABSORBED = ("kv_b_proj",)
 """Name suffixes of layers whose weights latent attention multiplies by the queries. They stay unquantised."""
@@ -51,7 +51,7 @@ def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -
     tied = head is not None and head.weight is embedding.weight
     for name, module in model.named_modules():
         excluded = (*_ROUTERS, *_ABSORBED, *_READ_IN_PARTS)
-        if type(module) is not nn.Linear or name.rpartition(".")[2].endswith(excluded) or (module is head and tied):
+        if type(module) is not nn.Linear or f".{name}".endswith(excluded) or (module is head and tied):
             continue
         if _MAX_INPUTS_PER_OUTPUT * module.out_features < module.in_features:
             continue

@@ -10,7 +10,7 @@ import torch
 from support.interpreter import compiled
 
 from offload_rt.core import BLOCK_SIZE
-from offload_rt.kernels import lists, pool_rows
+from offload_rt.kernels import embedding, lists, pool_rows
 from offload_rt.kernels.pointer_table import PointerTable
 from offload_rt.kernels.pool_rows import DeviceRows
 
@@ -239,3 +239,20 @@ def test_slots_are_read_and_written(kernel_device: torch.device, dtype: torch.dt
             changed, before = changed.view(torch.uint8), given.view(torch.uint8)
             assert torch.equal(changed[-1, 3, 5], stored[1][-1, slots[3, 5]].view(torch.uint8))
             assert torch.equal(changed[:, 4, 0], before[:, 4, 0])
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 256), (torch.float32, 8), (torch.float64, 12)])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_parts_of_embeddings_arrive_as_they_are(
+    kernel_device: torch.device, dtype: torch.dtype, width: int, pinned: bool
+) -> None:
+    from offload_rt.kernels.triton_embedding import embedding_part
+
+    table = random_rows(50, 3 * width, dtype)
+    table = table.pin_memory() if kernel_device.type == "cuda" and pinned else table.to(kernel_device)
+    for tokens in (0, 1, 21):
+        ids = torch.randint(0, 50, (tokens,), device=kernel_device)
+        for layer in range(3):
+            part = table[:, layer * width : (layer + 1) * width]
+            found, want = embedding_part(part, ids), embedding.embedding_part(part, ids)
+            assert found.device == ids.device and torch.equal(found.view(torch.uint8), want.view(torch.uint8))

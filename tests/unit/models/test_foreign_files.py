@@ -84,6 +84,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: edit_config(folder, vocab_size=9),
         r"another shape for model.embed_tokens.weight than config.json states: \[2048, 64\] instead of \[9, 64\]",
     ),
+    "class": (lambda folder: edit_config(folder, architectures=["NoSuchModel"]), "^NoSuchModel is not supported; sup"),
+    "tokenizer": (write("tokenizer.json", b'{"version": "1.0", "model": {'), "tokenizer.json is damaged or incomplete"),
+    "tokenizer's page": (write("tokenizer.json", b"<html>"), "tokenizer.json is damaged or incomplete; download it"),
     "head": (lambda folder: edit_config(folder, tie_word_embeddings=True), ""),
 }
 """Damage to a checkpoint folder, and the error. The surplus head of the last one is no error."""
