@@ -79,7 +79,7 @@ def _mask_scores(
     acc = tl.load(unmasked + ((p * G + head) * tokens)[:, None] + token[None, :], mask=mask, other=float("-inf"))
     start, stop = tl.load(starts + p) // PAGE, (tl.load(stops + p) + PAGE - 1) // PAGE
     stop = tl.minimum(stop, tokens)
-    store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+    store_scores(acc, token, start, stop, p, head, block, blocks, tokens, scores, maxima, sums, G)
 
 
 def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:

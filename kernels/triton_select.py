@@ -24,14 +24,17 @@ from .lists import Scores
 _BLOCK = 1024
 """Number of tokens per program."""
 
+_TILE = 4096
+"""Maximum number of scores in a tile, so that large groups of query heads have smaller tiles."""
+
 _MARKED = 256
-"""Number of tokens per program of `_mark`.
+"""Maximum number of tokens per program of `_mark`.
 
 A program handles all heads of a layer, so larger blocks would leave most multiprocessors idle.
 """
 
 _PARTS, _COUNTED, _EARLIER = 128, 1024, 256
-"""Number of parts that `_peaks_and_logs` reads at a time, and numbers of blocks that `_count` and `_write` add.
+"""Maximum number of parts that `_peaks_and_logs` reads at a time, and numbers of blocks that `_count` and `_write` add.
 
 They are constants, so that no kernel is compiled again for longer contexts.
 """
@@ -251,16 +254,18 @@ def select_tokens(
     assert lists == len(limits) * kv_heads and scored.scores.dtype == torch.float32 and 1 <= cap <= tokens
     assert starts.shape == stops.shape == (lists,) and scored.scores.is_contiguous()
     assert scored.maxima.is_contiguous() and scored.sums.is_contiguous() and scored.sums.shape == (lists, group, parts)
-    blocks, marked, sequences = triton.cdiv(tokens, _BLOCK), triton.cdiv(tokens, _MARKED), len(limits)
+    per_mark = max(1, min(_MARKED, _TILE // triton.next_power_of_2(group)))
+    blocks, marked, sequences = triton.cdiv(tokens, _BLOCK), triton.cdiv(tokens, per_mark), len(limits)
     sizes = (lists * tokens, sequences * marked, _DIGITS.value * lists * 256, lists * blocks, lists * blocks, lists)
     buffers = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
     orders, passing, histograms, above, equal, counts = buffers
     peaks, logs = torch.empty(2, lists * group, dtype=torch.float32, device=device)
     heads = {"G": group, "GROUP": triton.next_power_of_2(group)}
-    _peaks_and_logs[(lists,)](scored.maxima, scored.sums, peaks, logs, parts, PARTS=_PARTS, **heads)
+    listed = max(1, min(_PARTS, _TILE // (2 * heads["GROUP"])))  # maxima and sums
+    _peaks_and_logs[(lists,)](scored.maxima, scored.sums, peaks, logs, parts, PARTS=listed, **heads)
     _mark[(sequences, marked)](
         scored.scores, peaks, logs, starts, stops, passing, orders, histograms,
-        tokens, kv_heads, marked, lists, float(alpha), BLOCK=_MARKED, num_warps=2, **heads,
+        tokens, kv_heads, marked, lists, float(alpha), BLOCK=per_mark, num_warps=2, **heads,
     )  # fmt: skip
     shape = (tokens, kv_heads, lists, kv_heads * group, cap, marked)
     wide = {"COUNTED": _COUNTED, "BLOCK": _BLOCK}
