@@ -8,7 +8,9 @@ deviation, and a rotation is applied, which minimises the effect of quantisation
 before quantisation, and the attention output is rotated back once.
 
 In models with latent attention, the elements of a key after its value (`ModelGeometry.value_dim`) are left out of the
-rotation of values. They would increase the quantisation error.
+rotation of values. They would increase the quantisation error. Values are not computed from the quantised keys, because
+the basis of the keys enlarges errors that scores do not depend on. With random weights, the error of the attention
+output was 1.7 to 60 times that of 4-bit values.
 """
 
 from __future__ import annotations
