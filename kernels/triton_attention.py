@@ -202,7 +202,9 @@ def sizes(d: int, itemsize: int, queries: int, *, same: bool) -> dict[str, int]:
     columns = split_columns(d)
     rows = _STEP_BYTES // (columns["D"] * itemsize)
     block = {"BLOCK": max(16, min(64, 2 * rows if same else rows)), "num_stages": 3 if rows >= 16 else 2}
-    return columns | block | {"QUERIES": min(max_queries(d, itemsize), triton.next_power_of_2(queries)), "SAME": same}
+    warps = 8 if d * itemsize > 2048 else 4  # keys of 576 float32 numbers would spill registers
+    queries = min(max_queries(d, itemsize), triton.next_power_of_2(queries))
+    return columns | block | {"QUERIES": queries, "SAME": same, "num_warps": warps}
 
 
 def max_queries(d: int, itemsize: int) -> int:

@@ -132,18 +132,13 @@ def _code_products(weights: tl.tensor, raw: tl.tensor, BITS: tl.constexpr) -> tl
 
 @triton.jit
 def _weighted(
-    q: tl.tensor, step: tl.tensor, mean: tl.tensor, start: tl.tensor, mask: tl.tensor,
+    q: tl.tensor, factors: tl.tensor, start: tl.tensor, mask: tl.tensor,
     d: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Load columns [FIRST, FIRST + WIDTH) of queries, and multiply them by the steps of the keys.
-
-    Returns:
-        The products `[n, WIDTH]`, their largest magnitude `[n]`, and the product of the queries with `mean` `[n]`.
-    """
-    column, query = FIRST + tl.arange(0, WIDTH), load_columns(q, start, mask, d, FIRST, WIDTH)
-    weight = query * tl.load(step + column, mask=column < d, other=0.0)[None, :]
-    centre = tl.sum(query * tl.load(mean + column, mask=column < d, other=0.0)[None, :], 1)
-    return weight, tl.max(tl.abs(weight), 1), centre
+) -> tl.tensor:  # fmt: skip
+    """Load columns [FIRST, FIRST + WIDTH) of queries, multiplied by `factors` `[d]`, as `[n, WIDTH]`."""
+    column = FIRST + tl.arange(0, WIDTH)
+    query = load_columns(q, start, mask, d, FIRST, WIDTH)
+    return query * tl.load(factors + column, mask=column < d, other=0.0)[None, :]
 
 
 @triton.jit
@@ -176,19 +171,22 @@ def _packed(
         # Every program quantises the query again, because its G * d numbers are few compared to the keys. Columns from
         # d on may contain arbitrary bytes, because their weights are 0.
         begin, first = (p * G + head) * d, (p % heads) * d
-        weight, largest, centre = _weighted(q, step + first, mean + first, begin, head < G, d, 0, D)
+        weight = _weighted(q, step + first, begin, head < G, d, 0, D)
+        largest = tl.max(tl.abs(weight), 1)
         if REST:
-            rest, largest_rest, centre_rest = _weighted(q, step + first, mean + first, begin, head < G, d, D, REST)
-            largest, centre = tl.maximum(largest, largest_rest), centre + centre_rest
+            rest = _weighted(q, step + first, begin, head < G, d, D, REST)
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), 1))
         scale = tl.div_rn(tl.maximum(largest, 1.1754943508222875e-38 * 127), 127.0)
         codes = rounded(weight, scale)
         total = tl.sum(codes.to(tl.int32), 1)
+        centre = tl.sum(_weighted(q, mean + first, begin, head < G, d, 0, D), 1)
         row = block * (BLOCK // F) + tl.arange(0, BLOCK // F)
         row_start = row.to(tl.int64) * row_step
         products = _code_products(codes, load_columns(keys, row_start, row * F < stop, W, 0, D), BITS)
         if REST:
             codes = rounded(rest, scale)
             total += tl.sum(codes.to(tl.int32), 1)
+            centre += tl.sum(_weighted(q, mean + first, begin, head < G, d, D, REST), 1)
             products += _code_products(codes, load_columns(keys, row_start, row * F < stop, W, D, REST), BITS)
         if BITS == 8:
             products += 128 * total[:, None]
