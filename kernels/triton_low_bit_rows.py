@@ -22,8 +22,8 @@ from .triton_columns import split_columns
 _BLOCK, _PAGE, _SMALLEST = tl.constexpr(BLOCK), tl.constexpr(PAGE_BLOCKS), tl.constexpr(MIN_STEP_BITS)
 _ALIGNED = tl.constexpr(ALIGNED)
 
-_TILE = 1 << 14
-"""Maximum number of elements in a tile of a matrix or of vectors: at most 64 registers per thread."""
+_TILE, _STORED = 1 << 13, 1 << 15
+"""Maximum number of elements of a matrix that `_append` reads at a time, and of vectors that `_store` quantises."""
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def append_rows(
     _append[(lists, 2)](
         k, v, basis, mean, mixing, *page_arguments(table), slots, table.heads,
         d=d, KEYS=keys, VALUES=values, KEY=KEY_BITS, VALUE=layout.value_bits, K=K, V=V,
-        ROWS=min(128, triton.next_power_of_2(d), _TILE // K // (4 // layout.value_bits)), num_warps=8,
+        ROWS=min(128, triton.next_power_of_2(d), _TILE // K), num_warps=8,
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
     width, bits = (layout.value_bytes, layout.value_bits) if values else (layout.key_bytes, KEY_BITS)
     W: int = max(16, triton.next_power_of_2(width))
     steps = BLOCK * (layout.key_bytes + layout.value_bytes)
-    rows_per_program = min(BLOCK, 2 * _TILE // (W * 8 // bits))
+    rows_per_program = min(BLOCK, _STORED // (W * 8 // bits))
     _store[(triton.cdiv(start + m, rows_per_program) - start // rows_per_program, heads)](
         rows, pages.table, pages.offset, start, start + m, heads, d=d, WIDTH=width, W=W, BITS=bits,
         BLOCK_BYTES=layout.block_bytes, FIRST=BLOCK * layout.key_bytes if values else 0,
