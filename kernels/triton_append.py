@@ -108,6 +108,7 @@ def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slo
     _partial[(lists, triton.cdiv(r, _COLUMNS))](
         k, basis, keys.table, slots, bases, keys.heads, r,
         KEYS=triton_dtype(keys.dtype), d=d, D=triton.next_power_of_2(d), COLUMNS=_COLUMNS,
+        num_warps=_warps(d),
     )  # fmt: skip
 
 
@@ -132,6 +133,7 @@ def append_quantised(
     _quantised[(lists, triton.cdiv(r, _COLUMNS))](
         k, basis, mean, step, packed.table, slots, heads, r,
         d=d, D=triton.next_power_of_2(d), COLUMNS=_COLUMNS, BITS=bits,
+        num_warps=_warps(d),
     )  # fmt: skip
 
 
@@ -147,6 +149,11 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, ind
     _store_resident[(lists,)](
         k, v, resident.table, indices, resident.heads // planes, d=d, D=triton.next_power_of_2(d), PLANES=planes
     )
+
+
+def _warps(d: int) -> int:
+    """Return the number of warps for a tile of the basis with d rows: at most 64 of its elements per thread."""
+    return 8 if d > 512 else 4
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

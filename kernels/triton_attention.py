@@ -16,10 +16,19 @@ import torch
 import triton
 import triton.language as tl
 
+from .pointer_table import ALIGNED
+from .triton_columns import load_columns, split_columns
+
 _STEP_BYTES = 1 << 14
 """Number of bytes of K (and of V) that a loop iteration reads.
 
 Several iterations then fit in the shared memory of consumer cards (99 KiB).
+"""
+
+_QUERY_BYTES = 1 << 14
+"""Maximum size in bytes of a program's queries (16 to 64 queries).
+
+Queries and KV together fit in the shared memory of a consumer card.
 """
 
 PIECE_ROWS = 256
@@ -30,80 +39,117 @@ _PARTS, LISTED = 16, 256
 
 
 @triton.jit
-def attend_rows(
-    query: tl.tensor, k: tl.tensor, v: tl.tensor, k_row: tl.tensor, v_row: tl.tensor, begin: tl.tensor, stop: tl.tensor,
-    scale: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Attend with queries `[QUERIES, D]` to rows [begin, stop) of K and V, with an online softmax.
+def query_heads(G: tl.constexpr, QUERIES: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the list of program i, and its QUERIES of the G query heads of this list.
 
-    `k` and `v` are the addresses of row 0. The rows are `k_row` and `v_row` elements apart.
+    Adjacent programs have blocks of query heads of the same list, so that its KV is read from memory once. Heads from G
+    on do not exist.
+    """
+    BLOCKS: tl.constexpr = (G + QUERIES - 1) // QUERIES
+    item = tl.program_id(0)
+    return (item // BLOCKS).to(tl.int64), item % BLOCKS * QUERIES + tl.arange(0, QUERIES)
+
+
+@triton.jit
+def attend_rows(
+    q: tl.tensor, query_start: tl.tensor, query_mask: tl.tensor, k: tl.tensor, v: tl.tensor, k_row: tl.tensor,
+    v_row: tl.tensor, begin: tl.tensor, stop: tl.tensor, scale: tl.tensor,
+    d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr, SAME: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Attend with QUERIES queries to rows [begin, stop) of K and V, with an online softmax.
+
+    The queries begin at elements `query_start` `[QUERIES]` of q. `k` and `v` are the addresses of row 0. The rows are
+    `k_row` and `v_row` elements apart. If SAME, the values are the keys. For D and REST, see `split_columns`.
 
     Returns:
         The largest score of each query `[QUERIES]` (-inf if there are no rows), its sum of exp(score - largest)
-        `[QUERIES]`, and the sum of the values weighted by these exponentials `[QUERIES, D]`.
+        `[QUERIES]`, and the sum of the values weighted by these exponentials: `[QUERIES, D]` and, if REST is not 0,
+        `[QUERIES, REST]`.
     """
-    column = tl.arange(0, D)
+    query = load_columns(q, query_start, query_mask, d, 0, D)
     if WIDEN:
         query = query.to(tl.float32)
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, D), tl.float32)
+    acc, acc_rest = tl.zeros((QUERIES, D), tl.float32), peak
+    if REST:
+        query_rest = load_columns(q, query_start, query_mask, d, D, REST)
+        if WIDEN:
+            query_rest = query_rest.to(tl.float32)
+        acc_rest = tl.zeros((QUERIES, REST), tl.float32)
     for first in range(begin, stop, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        mask = (row < stop)[:, None] & (column < d)[None, :]
-        keys = tl.load(k + row.to(tl.int64)[:, None] * k_row + column[None, :], mask=mask, other=0.0)
-        values = tl.load(v + row.to(tl.int64)[:, None] * v_row + column[None, :], mask=mask, other=0.0)
+        keys = load_columns(k, row.to(tl.int64) * k_row, row < stop, d, 0, D)
+        values = keys if SAME else load_columns(v, row.to(tl.int64) * v_row, row < stop, d, 0, D)
         if WIDEN:
             keys, values = keys.to(tl.float32), values.to(tl.float32)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where((row < stop)[None, :], scores, float("-inf"))
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if REST:
+            keys_rest = load_columns(k, row.to(tl.int64) * k_row, row < stop, d, D, REST)
+            values_rest = keys_rest if SAME else load_columns(v, row.to(tl.int64) * v_row, row < stop, d, D, REST)
+            if WIDEN:
+                keys_rest, values_rest = keys_rest.to(tl.float32), values_rest.to(tl.float32)
+            scores = tl.dot(query_rest, tl.trans(keys_rest), scores, input_precision="ieee")
+        scores = tl.where((row < stop)[None, :], scores * scale, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp(scores - new_peak[:, None])
         rescale = tl.exp(peak - new_peak)
         total = total * rescale + tl.sum(weights, 1)
-        acc = acc * rescale[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        weights = weights.to(values.dtype)
+        acc = acc * rescale[:, None] + tl.dot(weights, values, input_precision="ieee")
+        if REST:
+            acc_rest = acc_rest * rescale[:, None] + tl.dot(weights, values_rest, input_precision="ieee")
         peak = new_peak
-    return peak, total, acc
+    return peak, total, acc, acc_rest
 
 
 @triton.jit
 def store_part(
-    outs: tl.tensor, lses: tl.tensor, first: tl.tensor, peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
-    has_rows: tl.tensor, d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    outs: tl.tensor, lses: tl.tensor, row: tl.tensor, mask: tl.tensor, peak: tl.tensor, total: tl.tensor,
+    acc: tl.tensor, acc_rest: tl.tensor, has_rows: tl.tensor, d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the result of `attend_rows` for G query heads in rows [first, first + G) of `outs` and `lses`.
+    """Store the result of `attend_rows` in the rows `row` `[QUERIES]` of `outs` and `lses`, for queries in `mask`.
 
     The output is stored only if `has_rows` is true: if there were KV vectors to attend to.
     """
-    head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(lses + first + head, lse, mask=head < G)
+    tl.store(lses + row, lse, mask=mask)
     if has_rows:
-        address = outs + (first + head)[:, None] * d + column[None, :]
-        tl.store(address, acc / total[:, None], mask=(head < G)[:, None] & (column < d)[None, :])
+        column = tl.arange(0, D)
+        address = outs + row[:, None] * d + column[None, :]
+        tl.store(address, acc / total[:, None], mask=mask[:, None] & (column < d)[None, :])
+        if REST:
+            column = D + tl.arange(0, REST)
+            address = outs + row[:, None] * d + column[None, :]
+            tl.store(address, acc_rest / total[:, None], mask=mask[:, None] & (column < d)[None, :])
 
 
 @triton.jit(do_not_specialize=["lists", "k_list", "v_list"])
 def _attend(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, counts: tl.tensor, outs: tl.tensor, lses: tl.tensor, scale: tl.tensor,
     lists: tl.tensor, k_list: tl.tensor, k_row: tl.tensor, v_list: tl.tensor, v_row: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr, SAME: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend to rows [s * PIECE, (s + 1) * PIECE) of list p (one KV head of one sequence), in program (p, s).
+    """Attend with a block of QUERIES query heads to rows [s * PIECE, (s + 1) * PIECE) of list p, in program (i, s).
 
-    The result is stored as part s: always the lse, and the output `[G, d]` if the piece has valid rows.
+    A list is one KV head of one sequence. For p and the query heads, see `query_heads`. The result is stored as part s:
+    always the lse, and the output `[QUERIES, d]` if the piece has valid rows. All strides and addresses are multiples
+    of ALIGN elements.
     """
-    p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, column = tl.arange(0, GROUP), tl.arange(0, D)
+    p, head = query_heads(G, QUERIES)
+    piece = tl.program_id(1)
+    BYTES: tl.constexpr = ALIGN * q.dtype.element_ty.primitive_bitwidth // 8
+    k, v = tl.multiple_of(k + p * k_list, BYTES), tl.multiple_of(v + p * v_list, BYTES)
+    k_row, v_row = k_row // ALIGN * ALIGN, v_row // ALIGN * ALIGN
     stop = tl.minimum(tl.load(counts + p), (piece + 1) * PIECE)
-    mask = (head < G)[:, None] & (column < d)[None, :]
-    query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=mask, other=0.0)
-    peak, total, acc = attend_rows(
-        query, k + p * k_list, v + p * v_list, k_row, v_row, piece * PIECE, stop, scale, d, D, GROUP, BLOCK, WIDEN
-    )
-    store_part(outs, lses, (piece * lists + p) * G, peak, total, acc, stop > piece * PIECE, d, D, G, GROUP)
+    peak, total, acc, acc_rest = attend_rows(
+        q, (p * G + head) * d, head < G, k, v, k_row, v_row, piece * PIECE, stop, scale,
+        d, D, REST, QUERIES, BLOCK, WIDEN, SAME,
+    )  # fmt: skip
+    row = (piece * lists + p) * G + head
+    store_part(outs, lses, row, head < G, peak, total, acc, acc_rest, stop > piece * PIECE, d, D, REST)
 
 
 @triton.jit
@@ -147,14 +193,37 @@ def _merge(
     tl.store(out + r * d + column, acc / positive_total, mask=column < d)
 
 
-def steps(d: int, itemsize: int) -> dict[str, int]:
-    """Return BLOCK, the number of rows per loop iteration, and num_stages, the number of iterations in flight.
+def sizes(d: int, itemsize: int, queries: int, *, same: bool) -> dict[str, int]:
+    """Return the sizes of the tiles of `attend_rows` for `queries` queries per KV head.
 
-    A matrix product needs at least 16 rows. If these exceed `_STEP_BYTES`, fewer iterations are in flight.
+    BLOCK is the number of rows per loop iteration, and num_stages the number of iterations in flight. A matrix product
+    needs at least 16 rows. If these exceed `_STEP_BYTES`, fewer iterations are in flight.
     """
-    width: int = triton.next_power_of_2(d)
-    rows = _STEP_BYTES // (max(16, width) * itemsize)
-    return {"BLOCK": max(16, min(64, rows)), "num_stages": 3 if rows >= 16 else 2}
+    columns = split_columns(d)
+    rows = _STEP_BYTES // (columns["D"] * itemsize)
+    block = {"BLOCK": max(16, min(64, 2 * rows if same else rows)), "num_stages": 3 if rows >= 16 else 2}
+    warps = 8 if d * itemsize > 2048 else 4  # keys of 576 float32 numbers would spill registers
+    queries = min(max_queries(d, itemsize), triton.next_power_of_2(queries))
+    return columns | block | {"QUERIES": queries, "SAME": same, "num_warps": warps}
+
+
+def max_queries(d: int, itemsize: int) -> int:
+    """Return the maximum number of queries per program.
+
+    It is 16 for float32, because its products do not use tensor cores.
+    """
+    return 16 if itemsize == 4 else max(16, min(64, _QUERY_BYTES // (triton.next_power_of_2(d) * itemsize)))
+
+
+def alignment(*rows: torch.Tensor) -> int:
+    """Return the number of elements in the widest memory load if all vectors `[P, n, d]` allow it, else 1."""
+    addresses = (x for each in rows for x in (each.data_ptr(), *(each.itemsize * step for step in each.stride()[:2])))
+    return ALIGNED // rows[0].itemsize if all(x % ALIGNED == 0 for x in addresses) else 1
+
+
+def are_same(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether the values are the keys (latent attention)."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
 
 
 def attend_counted(
@@ -189,10 +258,10 @@ def attend_pieces(
     (lists, group, d), listed = q.shape, k.shape[1]
     assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)
     assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1 and len(outs) * PIECE_ROWS >= listed
-    _attend[(lists, len(outs))](
+    tiles = sizes(d, k.itemsize, group, same=are_same(k, v))
+    _attend[(lists * triton.cdiv(group, tiles["QUERIES"]), len(outs))](
         q, k, v, counts, outs, lses, scale, lists, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=triton.next_power_of_2(group),
-        **steps(d, k.itemsize), PIECE=PIECE_ROWS, WIDEN=not q.is_cuda or q.dtype == torch.float32,
+        d=d, G=group, **tiles, PIECE=PIECE_ROWS, ALIGN=alignment(k, v), WIDEN=not q.is_cuda or q.dtype == torch.float32,
     )  # fmt: skip
 
 

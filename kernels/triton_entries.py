@@ -17,6 +17,9 @@ from .triton_scores import store_scores
 _NUMBERS = 4096
 """Number of elements per program."""
 
+_ROWS = 1024
+"""Maximum number of rows per program of `_copy`. The addresses of more rows would spill registers."""
+
 _FIELDS = tl.constexpr(FIELDS)
 
 
@@ -79,7 +82,7 @@ def _mask_scores(
     acc = tl.load(unmasked + ((p * G + head) * tokens)[:, None] + token[None, :], mask=mask, other=float("-inf"))
     start, stop = tl.load(starts + p) // PAGE, (tl.load(stops + p) + PAGE - 1) // PAGE
     stop = tl.minimum(stop, tokens)
-    store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+    store_scores(acc, token, start, stop, p, head, block, blocks, tokens, scores, maxima, sums, G)
 
 
 def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
@@ -105,7 +108,7 @@ def _launch(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor, page
     assert counts.shape == (len(table.tensors),) and table.tensors[0].shape[2] == w
     if lists.numel():
         width = triton.next_power_of_2(w)
-        rows_per_program = max(1, _NUMBERS // width)
+        rows_per_program = max(1, min(_ROWS, _NUMBERS // width))
         _copy[(count, triton.cdiv(rows, rows_per_program))](
             lists, table.table, counts, table.heads, rows, w=w, W=width, ROWS=rows_per_program, PAGE=page, WRITE=write
         )

@@ -19,16 +19,10 @@ import triton.language as tl
 
 from .h2d_copy import to_device
 from .kv_runs import Run
-from .triton_attention import attend_rows, merge_parts, steps
+from .triton_attention import are_same, attend_rows, merge_parts, sizes, store_part
 
 _PIECE, _PIECES = 256, 64
 """Minimum number of KV vectors per piece, and maximum number of pieces per run. Longer runs have larger pieces."""
-
-_QUERY_BYTES = 1 << 14
-"""Maximum size in bytes of a program's queries for a run of several sequences (16 to 64 queries).
-
-Queries and KV together fit in the shared memory of a consumer card.
-"""
 
 _FIELDS = tl.constexpr(11)
 """Number of fields of a run in the table.
@@ -42,8 +36,8 @@ first slot among the parts; rows per piece.
 def _attend(
     q: tl.tensor, table: tl.tensor, outs: tl.tensor, lses: tl.tensor, scale: tl.tensor,
     batch: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr, ALIGN: tl.constexpr, SAME: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend with one block of queries to one piece of a run, in program (run, piece, KV head and query block).
 
@@ -56,21 +50,20 @@ def _attend(
     first, stop = tl.load(run + 7), tl.load(run + 8)
     size = tl.load(run + 10)
     begin, end = piece * size, tl.minimum(tl.load(run + 6), (piece + 1) * size)
-    index, column = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, D)
+    index = block * QUERIES + tl.arange(0, QUERIES)
     valid = index < (stop - first) * G
     if (begin < end) & (block * QUERIES < (stop - first) * G):
         query_row = (head * G + index % G) * batch + first + index // G
-        mask = valid[:, None] & (column < d)[None, :]
-        query = tl.load(q + query_row[:, None] * d + column[None, :], mask=mask, other=0.0)
         k_head, k_row = tl.multiple_of(tl.load(run + 2), ALIGN), tl.multiple_of(tl.load(run + 3), ALIGN)
         v_head, v_row = tl.multiple_of(tl.load(run + 4), ALIGN), tl.multiple_of(tl.load(run + 5), ALIGN)
         k = tl.load(run).to(tl.pointer_type(q.dtype.element_ty)) + head * k_head
         v = tl.load(run + 1).to(tl.pointer_type(q.dtype.element_ty)) + head * v_head
         k, v = tl.multiple_of(k, 2 * ALIGN), tl.multiple_of(v, 2 * ALIGN)  # after the cast, which drops the hint
-        peak, total, acc = attend_rows(query, k, v, k_row, v_row, begin, end, scale, d, D, QUERIES, BLOCK, WIDEN)
+        peak, total, acc, acc_rest = attend_rows(
+            q, query_row * d, valid, k, v, k_row, v_row, begin, end, scale, d, D, REST, QUERIES, BLOCK, WIDEN, SAME
+        )
         part_row = (tl.load(run + 9) + piece) * heads * batch + query_row
-        tl.store(lses + part_row, peak + tl.log(total), mask=valid)
-        tl.store(outs + part_row[:, None] * d + column[None, :], acc / total[:, None], mask=mask)
+        store_part(outs, lses, part_row, valid, peak, total, acc, acc_rest, begin < end, d, D, REST)
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,30 +84,16 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     if min(parts_of) < parts:
         lses.fill_(-torch.inf)
     group = heads // kv_heads
-    for rows, block in zip(tables, (max_queries(d, q.itemsize), 16), strict=True):
-        if not rows:
-            continue
+    same = all(are_same(run.k, run.v) for run in runs)
+    for rows in filter(None, tables):
         queries = max((row[8] - row[7]) * group for row in rows)
-        pieces = max(triton.cdiv(row[6], row[10]) for row in rows)
-        size = min(block, triton.next_power_of_2(queries))
-        _attend[(len(rows), pieces, kv_heads * triton.cdiv(queries, size))](
+        pieces, tiles = max(triton.cdiv(row[6], row[10]) for row in rows), sizes(d, q.itemsize, queries, same=same)
+        _attend[(len(rows), pieces, kv_heads * triton.cdiv(queries, tiles["QUERIES"]))](
             q, to_device(torch.tensor(rows), q.device), outs, lses, scale, batch, heads, kv_heads,
-            d=d, D=max(16, triton.next_power_of_2(d)), G=group, QUERIES=size, **steps(d, q.itemsize),
-            WIDEN=not q.is_cuda or q.dtype == torch.float32, ALIGN=_alignment(rows),
+            d=d, G=group, **tiles, WIDEN=not q.is_cuda or q.dtype == torch.float32, ALIGN=_alignment(rows),
         )  # fmt: skip
     out, lse = merge_parts(outs, lses)
     return out.view(heads, batch, d), lse.view(heads, batch)
-
-
-def max_queries(d: int, itemsize: int) -> int:
-    """Return the maximum number of queries per program for a run of several sequences.
-
-    It is 16 for float32, because its products do not use tensor cores.
-    """
-    if itemsize == 4:
-        return 16
-    width: int = triton.next_power_of_2(d)
-    return max(16, min(64, _QUERY_BYTES // (width * itemsize)))
 
 
 def _table_row(run: Run, parts_of: list[int]) -> list[int]:

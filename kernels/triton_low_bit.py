@@ -17,15 +17,19 @@ from triton import knobs
 
 from .low_bit import Layout
 from .pages import BLOCK, PAGE_BLOCKS, PageTable
-from .triton_attention import LISTED, peak_and_sum
+from .triton_attention import LISTED, merge_parts, peak_and_sum, query_heads
 from .triton_low_bit_rows import block_of, decoded_steps, padded_sizes, page_arguments
 from .triton_low_bit_scores import key_products, query_weights
+from .triton_scores import MAX_QUERIES
 
 _LISTED_TOKENS = 1024
 """Number of listed tokens per program of `_exclude`."""
 
 _PARTS = 64
 """Number of parts that the merge reads at a time."""
+
+_READ_OFTEN = 256
+"""Largest head dimension for which each program of `_merge` reads all parts. With more, they are merged before."""
 
 _WARPS = 2
 """Warps of a program of `_attend`. Of 1 to 8 warps, 2 were fastest on an H200."""
@@ -85,30 +89,47 @@ def _value_levels(
 
 @triton.jit
 def _add_values(
-    acc: tl.tensor, rescale: tl.tensor, weights: tl.tensor, raw: tl.tensor,
-    FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return acc `[GROUP, V]` * rescale `[GROUP]` + weights `[GROUP, 64]` times the codes of 64 tokens.
+    accs: tl.tuple, rescale: tl.tensor, weights: tl.tensor, address: tl.tensor,
+    VALUES: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """Return each of accs `[h, WIDTH]` * rescale `[h]` + weights `[h, n]` times the codes of the values of n tokens.
 
-    The codes are at bit FIELD * BITS of each byte of the packed values (`_value_levels`).
+    `address` `[n]` are the addresses of the packed values, of which the bytes [FIRST, FIRST + WIDTH) are read. The
+    codes of number i of accs are at bit i * BITS of each byte (`_value_levels`).
     """
-    return acc * rescale[:, None] + tl.dot(
-        weights, _value_levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee"
+    column = FIRST + tl.arange(0, WIDTH)
+    raw = tl.load(address[:, None] + column[None, :], mask=(column < VALUES)[None, :], other=0)
+    acc0 = accs[0] * rescale[:, None] + tl.dot(
+        weights, _value_levels(raw, 0, BITS, WIDEN, INTERPRETED), input_precision="ieee"
     )
+    acc1 = accs[1] * rescale[:, None] + tl.dot(
+        weights, _value_levels(raw, 1, BITS, WIDEN, INTERPRETED), input_precision="ieee"
+    )
+    acc2, acc3 = accs[2], accs[3]
+    if BITS == 2:
+        acc2 = acc2 * rescale[:, None] + tl.dot(
+            weights, _value_levels(raw, 2, BITS, WIDEN, INTERPRETED), input_precision="ieee"
+        )
+        acc3 = acc3 * rescale[:, None] + tl.dot(
+            weights, _value_levels(raw, 3, BITS, WIDEN, INTERPRETED), input_precision="ieee"
+        )
+    return acc0, acc1, acc2, acc3
 
 
 @triton.jit
-def _store_field(
-    outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
-    d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+def _store_values(
+    outs: tl.tensor, row: tl.tensor, mask: tl.tensor, accs: tl.tuple, total: tl.tensor,
+    d: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide the sums `acc` by the softmax sums `total`, and store the output channels of one field.
-
-    The output is stored in rows [first, first + G) of `outs`, from channel FIELD * VALUES on.
-    """
-    head, column = tl.arange(0, GROUP), tl.arange(0, V)
-    address = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
-    tl.store(address, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
+    """Divide the sums of `_add_values` by the softmax sums `total`, and store them in the rows `row` of `outs`."""
+    column = FIRST + tl.arange(0, WIDTH)
+    address, stored = outs + row[:, None] * d + column[None, :], mask[:, None] & (column < VALUES)[None, :]
+    tl.store(address, accs[0] / total[:, None], mask=stored)
+    tl.store(address + VALUES, accs[1] / total[:, None], mask=stored)
+    if BITS == 2:
+        tl.store(address + 2 * VALUES, accs[2] / total[:, None], mask=stored)
+        tl.store(address + 3 * VALUES, accs[3] / total[:, None], mask=stored)
 
 
 @triton.jit
@@ -124,34 +145,37 @@ def _attend(
     table: tl.tensor, pages: tl.tensor, offset: tl.tensor, q: tl.tensor, mean: tl.tensor, starts: tl.tensor,
     stops: tl.tensor, excluded: tl.tensor, outs: tl.tensor, lses: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
     lists: tl.tensor, softcap: tl.tensor,
-    d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
-    INTERPRETED: tl.constexpr, CAPPED: tl.constexpr,
+    d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, K_REST: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr,
+    V_REST: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, PIECE: tl.constexpr,
+    WIDEN: tl.constexpr, INTERPRETED: tl.constexpr, CAPPED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s), with an online softmax.
+    """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (i, s), with an online softmax.
 
-    A list is one KV head of one sequence. The result is stored as part s: always the lse, and the output `[G, d]` if a
-    block has tokens in [start, stop) (0 if all of them are excluded). For the sizes, see `padded_sizes`.
+    A list is one KV head of one sequence. For p and the query heads, see `triton_attention.query_heads`. The result is
+    stored as part s: always the lse, and the output `[QUERIES, d]` if a block has tokens in [start, stop) (0 if all of
+    them are excluded). For the sizes, see `padded_sizes`.
     """
-    p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    p, head = query_heads(G, QUERIES)
+    piece = tl.program_id(1)
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)
     end = tl.minimum((tl.load(stops + p) + _BLOCK - 1) // _BLOCK, (piece + 1) * PIECE)
-    head, token, byte, column = tl.arange(0, GROUP), tl.arange(0, _BLOCK), tl.arange(0, K), tl.arange(0, V)
-    first, mask = (piece * lists + p) * G, head < G
-    peak = tl.full((GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP,), tl.float32)
+    token, mask, row = tl.arange(0, _BLOCK), head < G, (piece * lists + p) * G + head
+    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
     if begin < end:
-        low, high, centre, scale, shift = query_weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
-        acc0, acc1 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
-        acc2, acc3 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
+        query, centre, scale, shift = query_weights(q, mean, p, head, heads, d, KEYS, K, K_REST, G)
+        zero = tl.zeros((QUERIES, V), tl.float32)
+        accs = (zero, zero, zero, zero)
+        rests = accs
+        if V_REST:
+            zero_rest = tl.zeros((QUERIES, V_REST), tl.float32)
+            rests = (zero_rest, zero_rest, zero_rest, zero_rest)
         page = block_of(table, pages, offset, p, heads, piece * PIECE, _BLOCK * (KEYS + VALUES + 2))
         for block in range(begin, end):
             block_address = page + (block - piece * PIECE) * (_BLOCK * (KEYS + VALUES + 2))
-            keys = tl.load(
-                block_address + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0
-            )
             steps = block_address + _BLOCK * (KEYS + VALUES) + token
-            products = key_products(low, high, keys, INTERPRETED) - centre[:, None]
+            products = key_products(query, block_address + token, token >= 0, KEYS, K, K_REST, INTERPRETED)
+            products -= centre[:, None]
             scores = products * decoded_steps(tl.load(steps))[None, :] * scale[:, None] + shift[:, None]
             if CAPPED:
                 scores = _capped(scores, softcap)
@@ -164,22 +188,17 @@ def _attend(
             weights = exponentials * decoded_steps(tl.load(steps + _BLOCK))[None, :]
             if not WIDEN:
                 weights = weights.to(tl.bfloat16)
-            value_address = block_address + _BLOCK * KEYS + token[:, None] * VALUES + column[None, :]
-            raw = tl.load(value_address, mask=(column < VALUES)[None, :], other=0)
-            acc0 = _add_values(acc0, rescale, weights, raw, 0, BITS, WIDEN, INTERPRETED)
-            acc1 = _add_values(acc1, rescale, weights, raw, 1, BITS, WIDEN, INTERPRETED)
-            if BITS == 2:
-                acc2 = _add_values(acc2, rescale, weights, raw, 2, BITS, WIDEN, INTERPRETED)
-                acc3 = _add_values(acc3, rescale, weights, raw, 3, BITS, WIDEN, INTERPRETED)
+            values = block_address + _BLOCK * KEYS + token * VALUES
+            accs = _add_values(accs, rescale, weights, values, VALUES, 0, V, BITS, WIDEN, INTERPRETED)
+            if V_REST:
+                rests = _add_values(rests, rescale, weights, values, VALUES, V, V_REST, BITS, WIDEN, INTERPRETED)
             peak = new_peak
         positive_total = tl.maximum(total, 1e-30)
-        _store_field(outs, first, acc0, positive_total, d, VALUES, V, 0, G, GROUP)
-        _store_field(outs, first, acc1, positive_total, d, VALUES, V, 1, G, GROUP)
-        if BITS == 2:
-            _store_field(outs, first, acc2, positive_total, d, VALUES, V, 2, G, GROUP)
-            _store_field(outs, first, acc3, positive_total, d, VALUES, V, 3, G, GROUP)
+        _store_values(outs, row, mask, accs, positive_total, d, VALUES, 0, V, BITS)
+        if V_REST:
+            _store_values(outs, row, mask, rests, positive_total, d, VALUES, V, V_REST, BITS)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(lses + first + head, lse, mask=mask)
+    tl.store(lses + row, lse, mask=mask)
 
 
 @triton.jit(do_not_specialize=["parts", "rows"])
@@ -200,7 +219,8 @@ def _merge(
     total = tl.maximum(approximate + tl.exp(exact_lse - finite_peak), 1e-30)
     if tl.program_id(1) == 0:
         tl.store(lse + r, tl.where(peak == float("-inf"), peak, finite_peak + tl.log(total)))
-    # Every program of a row reads all parts, which is faster than a separate launch that merges them first.
+    # Up to `_READ_OFTEN` channels, every program of a row reads all parts, which is faster than a separate launch that
+    # merges them first.
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
         part_row = (first + part) * rows + r
@@ -233,14 +253,16 @@ def merge_approximate(
     lse: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge exact and approximate attention of a batch, in four launches. See `low_bit_lists.merge_approximate`.
+    """Merge exact and approximate attention of a batch. See `low_bit_lists.merge_approximate`.
 
-    Inputs and outputs are float32.
+    There are four launches, or five if d exceeds `_READ_OFTEN`. Inputs and outputs are float32.
     """
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
     outs, lses = _parts(q, mean, layout, table, starts, stops, chosen, counts, tokens, softcap)
+    if d > _READ_OFTEN:
+        outs, lses = (part.unsqueeze(0) for part in merge_parts(outs, lses))
     merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
     columns = min(16, triton.next_power_of_2(d))
     _merge[(lists * group, triton.cdiv(d, columns))](
@@ -281,12 +303,12 @@ def _parts(
     )
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
-    _attend[(lists, pieces)](
+    queries, tiles = min(MAX_QUERIES, triton.next_power_of_2(group)), padded_sizes(layout)
+    _attend[(lists * triton.cdiv(group, queries), pieces)](
         *page_arguments(table), q, mean, starts, stops, excluded, outs, lses, table.heads, padded_tokens, lists,
         softcap or 0.0,
-        d=d, **padded_sizes(layout), BITS=layout.value_bits,
-        G=group, GROUP=triton.next_power_of_2(group), PIECE=PAGE_BLOCKS,
+        d=d, **tiles, BITS=layout.value_bits, G=group, QUERIES=queries, PIECE=PAGE_BLOCKS,
         WIDEN=not q.is_cuda, INTERPRETED=knobs.runtime.interpret, CAPPED=softcap is not None,
-        num_warps=_WARPS,
+        num_warps=_WARPS if tiles["K"] <= 128 else 4 * _WARPS,
     )  # fmt: skip
     return outs, lses

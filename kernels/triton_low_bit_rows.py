@@ -17,9 +17,13 @@ import triton.language as tl
 from .low_bit import KEY_BITS, MIN_STEP_BITS, Layout
 from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
 from .pointer_table import ALIGNED
+from .triton_columns import split_columns
 
 _BLOCK, _PAGE, _SMALLEST = tl.constexpr(BLOCK), tl.constexpr(PAGE_BLOCKS), tl.constexpr(MIN_STEP_BITS)
 _ALIGNED = tl.constexpr(ALIGNED)
+
+_TILE, _STORED = 1 << 13, 1 << 15
+"""Maximum number of elements of a matrix that `_append` reads at a time, and of vectors that `_store` quantises."""
 
 
 @triton.jit
@@ -109,8 +113,8 @@ def _store_row(
 def _append(
     k: tl.tensor, v: tl.tensor, basis: tl.tensor, mean: tl.tensor, mixing: tl.tensor, table: tl.tensor,
     pages: tl.tensor, offset: tl.tensor, slots: tl.tensor, heads: tl.tensor,
-    d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, KEY: tl.constexpr,
-    VALUE: tl.constexpr, ROWS: tl.constexpr,
+    d: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the key of list p with KEY bits, in program (p, 0), or its value with VALUE bits, in program (p, 1).
 
@@ -149,10 +153,12 @@ def append_rows(
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)
     assert basis.dtype == mean.dtype == mixing.dtype == torch.float32 and table.lists == lists
     assert basis.is_contiguous() and mean.is_contiguous() and mixing.is_contiguous()
+    keys, values = layout.key_bytes, layout.value_bytes
+    K, V = max(32, triton.next_power_of_2(keys)), max(16, triton.next_power_of_2(values))
     _append[(lists, 2)](
         k, v, basis, mean, mixing, *page_arguments(table), slots, table.heads,
-        d=d, **padded_sizes(layout), KEY=KEY_BITS, VALUE=layout.value_bits,
-        ROWS=min(128, triton.next_power_of_2(d)), num_warps=8,
+        d=d, KEYS=keys, VALUES=values, KEY=KEY_BITS, VALUE=layout.value_bits, K=K, V=V,
+        ROWS=min(128, triton.next_power_of_2(d), _TILE // K), num_warps=8,
     )  # fmt: skip
 
 
@@ -160,15 +166,15 @@ def append_rows(
 def _store(
     rows: tl.tensor, table: tl.tensor, offset: tl.tensor, start: tl.tensor, stop: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    FIRST: tl.constexpr, STEPS: tl.constexpr, TOKEN: tl.constexpr, BYTE: tl.constexpr,
+    FIRST: tl.constexpr, STEPS: tl.constexpr, TOKEN: tl.constexpr, BYTE: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Quantise the vectors of a block of 64 tokens and store them, in program (block, head).
+    """Quantise the vectors of ROWS tokens of a block and store them, in program (i, head).
 
     The WIDTH packed bytes of token t of the block are stored from FIRST + t * TOKEN on, BYTE bytes apart. The code of
     its step is stored at STEPS + t.
     """
-    head, block = tl.program_id(1).to(tl.int64), start // _BLOCK + tl.program_id(0)
-    row, column = tl.arange(0, _BLOCK), tl.arange(0, W)
+    head, first = tl.program_id(1).to(tl.int64), (start // ROWS + tl.program_id(0)) * ROWS
+    column, block, row = tl.arange(0, W), first // _BLOCK, first % _BLOCK + tl.arange(0, ROWS)
     token = block * _BLOCK + row
     valid = (token >= start) & (token < stop)
     mask = valid[:, None] & (column < WIDTH)[None, :]
@@ -200,19 +206,23 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
     width, bits = (layout.value_bytes, layout.value_bits) if values else (layout.key_bytes, KEY_BITS)
     W: int = max(16, triton.next_power_of_2(width))
     steps = BLOCK * (layout.key_bytes + layout.value_bytes)
-    _store[(-(-(start + m) // BLOCK) - start // BLOCK, heads)](
+    rows_per_program = min(BLOCK, _STORED // (W * 8 // bits))
+    _store[(triton.cdiv(start + m, rows_per_program) - start // rows_per_program, heads)](
         rows, pages.table, pages.offset, start, start + m, heads, d=d, WIDTH=width, W=W, BITS=bits,
         BLOCK_BYTES=layout.block_bytes, FIRST=BLOCK * layout.key_bytes if values else 0,
         STEPS=steps + BLOCK if values else steps, TOKEN=width if values else 1, BYTE=1 if values else BLOCK,
-        num_warps=min(16, max(4, W * 8 // bits // 16)),
+        ROWS=rows_per_program, num_warps=min(16, max(4, W * 8 // bits // 16)),
     )  # fmt: skip
 
 
 def padded_sizes(layout: Layout) -> dict[str, int]:
-    """Return the sizes of a packed key and value in bytes (KEYS, VALUES), and padded to powers of two (K, V)."""
+    """Return the sizes of a packed key and value in bytes (KEYS, VALUES), and of their tiles (K, K_REST, V, V_REST).
+
+    For the tiles, see `split_columns`.
+    """
     keys, values = layout.key_bytes, layout.value_bytes
-    padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}
-    return {"KEYS": keys, "VALUES": values} | padded
+    K, V = split_columns(keys, 32, 32), split_columns(values, 16, 32)  # narrower tiles spill registers
+    return {"KEYS": keys, "VALUES": values, "K": K["D"], "K_REST": K["REST"], "V": V["D"], "V_REST": V["REST"]}
 
 
 def page_arguments(table: PageTable) -> tuple[torch.Tensor, int, int]:

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .pointer_table import ALIGNED, FIELDS, PointerTable
-from .triton_attention import PIECE_ROWS, attend_rows, merge_parts, steps, store_part
+from .pointer_table import FIELDS, PointerTable
+from .triton_attention import PIECE_ROWS, alignment, are_same, attend_rows, merge_parts, query_heads, sizes, store_part
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -22,19 +22,17 @@ def _attend(
     q: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, k: tl.tensor, v: tl.tensor, counts: tl.tensor,
     outs: tl.tensor, lses: tl.tensor, scale: tl.tensor, lists: tl.tensor, heads: tl.tensor, resident_pieces: tl.tensor,
     k_list: tl.tensor, k_row: tl.tensor, v_list: tl.tensor, v_row: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr, PLANES: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend to one piece of list p (one KV head of one sequence), in program (p, s).
+    """Attend with a block of query heads to one piece of list p (one KV head of one sequence), in program (i, s).
 
     If s < resident_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece
-    of the fetched KV. Part s is stored as in `triton_attention._attend`. All strides and addresses are multiples of
-    ALIGN elements. If PLANES is 1, the resident values are the resident keys.
+    of the fetched KV. Query heads and part s are those of `triton_attention._attend`. All strides and addresses are
+    multiples of ALIGN elements. If PLANES is 1, the resident values are the resident keys.
     """
-    p, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, column = tl.arange(0, GROUP), tl.arange(0, D)
-    mask = (head < G)[:, None] & (column < d)[None, :]
-    query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=mask, other=0.0)
+    p, head = query_heads(G, QUERIES)
+    part = tl.program_id(1)
     if part < resident_pieces:
         fields = table + p // heads * _FIELDS
         step, begin = tl.load(fields + 1), tl.maximum(tl.load(starts + p), part * PIECE)
@@ -51,8 +49,12 @@ def _attend(
     BYTES: tl.constexpr = ALIGN * q.dtype.element_ty.primitive_bitwidth // 8
     from_k, from_v = tl.multiple_of(from_k + k_at, BYTES), tl.multiple_of(from_v + v_at, BYTES)
     k_step, v_step = k_step // ALIGN * ALIGN, v_step // ALIGN * ALIGN
-    peak, total, acc = attend_rows(query, from_k, from_v, k_step, v_step, begin, stop, scale, d, D, GROUP, BLOCK, WIDEN)
-    store_part(outs, lses, (part * lists + p) * G, peak, total, acc, stop > begin, d, D, G, GROUP)
+    peak, total, acc, acc_rest = attend_rows(
+        q, (p * G + head) * d, head < G, from_k, from_v, k_step, v_step, begin, stop, scale,
+        d, D, REST, QUERIES, BLOCK, WIDEN, SAME,
+    )  # fmt: skip
+    row = (part * lists + p) * G + head
+    store_part(outs, lses, row, head < G, peak, total, acc, acc_rest, stop > begin, d, D, REST)
 
 
 def attend_resident(
@@ -77,13 +79,11 @@ def attend_resident(
     resident_pieces, fetched_pieces = triton.cdiv(capacity, PIECE_ROWS), triton.cdiv(k.shape[1], PIECE_ROWS)
     outs = torch.empty(resident_pieces + fetched_pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(resident_pieces + fetched_pieces, lists * group, dtype=torch.float32, device=q.device)
-    addresses = [x for rows in (k, v) for x in (rows.data_ptr(), *(rows.itemsize * step for step in rows.stride()[:2]))]
-    aligned = resident.aligned and all(x % ALIGNED == 0 for x in addresses)
-    _attend[(lists, resident_pieces + fetched_pieces)](
+    tiles = sizes(d, q.itemsize, group, same=planes == 1 and are_same(k, v))
+    _attend[(lists * triton.cdiv(group, tiles["QUERIES"]), resident_pieces + fetched_pieces)](
         q, resident.table, starts, stops, k, v, counts, outs, lses, scale, lists, resident.heads // planes,
         resident_pieces, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=triton.next_power_of_2(group),
-        **steps(d, q.itemsize), PIECE=PIECE_ROWS, ALIGN=ALIGNED // q.itemsize if aligned else 1,
+        d=d, G=group, **tiles, PIECE=PIECE_ROWS, ALIGN=alignment(k, v) if resident.aligned else 1,
         WIDEN=not q.is_cuda or q.dtype == torch.float32, PLANES=planes,
     )  # fmt: skip
     out, lse = merge_parts(outs, lses)

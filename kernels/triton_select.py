@@ -25,13 +25,16 @@ _BLOCK = 1024
 """Number of tokens per program."""
 
 _MARKED = 256
-"""Number of tokens per program of `_mark`.
+"""Number of tokens per program of `_mark` for up to 16 query heads per KV head.
 
 A program handles all heads of a layer, so larger blocks would leave most multiprocessors idle.
 """
 
+_TILE = 2048
+"""Maximum number of scores, or of statistics, that a program holds for more than 16 query heads per KV head."""
+
 _PARTS, _COUNTED, _EARLIER = 128, 1024, 256
-"""Number of parts that `_peaks_and_logs` reads at a time, and numbers of blocks that `_count` and `_write` add.
+"""Maximum number of parts that `_peaks_and_logs` reads at a time, and numbers of blocks that `_count` and `_write` add.
 
 They are constants, so that no kernel is compiled again for longer contexts.
 """
@@ -251,16 +254,19 @@ def select_tokens(
     assert lists == len(limits) * kv_heads and scored.scores.dtype == torch.float32 and 1 <= cap <= tokens
     assert starts.shape == stops.shape == (lists,) and scored.scores.is_contiguous()
     assert scored.maxima.is_contiguous() and scored.sums.is_contiguous() and scored.sums.shape == (lists, group, parts)
-    blocks, marked, sequences = triton.cdiv(tokens, _BLOCK), triton.cdiv(tokens, _MARKED), len(limits)
+    width: int = triton.next_power_of_2(group)
+    per_mark = _MARKED if width <= 16 else max(1, _TILE // width)
+    blocks, marked, sequences = triton.cdiv(tokens, _BLOCK), triton.cdiv(tokens, per_mark), len(limits)
     sizes = (lists * tokens, sequences * marked, _DIGITS.value * lists * 256, lists * blocks, lists * blocks, lists)
     buffers = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
     orders, passing, histograms, above, equal, counts = buffers
     peaks, logs = torch.empty(2, lists * group, dtype=torch.float32, device=device)
-    heads = {"G": group, "GROUP": triton.next_power_of_2(group)}
-    _peaks_and_logs[(lists,)](scored.maxima, scored.sums, peaks, logs, parts, PARTS=_PARTS, **heads)
+    heads = {"G": group, "GROUP": width}
+    listed = max(1, min(_PARTS, _TILE // width))
+    _peaks_and_logs[(lists,)](scored.maxima, scored.sums, peaks, logs, parts, PARTS=listed, **heads)
     _mark[(sequences, marked)](
         scored.scores, peaks, logs, starts, stops, passing, orders, histograms,
-        tokens, kv_heads, marked, lists, float(alpha), BLOCK=_MARKED, num_warps=2, **heads,
+        tokens, kv_heads, marked, lists, float(alpha), BLOCK=per_mark, num_warps=2, **heads,
     )  # fmt: skip
     shape = (tokens, kv_heads, lists, kv_heads * group, cap, marked)
     wide = {"COUNTED": _COUNTED, "BLOCK": _BLOCK}

@@ -13,22 +13,25 @@ import triton.language as tl
 _COLUMNS = 16
 """Number of columns per program."""
 
+_QUERIES = 16
+"""Number of queries per program. A program reads its columns of the basis once for all of them."""
+
 
 @triton.jit(do_not_specialize=["heads", "bases", "group"])
 def _skew(
     q: tl.tensor, basis: tl.tensor, out: tl.tensor, head_step: tl.tensor, row_step: tl.tensor, heads: tl.tensor,
     bases: tl.tensor, group: tl.tensor, scale: tl.tensor, r: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute columns [c * COLUMNS, (c + 1) * COLUMNS) of the queries of list p, in program (p, c).
+    """Compute columns [c * COLUMNS, (c + 1) * COLUMNS) of QUERIES queries of list p, in program (p, c, i).
 
     A list is one KV head of one sequence.
     """
-    p, row = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    p, row, first = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.program_id(2) * QUERIES
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.load(basis + p % bases * d * r + row[:, None] * r + column[None, :],
                    mask=(row < d)[:, None] & (column < r)[None, :], other=0.0)  # fmt: skip
-    for g in range(group):
+    for g in range(first, tl.minimum(group, first + QUERIES)):
         query = tl.load(q + (p % heads * group + g) * head_step + p // heads * row_step + row, mask=row < d, other=0.0)
         skewed = tl.sum(query.to(tl.float32)[:, None] * tile, 0) * scale
         tl.store(out + (p * group + g) * r + column, skewed, mask=column < r)
@@ -41,8 +44,9 @@ def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: flo
     assert basis.shape[1] == d and basis.dtype == torch.float32 and basis.is_contiguous() and lists % bases == 0
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(lists, group, r, dtype=torch.float32, device=q.device)
-    _skew[(lists, triton.cdiv(r, _COLUMNS))](
+    D: int = triton.next_power_of_2(d)
+    _skew[(lists, triton.cdiv(r, _COLUMNS), triton.cdiv(group, _QUERIES))](
         q, basis, out, q.stride(0), q.stride(1), kv_heads, bases, group, float(scale), r,
-        d=d, D=triton.next_power_of_2(d), COLUMNS=_COLUMNS, num_warps=1,
+        d=d, D=D, COLUMNS=_COLUMNS, QUERIES=_QUERIES, num_warps=max(1, D // 256),
     )  # fmt: skip
     return out

@@ -19,8 +19,8 @@ from ..models.loading import LoadedModel
 from ..policies.base import Policy
 from ..sampling_params import SamplingParams
 
-WIDEST_ON_GPU = 512
-"""Maximum head dimension on a GPU. The kernels hold the query heads of a KV head in registers and shared memory."""
+WIDEST_ON_GPU = 576
+"""Maximum head dimension on a GPU: keys of latent attention. Kernels hold vectors in registers and shared memory."""
 
 
 def check_kernels(head_dim: int, device: torch.device, name: str) -> None:

@@ -2,7 +2,7 @@
 
     python tests/support/compiled_kernels.py [--arch sm_89] [--case "int8 keys"]
 
-The launch functions are called as in a decode step of an 8B Llama, on host tensors. A stub driver reports a GPU and
+The launch functions are called as in a decode step, on host tensors (`kernel_cases`). A stub driver reports a GPU and
 compiles kernels instead of running them. The code therefore equals the code on a device, including Triton's
 specialization on argument values. It is disassembled by `cuobjdump`, which is part of Triton.
 """
@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -25,20 +26,15 @@ from unittest.mock import patch
 
 import torch
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from offload_rt.errors import ConfigError
-from offload_rt.kernels.kv_runs import Run
-from offload_rt.kernels.low_bit import Layout
-from offload_rt.kernels.packed_format import PackedFormat
-from offload_rt.kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
-from offload_rt.kernels.pointer_table import PointerTable
-from offload_rt.policies.infinigen.scoring import row_width
 from offload_rt.utils.config_fields import check_choice
+from support.kernel_cases import CASES
 
-CAPABILITIES = {"sm_80": 80, "sm_89": 89, "sm_90": 90, "sm_120": 120}
-"""Compute capability by architecture: A100; RTX 40 series; H100 and H200; RTX 50 series."""
-
-KV_HEADS, GROUP, D, COLUMNS, TOKENS, BATCH = 8, 4, 128, 38, 4096, 2
-"""Shape of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
+CAPABILITIES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_100": 100, "sm_120": 120}
+"""Compute capability by architecture: A100; RTX 30 and 40 series; H100 and H200; B200; RTX 50 series."""
 
 _LOAD = re.compile(r"\b(LDG(?:STS)?\.E[.\w]*)")
 _SPILL = re.compile(r"\b((?:LDL|STL)[.\w]*)")
@@ -188,200 +184,6 @@ def rows(archs: Collection[str], cases: Collection[str] = ()) -> list[dict[str, 
         found.append({key: value for key, value in asdict(kernel).items() if key != "loads"} | loads)
     return found
 
-
-# ------------------------------------------------------------------------------------------------------------ cases
-
-
-def _lists(heads: int = KV_HEADS) -> torch.Tensor:
-    """Return bounds or counts (int32) of every list."""
-    return torch.zeros(BATCH * heads, dtype=torch.int32)
-
-
-def _gather(width: int, dtype: torch.dtype) -> None:
-    from offload_rt.kernels import triton_gather
-
-    rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(BATCH * KV_HEADS, 512, dtype=torch.int64)
-    out = rows.new_empty(2, *ids.shape, width)
-    triton_gather.gather_rows(rows, ids, _lists(), out[0])
-    bases, planes = ids.new_empty(BATCH, TOKENS // 64), ids.new_empty(2, KV_HEADS)
-    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes, out)
-    table = PointerTable.of([torch.empty(2 * KV_HEADS, 65, width, dtype=dtype) for _ in range(BATCH)])
-    triton_gather.gather_slots(table, ids, out)
-    triton_gather.scatter_slots(table, ids, out)
-    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes[:1], out[:1])
-
-
-def _gather_copies(width: int, dtype: torch.dtype) -> None:
-    """Launch the gathers and the write of a pool whose blocks may have copies on the device."""
-    from offload_rt.kernels import triton_gather
-    from offload_rt.kernels.pool_rows import DeviceRows
-
-    rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(BATCH * KV_HEADS, 512, dtype=torch.int64)
-    out, bases = rows.new_empty(2, *ids.shape, width), ids.new_empty(BATCH, TOKENS // 64)
-    planes, tally = ids.new_empty(2, KV_HEADS), ids.new_empty(BATCH, 2)
-    device = DeviceRows(torch.empty_like(rows), TOKENS, planes)
-    triton_gather.gather_rows(rows, ids, _lists(), out[0], device)
-    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes, out, device, tally)
-    k = rows[: BATCH * KV_HEADS]
-    triton_gather.write_rows(rows, k, k, ids.flatten()[: 2 * BATCH], planes, device)
-
-
-def _append() -> None:
-    """Launch the kernels that append new KV on the device and in the pool, and scoring keys."""
-    from offload_rt.kernels import triton_append, triton_entries, triton_gather
-
-    lists = BATCH * KV_HEADS
-    k, slots = torch.empty(lists, D, dtype=torch.bfloat16), torch.empty(lists, dtype=torch.int64)
-    kept = PointerTable.of([torch.empty(2 * KV_HEADS, 68, D, dtype=torch.bfloat16) for _ in range(BATCH)])
-    triton_append.store_resident(k, k, kept, slots[:BATCH])
-    planes = slots.new_empty(2, KV_HEADS)
-    triton_gather.write_rows(torch.empty(TOKENS, D, dtype=torch.bfloat16), k, k, slots[:BATCH], planes)
-    keys = PointerTable.of([torch.empty(KV_HEADS, COLUMNS, TOKENS, dtype=torch.bfloat16) for _ in range(BATCH)])
-    triton_append.append_partial(k, torch.empty(KV_HEADS, D, COLUMNS), keys, slots)
-    packed = PointerTable.of([torch.empty(KV_HEADS, TOKENS // 2, D, dtype=torch.int8) for _ in range(BATCH)])
-    scale = torch.empty(KV_HEADS, D)
-    triton_append.append_quantised(k, torch.empty(KV_HEADS, D, D), scale, scale, 4, packed, slots)
-    entries = PointerTable.of([torch.empty(KV_HEADS, TOKENS, D, dtype=torch.bfloat16) for _ in range(BATCH)])
-    triton_entries.append_entries(k, entries, slots, 16)
-    triton_entries.write_lists(triton_entries.read_lists(entries, 64, slots[:BATCH]), entries, slots[:BATCH])
-    triton_entries.mask_scores(torch.empty(lists, GROUP, 64), _lists(), _lists(), 16)
-    slot_tables = PointerTable.of([torch.empty(KV_HEADS, 65, 2, dtype=torch.int32) for _ in range(BATCH)])
-    triton_entries.write_lists(triton_entries.read_lists(slot_tables, 65, slots[:BATCH]), slot_tables, slots[:BATCH])
-
-
-def _partial(group: int) -> None:
-    from offload_rt.kernels import triton_scores
-
-    keys = PointerTable.of([torch.empty(KV_HEADS, COLUMNS, TOKENS, dtype=torch.bfloat16) for _ in range(BATCH)])
-    q = torch.empty(BATCH * KV_HEADS, group, COLUMNS)
-    triton_scores.partial_scores(q, keys, _lists(), _lists(), TOKENS)
-
-
-def _quantised(bits: int, d: int, group: int = GROUP) -> None:
-    from offload_rt.kernels import triton_scores
-
-    rows = [torch.empty(KV_HEADS, TOKENS * bits // 8, row_width(d), dtype=torch.int8) for _ in range(BATCH)]
-    q, scale = torch.empty(BATCH * KV_HEADS, group, d), torch.empty(KV_HEADS, d)
-    triton_scores.quantised_scores(q, PointerTable.of(rows), scale, scale, bits, _lists(), _lists(), TOKENS)
-
-
-def _select(group: int) -> None:
-    from offload_rt.kernels import triton_select
-    from offload_rt.kernels.lists import Scores
-
-    blocks = torch.empty(BATCH * KV_HEADS, group, TOKENS // 256)
-    found = Scores(torch.empty(BATCH * KV_HEADS, group, TOKENS), blocks, blocks)
-    limits = torch.empty(BATCH, dtype=torch.int32)
-    triton_select.select_tokens(found, _lists(), _lists(), KV_HEADS, 5.0, limits, 200)
-
-
-def _attend(dtype: torch.dtype, d: int, group: int = GROUP) -> None:
-    """Launch attention over fetched and resident KV, and the merge of its parts."""
-    from offload_rt.kernels import triton_resident
-
-    lists = BATCH * KV_HEADS
-    kept = PointerTable.of([torch.empty(2 * KV_HEADS, 68, d, dtype=dtype) for _ in range(BATCH)])
-    q, rows = torch.empty(lists, group, d, dtype=dtype), torch.empty(lists, 512, d, dtype=dtype)
-    triton_resident.attend_resident(q, kept, _lists(), _lists(), rows, rows, _lists(), 0.1)
-
-
-def _runs(dtype: torch.dtype, d: int, sequences: int) -> None:
-    from offload_rt.kernels import triton_kv_runs
-
-    own = torch.empty(KV_HEADS, 64, d, dtype=dtype)
-    shared = torch.empty(KV_HEADS, TOKENS, d, dtype=dtype)
-    runs = [Run(0, sequences, shared, shared), *(Run(b, b + 1, own, own) for b in range(sequences))]
-    triton_kv_runs.attend_runs(torch.empty(KV_HEADS * GROUP, sequences, d, dtype=dtype), runs, 0.1)
-
-
-def _model() -> None:
-    """Launch norms and rotary embeddings."""
-    from offload_rt.kernels import triton_norm, triton_rotary
-
-    for tokens in (BATCH, 100):
-        hidden, turns = torch.empty(tokens, KV_HEADS * GROUP * D, dtype=torch.bfloat16), torch.empty(1, tokens, D)
-        triton_norm.rms_norm(hidden, hidden[0], 1e-5)
-        triton_rotary.rotate_halves(hidden.view(tokens, -1, D).transpose(0, 1), turns, turns)
-
-
-def _skew() -> None:
-    """Launch the skewing of queries."""
-    from offload_rt.kernels import triton_skew
-
-    q = torch.empty(KV_HEADS * GROUP, BATCH, D, dtype=torch.bfloat16)
-    triton_skew.skew_queries(q, torch.empty(KV_HEADS, D, D), KV_HEADS, 0.1)
-
-
-def _tail(bits: int, d: int) -> None:
-    """Launch the kernels of low-bit KV: append, scores, and merge with exact attention."""
-    from offload_rt.kernels import triton_low_bit, triton_low_bit_rows, triton_low_bit_scores
-
-    layout, lists = Layout(d, bits), BATCH * KV_HEADS
-    page, count = torch.zeros(2, KV_HEADS, PAGE_BLOCKS, layout.block_bytes, dtype=torch.uint8), TOKENS // PAGE_TOKENS
-    table = PageTable.of([Pages.of([page] * count, 1) for _ in range(BATCH)])
-    q, mean, mixing = torch.ones(lists, GROUP, d), torch.zeros(KV_HEADS, d), torch.eye(d)
-    k, basis = torch.empty(lists, d, dtype=torch.bfloat16), torch.empty(KV_HEADS, d, d)
-    slots = torch.zeros(lists, dtype=torch.int64)
-    triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, table, slots)
-    for values in (False, True):
-        triton_low_bit_rows.store_rows(table.pages[0], layout, torch.empty(KV_HEADS, 200, d), 70, values=values)
-    triton_low_bit_scores.scores(q, mean, layout, table, _lists(), _lists(), TOKENS)
-    chosen, exact = torch.zeros(lists, 80, dtype=torch.int64), (torch.empty(lists, GROUP, d), torch.empty(lists, GROUP))
-    triton_low_bit.merge_approximate(
-        q, mean, mixing, layout, table, _lists(), _lists(), chosen, _lists(), TOKENS, *exact
-    )
-
-
-def _packed(form: PackedFormat) -> None:
-    """Launch the product of a row with packed weights, and their unpacking."""
-    from offload_rt.kernels import triton_packed
-
-    rows = torch.empty(4096, form.row_bytes, dtype=torch.uint8)
-    triton_packed.linear(torch.empty(1, form.ins, dtype=torch.bfloat16), rows, form, None)
-    triton_packed.unpack(rows, form, torch.bfloat16)
-
-
-def _embedding_part(width: int) -> None:
-    """Launch the look-up of the part of one layer in a table of embeddings in each of 35 layers."""
-    from offload_rt.kernels import triton_embedding
-
-    table = torch.empty(97, 35 * width, dtype=torch.bfloat16)
-    triton_embedding.embedding_part(table[:, width : 2 * width], torch.empty(BATCH, dtype=torch.int64))
-
-
-CASES: dict[str, Callable[[], None]] = {
-    "model": _model,
-    "embeddings of each layer": lambda: _embedding_part(256),
-    "packed, 4 bits": lambda: _packed(PackedFormat(4096, 4, 32, True, has_factors=True)),
-    "packed, 4 bits with zeros": lambda: _packed(PackedFormat(4096, 4, 128, has_zeros=True)),
-    "packed, 5 bits": lambda: _packed(PackedFormat(4096, 5, 32, True, has_factors=True)),
-    "packed, 6 bits": lambda: _packed(PackedFormat(4096, 6, 16, offset=32, has_factors=True)),
-    "packed, 8 bits": lambda: _packed(PackedFormat(4096, 8, 32, offset=128)),
-    "gather, bf16": lambda: _gather(D, torch.bfloat16),
-    "gather, copies": lambda: _gather_copies(D, torch.bfloat16),
-    "gather, int4": lambda: _gather(D // 2 + 12, torch.uint8),
-    "append": _append,
-    "skew": _skew,
-    "partial keys": lambda: _partial(GROUP),
-    "partial keys, groups of 1": lambda: _partial(1),
-    "int8 keys": lambda: _quantised(8, COLUMNS),
-    "int8 keys, groups of 1": lambda: _quantised(8, COLUMNS, 1),
-    "int4 keys": lambda: _quantised(4, D),
-    "int2 keys, d 256": lambda: _quantised(2, 256),
-    "select": lambda: _select(GROUP),
-    "select, groups of 1": lambda: _select(1),
-    "attend, bf16": lambda: _attend(torch.bfloat16, D),
-    "attend, bf16, groups of 1": lambda: _attend(torch.bfloat16, D, 1),
-    "attend, bf16, d 256": lambda: _attend(torch.bfloat16, 256),
-    "attend, fp32, d 256": lambda: _attend(torch.float32, 256),
-    "attend, fp32, d 512": lambda: _attend(torch.float32, 512),
-    "runs, bf16": lambda: _runs(torch.bfloat16, D, 32),
-    "runs, fp32, d 256": lambda: _runs(torch.float32, 256, 4),
-    "tail, int4": lambda: _tail(4, D),
-    "tail, int2, d 64": lambda: _tail(2, 64),
-    "tail, int2": lambda: _tail(2, D),
-}
-"""Launch functions by case name."""
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compile Triton kernels and print the results as JSON.")

@@ -5,6 +5,10 @@ The 4-bit keys score all tokens. Keys and 4-bit or 2-bit values estimate the att
 Keys and values are transformed before quantisation, to reduce its error. Keys are skewed and centred, each column is
 scaled by the square root of its standard deviation, and a rotation is applied. Values are only rotated, and the
 attention output is rotated back.
+
+With latent attention, the value is the first part of the key (`ModelGeometry.value_dim`), and only this part is rotated
+and quantised as value. Values are not computed from the quantised keys, because the transformation of keys enlarges
+errors that do not change scores. With random weights, the error of the output was 1.7 to 60 times that of 4-bit values.
 """
 
 from __future__ import annotations

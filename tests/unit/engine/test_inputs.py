@@ -222,9 +222,9 @@ def test_a_stream_of_a_closed_runtime_computes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "head_dim", "refused"), [("cuda", 576, True), ("cuda", 512, False), ("cpu", 576, False)]
+    ("device", "head_dim", "refused"), [("cuda", 577, True), ("cuda", 576, False), ("cpu", 577, False)]
 )
 def test_heads_that_the_gpu_kernels_do_not_support_are_refused(device: str, head_dim: int, refused: bool) -> None:
-    error = pytest.raises(ModelError, match=r"576 dimensions.*at most 512: use device='cpu'")
+    error = pytest.raises(ModelError, match=r"577 dimensions.*at most 576: use device='cpu'")
     with error if refused else nullcontext():
         check_kernels(head_dim, torch.device(device), "the model")

@@ -12,7 +12,8 @@ from support.interpreter import ROUNDING, compiled
 from offload_rt.kernels import lists
 from offload_rt.kernels.reference import merge_lse
 
-SHAPES = [(64, 1), (80, 4), (96, 7), (128, 16), (128, 8), (256, 2)]
+SHAPES = [(64, 1), (80, 4), (96, 7), (128, 16), (128, 8), (256, 2), (576, 20), (40, 70)]
+"""d, G. The tiles of 576 and 40 are split, and the groups of 20 and 70 heads need several programs."""
 
 
 def inputs(
@@ -80,10 +81,10 @@ def test_merge_is_float64s(kernel_device: torch.device, parts: int) -> None:
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("d", [40, 128, 256, 320, 512])
+@pytest.mark.parametrize("d", [40, 128, 256, 320, 512, 576])
 def test_a_step_has_as_many_rows_as_a_product_takes(d: int, itemsize: int) -> None:
     """The interpreter accepts any number; a GPU's compiler needs at least 16 (`support/compiled_kernels.py`, "attend,
     fp32, d 512")."""
-    from offload_rt.kernels.triton_attention import steps
+    from offload_rt.kernels.triton_attention import sizes
 
-    assert steps(d, itemsize)["BLOCK"] >= 16
+    assert all(sizes(d, itemsize, 4, same=same)["BLOCK"] >= 16 for same in (False, True))

@@ -13,8 +13,8 @@ from offload_rt.kernels import low_bit, low_bit_lists
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, dequantise_rows, mixing, unpack_rows
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 
-SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4)]
-"""d, G, bits of a value."""
+SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4), (192, 20, 2), (576, 20, 4)]
+"""d, G, bits of a value. The tiles of 192 and 576 are split, and groups of 20 heads need two programs."""
 
 
 def largest_value(layout: Layout, pages: Pages, tokens: int) -> float:
@@ -105,7 +105,7 @@ def test_scores_are_the_integers(kernel_device: torch.device, d: int, group: int
 
 
 @pytest.mark.parametrize("values", [False, True])
-@pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (12, 4)])
+@pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (12, 4), (576, 4)])
 @pytest.mark.parametrize(("start", "count"), [(0, 64), (500, 620), (70, 1), (130, 0)])
 def test_a_prompt_is_stored_as_defined(
     kernel_device: torch.device, d: int, value_bits: int, start: int, count: int, values: bool
@@ -129,7 +129,7 @@ def test_a_prompt_is_stored_as_defined(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2)])
+@pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (576, 4)])
 def test_the_newest_rows_enter(kernel_device: torch.device, d: int, value_bits: int, dtype: torch.dtype) -> None:
     """Codes equal the definition's, except at a rounding boundary between two codes. Other KV does not change."""
     from offload_rt.kernels.triton_low_bit_rows import append_rows

@@ -26,7 +26,15 @@ def kept_rows(device: torch.device, d: int, dtype: torch.dtype, planes: int = 2)
 
 @pytest.mark.parametrize(
     ("d", "group", "dtype", "planes"),
-    [(64, 1, torch.float32, 2), (80, 3, torch.float16, 2), (128, 4, torch.bfloat16, 2), (80, 3, torch.float32, 1)],
+    [
+        (64, 1, torch.float32, 2),
+        (80, 3, torch.float16, 2),
+        (128, 4, torch.bfloat16, 2),
+        (80, 3, torch.float32, 1),
+        (576, 20, torch.float32, 1),
+        (576, 20, torch.float16, 1),
+        (40, 70, torch.bfloat16, 1),
+    ],
 )
 def test_kept_and_fetched_rows_are_attended_to(
     kernel_device: torch.device, d: int, group: int, dtype: torch.dtype, planes: int
@@ -38,6 +46,8 @@ def test_kept_and_fetched_rows_are_attended_to(
     kept = kept_rows(kernel_device, d, dtype, planes)
     q = torch.randn(3 * HEADS, group, d, device=kernel_device).to(dtype)
     k, v = torch.randn(2, 3 * HEADS, 270, d, device=kernel_device).to(dtype)
+    if group > 16:  # as in latent attention
+        v = k
     starts, stops, counts = (
         torch.tensor(each, dtype=torch.int32, device=kernel_device).repeat_interleave(HEADS)
         for each in ([1, 3, 200], [2, 299, 290], [270, 0, 33])

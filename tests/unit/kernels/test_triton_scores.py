@@ -13,8 +13,25 @@ from offload_rt.kernels import lists
 from offload_rt.kernels.pointer_table import PointerTable
 from offload_rt.kernels.selection import GAUSSIAN_STEP, dequantise, pack, quantise, quantise_query, unpack
 
-PARTIAL = [(38, 4, torch.float16), (19, 1, torch.float32), (38, 16, torch.bfloat16), (76, 3, torch.bfloat16)]
-PACKED = [(64, 1, 4), (80, 4, 2), (96, 3, 8), (128, 16, 4), (256, 2, 8), (19, 8, 8), (128, 4, 2)]
+PARTIAL = [
+    (38, 4, torch.float16),
+    (19, 1, torch.float32),
+    (38, 16, torch.bfloat16),
+    (76, 3, torch.bfloat16),
+    (19, 20, torch.float32),
+]
+PACKED = [
+    (64, 1, 4),
+    (80, 4, 2),
+    (96, 3, 8),
+    (128, 16, 4),
+    (256, 2, 8),
+    (19, 8, 8),
+    (128, 4, 2),
+    (576, 20, 4),
+    (96, 20, 2),
+    (176, 20, 8),
+]
 HEADS = 2
 
 
@@ -106,7 +123,8 @@ def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.devic
 
 
 @pytest.mark.parametrize(
-    ("d", "r", "dtype"), [(64, 19, torch.float32), (80, 24, torch.float16), (256, 76, torch.bfloat16)]
+    ("d", "r", "dtype"),
+    [(64, 19, torch.float32), (80, 24, torch.float16), (256, 76, torch.bfloat16), (576, 173, torch.float32)],
 )
 def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: int, dtype: torch.dtype) -> None:
     from offload_rt.kernels.triton_append import append_partial
@@ -128,7 +146,8 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize(
-    ("d", "r", "dtype"), [(64, 64, torch.float32), (96, 28, torch.bfloat16), (128, 128, torch.float16)]
+    ("d", "r", "dtype"),
+    [(64, 64, torch.float32), (96, 28, torch.bfloat16), (128, 128, torch.float16), (576, 173, torch.bfloat16)],
 )
 def test_a_new_code_is_the_quantised_key(
     kernel_device: torch.device, d: int, r: int, dtype: torch.dtype, bits: int

@@ -38,7 +38,12 @@ def scores_of(kind: str, shape: tuple[int, int, int], device: torch.device) -> t
 @pytest.mark.parametrize(
     ("kind", "heads", "group", "alpha", "share"),
     [(kind, 1, 3, 4.0, 0.2) for kind in KINDS]
-    + [("continuous", 1, 1, math.inf, 0.3), ("ties", 3, 1, 4.0, 0.2), ("equal", 2, 16, 0.0, 0.1)],
+    + [
+        ("continuous", 1, 1, math.inf, 0.3),
+        ("ties", 3, 1, 4.0, 0.2),
+        ("equal", 2, 16, 0.0, 0.1),
+        ("ties", 1, 70, 4.0, 0.2),
+    ],
 )
 def test_the_same_tokens_as_the_definition(
     kernel_device: torch.device, kind: str, heads: int, group: int, alpha: float, share: float

@@ -10,7 +10,7 @@ from offload_rt.kernels import lists
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("own", [False, True], ids=["shared basis", "own bases"])
-@pytest.mark.parametrize(("d", "r", "group"), [(64, 64, 3), (80, 24, 1), (10, 10, 2)])
+@pytest.mark.parametrize(("d", "r", "group"), [(64, 64, 3), (80, 24, 1), (10, 10, 2), (40, 40, 20), (576, 24, 20)])
 def test_queries_are_skewed(
     kernel_device: torch.device, d: int, r: int, group: int, own: bool, dtype: torch.dtype
 ) -> None:
