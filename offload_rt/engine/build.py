@@ -98,7 +98,7 @@ def _load(
         max_model_len=config.max_model_len, quantize=config.quantize,
     )  # fmt: skip
     check_kernels(loaded.adapter.geometry.head_dim, loaded.adapter.device, loaded.name)
-    if loaded.host_table is not None and read_in_place():
+    if loaded.host_table is not None and reads_host_addresses():
         lock_table(loaded.host_table)
     return loaded
 
