@@ -14,7 +14,7 @@ CACHE_BYTES = 8 << 20
 """Size in bytes of keys that fit in the caches of a processor."""
 
 FEW_QUERIES = 8
-"""Up to this number of queries per KV head, products with keys larger than the caches are computed as k q^T."""
+"""With at most this many queries per KV head, scores are computed as k q^T if the keys exceed `CACHE_BYTES`."""
 
 
 HALF = (torch.bfloat16, torch.float16)

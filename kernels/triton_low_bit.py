@@ -152,8 +152,8 @@ def _attend(
     """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (i, s), with an online softmax.
 
     A list is one KV head of one sequence. For p and the query heads, see `triton_attention.query_heads`. The result is
-    stored as part s: always the lse, and the output `[QUERIES, d]` if a block has tokens in [start, stop) (0 if all of
-    them are excluded). For the sizes, see `padded_sizes`.
+    part s of the output. The lse is always stored. The values `[QUERIES, d]` are stored only if a block has tokens in
+    [start, stop). They are 0 if all these tokens are excluded. For the sizes, see `padded_sizes`.
     """
     p, head = query_heads(G, QUERIES)
     piece = tl.program_id(1)

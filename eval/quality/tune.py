@@ -94,7 +94,7 @@ class Trial:
         return self.fetched_bytes + self.scoring_bytes + self.window_bytes
 
     def keeps(self, limit: float) -> bool:
-        """Return whether the mean and the largest missed attention mass of a layer are within the limit."""
+        """Return whether the missed attention mass is within the limit, averaged over layers and in the worst layer."""
         return self.worst <= limit and self.missed <= limit
 
     def row(self, limit: float) -> Row:

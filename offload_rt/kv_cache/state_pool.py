@@ -56,7 +56,7 @@ class StatePool:
         return self._rows[slot].numpy().tobytes()
 
     def write(self, slot: int, data: memoryview) -> None:
-        """Replace the bytes of a slot, after pending copies have ended."""
+        """Wait for pending copies, then replace the bytes of a slot."""
         self.lock(slot)
         self._wait_for_copies()  # a queued copy may still read the slot, or overwrite it later
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))

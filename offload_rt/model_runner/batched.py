@@ -159,7 +159,10 @@ class BatchedMode(PerSequenceMode):
         return out.view(inputs.size, -1).to(q.dtype)
 
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-        """Record the missed attention mass of sequences that measure it. `lse` `[P, G]` covers the attended tokens."""
+        """Record the missed attention mass of the sequences for which it was requested.
+
+        `lse` `[P, G]` is the log-sum-exp of the scores of the attended tokens.
+        """
         batch, scale = self._batch, self._batch.geometry.scales[layer]
         for b, sequence in enumerate(batch.sequences):
             if sequence.trace.measures_missed:

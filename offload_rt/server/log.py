@@ -52,9 +52,9 @@ class TextLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Log at most `limit` equal warnings, errors or refused requests per interval.
+    """Drop repeated warnings, errors and refused requests, after `limit` identical ones per interval.
 
-    The first record after an interval has the field `suppressed`, with the number of dropped records of each message.
+    The first record of the next interval has a field `suppressed`, which counts the dropped records by message.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:

@@ -67,7 +67,7 @@ def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -
 
 
 def _quantized(weight: torch.Tensor, form: PackedFormat, device: torch.device) -> torch.Tensor:
-    """Return the packed rows of `weight` with the nearest codes, computed on `device`."""
+    """Round `weight` to the nearest codes on `device`, and return the packed rows."""
     rows = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return rows
