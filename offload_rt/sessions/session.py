@@ -206,7 +206,7 @@ class Session:
         return events
 
     def _extend(
-        self, added: list[int], replaced: int, params: SamplingParams, on_prefill: Callable[[int], None]
+        self, added: tuple[int, ...], replaced: int, params: SamplingParams, on_prefill: Callable[[int], None]
     ) -> Generator[TokenOutput]:
         self.check_idle()
         # Another turn may have run between the call of `extend` and the first event.
