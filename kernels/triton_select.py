@@ -25,13 +25,13 @@ _BLOCK = 1024
 """Number of tokens per program."""
 
 _MARKED = 256
-"""Number of tokens per program of `_mark` for up to 16 query heads per KV head.
+"""Maximum number of tokens per program of `_mark`.
 
 A program handles all heads of a layer, so larger blocks would leave most multiprocessors idle.
 """
 
 _TILE = 2048
-"""Maximum number of scores, or of statistics, that a program holds for more than 16 query heads per KV head."""
+"""Maximum number of scores that `_mark`, and of statistics that `_peaks_and_logs`, reads at a time."""
 
 _PARTS, _COUNTED, _EARLIER = 128, 1024, 256
 """Maximum number of parts that `_peaks_and_logs` reads at a time, and numbers of blocks that `_count` and `_write` add.
@@ -255,7 +255,7 @@ def select_tokens(
     assert starts.shape == stops.shape == (lists,) and scored.scores.is_contiguous()
     assert scored.maxima.is_contiguous() and scored.sums.is_contiguous() and scored.sums.shape == (lists, group, parts)
     width: int = triton.next_power_of_2(group)
-    per_mark = _MARKED if width <= 16 else max(1, _TILE // width)
+    per_mark = max(1, min(_MARKED, _TILE // width))
     blocks, marked, sequences = triton.cdiv(tokens, _BLOCK), triton.cdiv(tokens, per_mark), len(limits)
     sizes = (lists * tokens, sequences * marked, _DIGITS.value * lists * 256, lists * blocks, lists * blocks, lists)
     buffers = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
