@@ -14,7 +14,6 @@ os.environ["COLUMNS"] = "110"
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the subcommands of `parser` by name."""
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return {name: sub for action in actions for name, sub in action.choices.items()}
 
@@ -25,7 +24,6 @@ def section(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def page() -> str:
-    """Return the whole page."""
     from offload_rt.cli import _parser
 
     parts = ["# Commands\n", "The output of `--help` for every command.\n", section("offload-rt", _parser())]

@@ -22,8 +22,11 @@ def listing() -> str:
 def run_eval(arguments: Sequence[str]) -> int:
     """Run an evaluation and return its exit code. `--help` lists all evaluations.
 
-    `arguments` contains the name of an evaluation, or a Python file that registers one, followed by its arguments.
-    Raises ConfigError if the evaluation is missing or unknown.
+    Args:
+        arguments: Name of an evaluation, or path of a Python file that registers one, and then flags.
+
+    Raises:
+        ConfigError: The evaluation is missing or unknown.
     """
     if not arguments:
         raise ConfigError(f"name an evaluation: {', '.join(MEASURES)} (see offload-rt eval --help)")

@@ -1,9 +1,9 @@
 """Needle-in-a-haystack tasks: facts are hidden in a book, and questions about them follow at the end.
 
-The sentences follow templates that the reference models were trained on, but no name occurs in the training data. A
-correct answer must therefore come from the context. Names in questions (`NAMES`) consist of syllables that do not occur
-in training. Names in answers (`LINKED`) are new combinations of syllables from training, because the reference models
-cannot generate unseen syllables.
+The sentences follow templates that the reference models were trained on. The names do not occur in the training data,
+so a correct answer must come from the context. Names in questions (`NAMES`) consist of syllables that do not occur in
+training. Names in answers (`LINKED`) combine syllables from training, because the reference models cannot generate
+other syllables.
 
 Each kind of needle tests one failure mode of token selection: a single fact, one of many similar facts, several values
 of one key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER, Hsieh et
@@ -126,7 +126,7 @@ class Question:
 
     Attributes:
         answers: Positions of the answer tokens.
-        distance: Number of tokens from the first statement about the question to the first answer.
+        distance: Number of tokens from the first statement that the question refers to, to the first answer token.
     """
 
     answers: tuple[int, ...]
@@ -197,7 +197,6 @@ class Haystack:
         return Passage(kind, Text((*tokens, *asked), start - 1, start), tuple(questions))
 
     def _ask(self, needle: Needle) -> tuple[list[int], list[list[int]]]:
-        """Return the tokens of all questions, and the positions of each question's answer tokens."""
         tokens: list[int] = []
         marks: list[list[int]] = []
         for question in needle.questions:

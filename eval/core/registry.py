@@ -65,7 +65,7 @@ def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
         name: Name of a registered evaluation, or path of a Python file that registers one.
 
     Raises:
-        ConfigError: The evaluation or a flag is unknown. Errors of the evaluation are raised too.
+        ConfigError: The evaluation or a flag is unknown.
     """
     found = _from_file(Path(name)) if name.endswith(".py") else None
     if found is None:

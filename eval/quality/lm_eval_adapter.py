@@ -226,7 +226,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the exact attention and fetched fractions of each task, which the harness adds to its results."""
+        """Return the exact attention and fetched fractions of each task. The harness adds them to its results."""
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
         return {"attended_and_fetched_fractions": means}
 
@@ -264,7 +264,7 @@ def _batch(size: int | str, most: int | None) -> int:
 
 
 def _option(name: str, value: Any) -> Any:
-    """Convert a value that the harness has parsed to the type that the policy expects.
+    """Convert a value parsed by the harness to a policy option.
 
     "none" becomes None, and `dense_layers` "0:1" becomes the tuple (0, 1), or () for "none".
     """
@@ -274,10 +274,7 @@ def _option(name: str, value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of the harness. None as `arguments` means the arguments of this process.
-
-    Raises SystemExit if the harness does.
-    """
+    """Run the command line of the harness. None as `arguments` means the arguments of this process."""
     from lm_eval.__main__ import cli_evaluate
 
     given = list(sys.argv[1:] if arguments is None else arguments)

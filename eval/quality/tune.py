@@ -1,13 +1,12 @@
 """Choose options of the policy `infinigen` for one model and text.
 
-The search minimizes the bytes that a decode step reads, while the missed attention mass stays below a limit in every
-layer. The missed attention mass is measured with exact scores of every decoded position. The bytes are those read in
-the sparse layers: KV fetched from the host, and scoring keys and resident KV on the device.
+The search minimizes the bytes that the sparse layers read in a decode step. These are KV fetched from the host, and
+scoring keys and resident KV on the device. The missed attention mass must stay below a limit in every layer. It is
+measured at every decoded position.
 
-The search is greedy, one option at a time. For each scorer, source, window and skew, bisection finds the smallest
-`alpha` within the limit, with `max_fraction` unlimited. The last stage tries three changes of the best setting: the
-smallest `max_fraction` within the limit, a fixed fraction of the tokens instead of a threshold, and the option
-`max_missed_mass` with a smaller alpha.
+The search is greedy, one option at a time: scorer, source, window, skew. For each of their values,
+bisection finds the smallest `alpha` within the limit. The last stage starts from the best setting and tries a smaller
+`max_fraction`, with and without a threshold, and `max_missed_mass` with a smaller alpha.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Trial:
         return self.fetched_bytes + self.scoring_bytes + self.window_bytes
 
     def keeps(self, limit: float) -> bool:
-        """Return whether the mean and the largest missed attention mass of a layer are within the limit."""
+        """Return whether `missed` and `worst` are within `limit`."""
         return self.worst <= limit and self.missed <= limit
 
     def row(self, limit: float) -> Row:
@@ -140,15 +139,16 @@ class Search:
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """Return the trial with the fewest bytes within the limit, else the one with the lowest missed mass."""
+        """Return the trial with the fewest bytes within the limit, or the lowest `worst` if there is none."""
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """Return the trial of the first value in `ladder` of the option `name` that is within the limit, else the last.
+        """Return the trial of the first value in `ladder` of the option `name` that is within the limit.
 
-        Bisection requires that the missed attention mass decreases along `ladder`.
+        If there is none, return the trial of the last value. Bisection requires that the missed attention mass
+        decreases along `ladder`.
         """
         low, high = 0, len(ladder) - 1
         while low < high:
@@ -170,10 +170,6 @@ class Search:
         return self._last_stage(best)
 
     def _last_stage(self, best: Trial) -> Trial:
-        """Try three changes to the best setting, and return the best trial.
-
-        The changes are `max_fraction` with the threshold, `max_fraction` without a threshold, and `max_missed_mass`.
-        """
         limit, start = self.config.max_missed_mass, best.options
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)

@@ -158,9 +158,10 @@ def _repeated(step: Callable[[], Any]) -> Callable[[], tuple[torch.Tensor, ...]]
 def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]:
     """Measure bandwidths in bytes per second, with copies of `size` bytes.
 
-    Measures transfers with pinned memory from host to device, from device to host, and in both directions at once (the
-    sum), and copies within device memory (each byte counts twice, as read and as written). On a CPU, all of them are
-    copies in memory.
+    Returns:
+        "host_to_device" and "device_to_host" with pinned memory, "both_ways" (the sum of both at the same time), and
+        "device" (copies within device memory; each byte counts twice, as read and as written). On a CPU, all are copies
+        in memory.
     """
     pinned, back = (torch.zeros(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2))
     there = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -209,7 +210,7 @@ def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the starts and stops of the token lists of one sequence if all its tokens are read."""
+    """Return starts and stops int32 `[Hkv]` of lists that contain all `tokens` tokens of one sequence."""
     zeros = torch.zeros(KV_HEADS, dtype=torch.int32, device=device)
     return zeros, zeros + tokens
 
@@ -384,7 +385,7 @@ def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _unpacked(rows: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Return unpacked weights as the product of the unit matrix, `[in, out]`."""
+    """Unpack weights `[in, out]` by multiplying the identity matrix with them."""
     return unpack_rows(rows, form, dtype).T
 
 

@@ -64,7 +64,7 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
-    """Create a runtime without the conversation. A warm-up has touched the memory for `history` tokens."""
+    """Create a runtime with an empty pool whose memory for `history` tokens was already touched."""
     # Touch the memory of the pool for `history` tokens and a turn, as pinning would. On a busy machine, the first touch
     # of a page can take longer than reading it from disk.
     llm = make()
@@ -98,7 +98,7 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
 
 
 def timed_fork(llm: LLM, store: Path, name: str) -> float:
-    """Return the seconds to the first token of a turn in a fork `name` of the session, which stays unchanged."""
+    """Return the seconds to the first token of a turn in a new fork `name`. The session itself stays unchanged."""
     session = llm.session("s", store)
     fork = session.fork(name)
     seconds = first_token(lambda: fork.send(tokens(TURN, name), SHORT))

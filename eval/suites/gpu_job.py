@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TracePoint:
-    """Tokens per sequence, number of sequences, fraction of tokens with attention (`synthetic_kv`), and baselines."""
+    """A context to trace decode steps with. `fraction` is the fraction of planted tokens (`synthetic_kv`)."""
 
     context: int
     batch: int

@@ -38,7 +38,7 @@ def run_trained(job: GpuJob) -> Iterator[Results]:
 
 
 def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return a row per prompt length and policy: how many tokens equal transformers', and both speeds in tokens/s."""
+    """Return a row per prompt length and policy: equal tokens, and tokens/s of transformers and of this runtime."""
     ids = AutoTokenizer.from_pretrained(folder)(job.size.text.read_text("utf-8")[: 1 << 18])["input_ids"]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(job.device).eval()
@@ -67,7 +67,9 @@ def _margin(model: Any, ids: list[int]) -> float:
 
 
 def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict[str, float]]:
-    """Generate greedily with transformers. Return the tokens, and the times of `_generated`."""
+    """Generate greedily with transformers. Return the tokens, the seconds to the first token, and the tokens per
+    second.
+    """
     given = torch.tensor([prompt], device=job.device)
 
     def run(tokens: int) -> Any:

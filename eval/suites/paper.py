@@ -276,7 +276,7 @@ STEPS: dict[str, Callable[[Paper], None]] = {
 
 @dataclass(frozen=True)
 class PaperJob:
-    """One step for one model, which can run in another process."""
+    """One step for one model."""
 
     model: str
     step: str

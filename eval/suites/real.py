@@ -82,8 +82,7 @@ class RealSize:
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
     """Return the variants of the perplexity tables.
 
-    At every budget: `infinigen` with and without approximate KV, and `oracle`. At the first budget: the other policies.
-    In addition: `full`, the default `infinigen`, its presets "rows" and "paper", and attention to approximate KV only.
+    Policies other than `infinigen` and `oracle` have the first budget only.
     """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in budgets:
@@ -98,11 +97,7 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
 
 
 def diverging() -> list[Variant]:
-    """Return the variants of the divergence tables.
-
-    These are `full`, the default `infinigen`, `infinigen` at 2, 5 and 10 % with and without approximate KV, the other
-    policies at 5 %, and full attention over 4-bit and 8-bit KV caches.
-    """
+    """Return the variants of the divergence tables, including full attention with 4-bit and 8-bit KV caches."""
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in (0.02, 0.05, 0.1):
         found += [Variant("infinigen", WINDOW | {"budget": budget, "approximate_kv": kv}) for kv in ("int4", "off")]
@@ -111,11 +106,7 @@ def diverging() -> list[Variant]:
 
 
 def looked_up() -> list[Variant]:
-    """Return the variants of the retrieval and task tables.
-
-    These are `full`, the default `infinigen`, and at the first budget: `infinigen` with and without approximate KV,
-    `quest`, `landmarks` and `streaming`.
-    """
+    """Return the variants of the retrieval and task tables. Most policies have the first budget only."""
     sized = WINDOW | {"budget": BUDGETS[0]}
     ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
     rivals = [Variant(policy, sized) for policy in ("quest", "landmarks", "streaming")]
@@ -197,11 +188,11 @@ class Real:
         self._tasks("questions", TasksConfig(self._requested(TASKS), num_fewshot=5, limit=self.size.limit))
 
     def _requested(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `tasks` that the user has requested. If none were requested, return all."""
+        """Return the requested tasks, or all `tasks` if none were requested."""
         return tuple(task for task in tasks if task in self.size.tasks) or tuple(tasks)
 
     def _tasks(self, name: str, config: TasksConfig, more: Sequence[Variant] = ()) -> None:
-        """Run lm-eval tasks until the deadline, each with the suite's variants and with those in `more`."""
+        """Run lm-eval tasks until the deadline, with the default variants and `more`."""
         variants = self.chosen or [*looked_up(), *more]
         done = run_tasks(
             self.tested, variants, config, self.out / name, say=self.say, deadline_passed=self.deadline_passed

@@ -21,7 +21,6 @@ OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("document", type=Path, help="text file; continued if it exists")
     parser.add_argument("--start", metavar="FILE", help="a text file that a new document begins with")
@@ -35,7 +34,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Start or continue the document."""
     args = arguments()
     quiet_transformers()
     # Ignore the end-of-text token, so that only the number of tokens ends a chapter.

@@ -71,7 +71,6 @@ def read_chapter(llm: LLM, chapter: str, questions: tuple[str, ...], new_tokens:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", required=True, help="an instruct model: a local folder, a GGUF file or a hub id")
     parser.add_argument("--document", metavar="FILE", help="a text with chapters (default: The Black Arrow)")
@@ -84,7 +83,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Read the chapter, answer the questions, continue the story."""
     args = arguments()
     quiet_transformers()
     console = Console(stderr=True)

@@ -40,10 +40,10 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64]:
 def nats_by_context(
     model: PreTrainedModel, ids: NDArray[np.integer], contexts: Sequence[int], *, windows: int, scored: int, batch: int
 ) -> dict[int, NDArray[np.float64]]:
-    """Return the summed nats of the same tokens under each context length: `{context: [windows]}`.
+    """Return the summed nats of the same tokens under each context length, as `{context: [windows]}`.
 
-    `windows` sections of max(contexts) tokens are evenly spaced over `ids`. For each context length c, the last
-    `scored` tokens of a section are scored from its last c tokens. A scored token has c - scored to c - 1 predecessors.
+    The `windows` sections of max(contexts) tokens are evenly spaced over `ids`. The last `scored` tokens of each
+    section are scored. With context length c, the model sees only the last c tokens of a section.
 
     Raises:
         ValueError: The text is shorter than a section, or a context is not longer than `scored`.
@@ -137,7 +137,6 @@ def recall(
 
 
 def share_right(answers: Sequence[Answer]) -> float:
-    """Return the accuracy; `answers` must not be empty."""
     return sum(answer.right for answer in answers) / len(answers)
 
 

@@ -113,7 +113,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def tables(measured: dict[str, Any]) -> str:
-    """Return the measured part of the model card as Markdown."""
     text, asked = measured["bits_per_byte"], measured["recall"]
     differences = text[f"difference_from_{BASE_CONTEXT}"]
     rows = []
