@@ -1,12 +1,10 @@
 """Fuzz the files of a session store: damage never gives a wrong token, and never affects more than the damaged data.
 
-A case runs a few sessions in a new store. Between turns and restarts it truncates, changes, renames, swaps, deletes,
-duplicates and chmods files, and replaces them with links, pipes and folders. The oracles:
+A case runs a few sessions in a new store, and damages, moves or deletes files between turns and restarts. The oracles:
 
 * a session opens with tokens that it had before, or raises StoreError; its next answer equals the model's;
 * no other exception escapes, `check_integrity` holds, and nothing outside the folder changes;
-* after a session was deleted, no run of its tokens is in any file of the store, except in damaged document files that
-  the deletion reported.
+* no file of the store contains tokens of a deleted session, except damaged document files that the deletion reported.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ def stale(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
 
 
 def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
-    """Replace a folder of the store with a link to an outside folder that holds files of the same names."""
+    """Replace a folder of the store with a link to a folder outside that contains the same file names."""
     if path.parent.name == "store":
         return
     target = outside / path.parent.name
@@ -144,7 +142,6 @@ class Case:
         return {path: (path.stat().st_mode, path.read_bytes()) for path in files}
 
     def turn(self, name: str) -> None:
-        """Open a session, take a turn and close the session."""
         try:
             session = runtime().session(name, self.store)
         except StoreError:
@@ -196,7 +193,6 @@ class Case:
         self.done[kind.__name__] += 1
 
     def delete(self, name: str) -> None:
-        """Delete a session and search for remaining data."""
         try:
             removed = delete_stored(self.store, name).removed
         except (StoreError, LookupError, ValueError):
@@ -215,7 +211,6 @@ class Case:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case. Raise an exception if an oracle fails."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")

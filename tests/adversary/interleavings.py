@@ -1,10 +1,7 @@
-"""Test random interleavings of requests on engines that share a small pool.
+"""Test random interleavings of requests on engines that share a small pool: each gives the same tokens as alone.
 
-Each request must give the same tokens as alone.
-
-Even seeds drive engines step by step, so that a failing case repeats exactly. Odd seeds use `AsyncLLM` with sessions,
-clients that disconnect, and a second policy in another thread. The seed determines their operations, but not the
-timing.
+Even seeds drive engines step by step, so that a case repeats exactly. Odd seeds use `AsyncLLM` with sessions, clients
+that disconnect, and a second policy in another thread; their timing varies.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ LONGEST_PROMPT, MOST_TOKENS, WIDEST = 200, 24, 3
 
 @functools.cache
 def model(name: str) -> Any:
-    """Return a tiny model that reaches the C kernels."""
+    """Return a tiny model that C kernels support."""
     if name == "gemma3":
         return architecture("gemma3", dtype=torch.float32)
     return tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, vocab_size=97)
@@ -67,8 +64,7 @@ def roomy(name: str, policy: str) -> LLM:
 
 
 def alone(name: str, policy: str, asked: Asked) -> list[list[int]]:
-    """Return the tokens of each completion of a request on a separate engine. Do not call this while a fault is
-    injected."""
+    """Return the tokens of each completion of a request on a separate engine. Not for use while a fault is injected."""
     return [one.token_ids for one in completed(roomy(name, policy).generate([list(asked[0])], asked[1]))]
 
 
@@ -108,8 +104,7 @@ def random_params(rng: random.Random, kinds: str = "greedy sampled several beams
 
 @contextmanager
 def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
-    """With a probability of one half, let one call inside the engine raise an exception. Yield the exception or
-    None."""
+    """Inject an exception into one engine call, with a probability of one half. Yield the exception or None."""
     if rng.random() < 0.5:
         yield None
         return
@@ -120,7 +115,7 @@ def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
 
 @contextmanager
 def swapping(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield options that may enable swapping. If enabled, preempted requests are always swapped to disk."""
+    """Yield options that enable swapping at random. With swapping, preempted requests always go to disk."""
     if rng.random() < 0.5:
         yield {}
         return
@@ -157,7 +152,6 @@ class Engines:
                 engine.cancel(first)
 
     def act(self) -> None:
-        """Add or abort a request, or do nothing."""
         rng, kind = self.rng, self.rng.random()
         if kind < 0.3:
             at = rng.randrange(len(self.engines))
@@ -178,7 +172,6 @@ class Engines:
             engine.check_integrity()
 
     def verify(self, injected: Exception | None) -> Counter[str]:
-        """Compare all answers with those of the requests alone, and count them."""
         counts = Counter(requests=len(self.asked), aborted=len(self.aborted), failed=len(self.failed))
         for request in [request for request, error in self.failed.items() if isinstance(error, PoolFullError)]:
             if request in self.asked:
@@ -322,7 +315,6 @@ class Clients:
         return found
 
     def beside(self, llm: LLM, policy: str, rng: random.Random) -> None:
-        """Answer prompts under another policy, in a separate thread."""
         for _ in range(rng.randint(0, 3)):
             asked: Asked = random_prompt(rng), random_params(rng)
             try:
@@ -334,7 +326,6 @@ class Clients:
                 self.full.append((policy, asked))
 
     def verify(self) -> Counter[str]:
-        """Compare all answers with those of the requests alone, and count them."""
         for policy, asked, found, whole in self.answers:
             expected = alone(self.name, policy, asked)
             if whole:
@@ -352,7 +343,7 @@ class Clients:
 
 
 async def run_clients(seed: int, folder: Path) -> Counter[str]:
-    """Run several clients, a second policy and a fault on one `AsyncLLM`, which may be closed while they run."""
+    """Run several clients, a second policy and a fault on one `AsyncLLM`, which may be closed early."""
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
     with swapping(rng, folder) as options:
@@ -392,7 +383,6 @@ async def run_clients(seed: int, folder: Path) -> Counter[str]:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case, and check that it leaves no thread behind."""
     asyncio.run(asyncio.sleep(0))
     before = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder:

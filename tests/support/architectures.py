@@ -22,11 +22,11 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Architecture:
-    """Define a tiny model.
+    """A tiny model.
 
     Attributes:
         config: Name of the configuration class without "Config".
-        options: Options of the configuration that differ from the common ones.
+        options: Options that differ from the defaults of all tiny models.
         traits: Properties of the architecture in words.
     """
 
@@ -540,13 +540,12 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
 
 
 def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """Return the tiny random model `name` of `RUNS` in eval mode, without gradients, on the CPU."""
+    """Return the tiny random model `name` of `RUNS` in eval mode."""
     kind = RUNS[name]
     return build(kind.config, dtype, **(kind.options | overrides))
 
 
 def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    """Return a tiny random model of the configuration class `config_name`."""
     common = {} if "text_config" in options else _COMMON
     config = getattr(transformers, f"{config_name}Config")(**(common | options))
     # transformers also builds a text model from Qwen 3.5's multimodal configuration.
