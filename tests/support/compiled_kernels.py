@@ -2,9 +2,9 @@
 
     python tests/support/compiled_kernels.py [--arch sm_89] [--case "int8 keys"]
 
-The launch functions are called as in a decode step of an 8B Llama, on host tensors. A stub driver reports a GPU and
-compiles kernels instead of running them. The code therefore equals the code on a device, including Triton's
-specialization on argument values. It is disassembled by `cuobjdump`, which is part of Triton.
+The launch functions are called on host tensors, as in a decode step of an 8B Llama. A stub driver reports a GPU and
+compiles kernels instead of running them, with Triton's specialization on argument values. `cuobjdump`, a part of
+Triton, disassembles the result.
 """
 
 from __future__ import annotations
@@ -52,14 +52,10 @@ class CompiledKernel:
     """A kernel compiled for the architecture `arch`, as launched in `case`.
 
     Attributes:
-        arch: GPU architecture.
-        case: Name of the case.
-        kernel: Name of the kernel.
         registers: Registers per thread.
         spilled: Spilled bytes per thread.
         spills: Number of spill instructions.
         shared: Shared memory per program in bytes.
-        instructions: Number of instructions.
         loop: Number of instructions of the longest loop; 0 if there is no loop.
         warps: Warps per program.
         fused: Number of fused multiply-adds in the PTX code.
@@ -87,15 +83,13 @@ class _Driver:
         self._capability = capability
 
     def get_current_device(self) -> int:
-        """Return the capability as the device, so that kernels are cached per architecture."""
+        """Return the compute capability, because Triton caches kernels by device."""
         return self._capability
 
     def get_current_stream(self, device: int) -> int:
-        """Return a dummy stream."""
         return 0
 
     def get_current_target(self) -> Any:
-        """Return the compilation target."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self._capability, 32)
@@ -146,7 +140,6 @@ def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
 
 
 def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
-    """Analyse a binary with `cuobjdump`."""
     tool = Path(str(files("triton"))) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
@@ -193,7 +186,7 @@ def rows(archs: Collection[str], cases: Collection[str] = ()) -> list[dict[str, 
 
 
 def _lists(heads: int = KV_HEADS) -> torch.Tensor:
-    """Return bounds or counts (int32) of every list."""
+    """Return an int32 tensor with one element per list, for bounds or counts."""
     return torch.zeros(BATCH * heads, dtype=torch.int32)
 
 
@@ -212,7 +205,6 @@ def _gather(width: int, dtype: torch.dtype) -> None:
 
 
 def _gather_copies(width: int, dtype: torch.dtype) -> None:
-    """Launch the gathers and the write of a pool whose blocks may have copies on the device."""
     from offload_rt.kernels import triton_gather
     from offload_rt.kernels.pool_rows import DeviceRows
 
@@ -227,7 +219,6 @@ def _gather_copies(width: int, dtype: torch.dtype) -> None:
 
 
 def _append() -> None:
-    """Launch the kernels that append new KV on the device and in the pool, and scoring keys."""
     from offload_rt.kernels import triton_append, triton_entries, triton_gather
 
     lists = BATCH * KV_HEADS
@@ -276,7 +267,6 @@ def _select(group: int) -> None:
 
 
 def _attend(dtype: torch.dtype, d: int, group: int = GROUP) -> None:
-    """Launch attention over fetched and resident KV, and the merge of its parts."""
     from offload_rt.kernels import triton_resident
 
     lists = BATCH * KV_HEADS
@@ -295,7 +285,6 @@ def _runs(dtype: torch.dtype, d: int, sequences: int) -> None:
 
 
 def _model() -> None:
-    """Launch norms and rotary embeddings."""
     from offload_rt.kernels import triton_norm, triton_rotary
 
     for tokens in (BATCH, 100):
@@ -305,7 +294,6 @@ def _model() -> None:
 
 
 def _skew() -> None:
-    """Launch the skewing of queries."""
     from offload_rt.kernels import triton_skew
 
     q = torch.empty(KV_HEADS * GROUP, BATCH, D, dtype=torch.bfloat16)
@@ -313,7 +301,6 @@ def _skew() -> None:
 
 
 def _tail(bits: int, d: int) -> None:
-    """Launch the kernels of low-bit KV: append, scores, and merge with exact attention."""
     from offload_rt.kernels import triton_low_bit, triton_low_bit_rows, triton_low_bit_scores
 
     layout, lists = Layout(d, bits), BATCH * KV_HEADS
@@ -333,7 +320,6 @@ def _tail(bits: int, d: int) -> None:
 
 
 def _packed(form: PackedFormat) -> None:
-    """Launch the product of a row with packed weights, and their unpacking."""
     from offload_rt.kernels import triton_packed
 
     rows = torch.empty(4096, form.row_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Test cases of the CUDA path, run on a CPU and on the simulated device. A scene is a sequence of requests."""
+"""Test cases (cells) of the CUDA path, run on a CPU and on the simulated device. A scene is a sequence of requests."""
 
 from __future__ import annotations
 
@@ -32,22 +32,20 @@ SPARSE: dict[str, Any] = WINDOW | {"preset": "rows", "alpha": 2.0, "max_fraction
 
 
 def single(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate from one prompt."""
     return answers(make(), [tiny_prompt(70)], 4)
 
 
 def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate from three prompts of different lengths."""
     return answers(make(), [tiny_prompt(n, seed=n) for n in (30, 70, 63)], 3)
 
 
 def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode three sequences past the end of a block. Graphs of batch size four replay after one step per bucket."""
+    """Decode three sequences past the end of a block. CUDA graphs for 64 and for 128 tokens replay."""
     return together(make(), [59, 60, 31], 6, {(4, 64), (4, 128)})
 
 
 def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode two sequences with drafts past the end of a block. Graphs replay in both buckets."""
+    """Decode two sequences with draft tokens past the end of a block. At least two CUDA graphs are captured."""
     llm = make()
     found = answers(llm, [tiny_prompt(59), tiny_prompt(60, seed=1)], 9)
     assert (there := captured(llm)) is None or there.total() >= 2
@@ -55,15 +53,14 @@ def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def growing(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode nine sequences that join one by one. Three graphs are captured; batches of one and two run eagerly."""
+    """Decode nine sequences that join one by one. Graphs for batch sizes of 4, 8 and 16 are captured."""
     return together(make(), range(30, 39), 2, {(4, 64), (8, 64), (16, 64)})
 
 
 def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int, int]]) -> Answers:
-    """Return greedy answers to prompts of these lengths.
+    """Return greedy answers to prompts of these lengths, one of which is added in each step.
 
-    Each step adds one prompt. After the last one, `steps` more steps follow. Captured graphs must have the batch sizes
-    and buckets `sizes`.
+    `steps` more steps follow. `sizes` are the expected (batch size, capacity in tokens) of captured graphs.
     """
     prompts = [tiny_prompt(n, seed=i) for i, n in enumerate(lengths)]
     most = [len(prompts) - i + steps for i in range(len(prompts))]
@@ -74,7 +71,7 @@ def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int,
 
 
 def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
-    """Return the number of graphs by batch size and bucket, or None without graphs."""
+    """Return the number of graphs by (batch size, capacity in tokens), or None without graphs."""
     steps = llm.runner.steps
     if not isinstance(steps, GraphSteps):
         return None
@@ -89,7 +86,7 @@ def shared(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def shared_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode three sequences that share a block past the end of another one. Graphs replay in both buckets."""
+    """Decode three sequences that share a block. CUDA graphs for 128 and for 192 tokens replay."""
     llm, stem = make(), tiny_prompt(118)
     found = answers(llm, [stem + tiny_prompt(n, seed=n) for n in (6, 7, 8)], 7)
     if isinstance(llm.runner.steps, GraphSteps):
@@ -113,7 +110,7 @@ def slid(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def slid_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode two sequences past a sliding window and the end of a block. Graphs replay in both buckets."""
+    """Decode two sequences past a sliding window and the end of a block, with CUDA graphs."""
     return together(make(), [59, 60], 7, {(2, 64), (2, 128)})
 
 
@@ -147,7 +144,7 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def stored(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Answer prompts with two runtimes on one store. Prefills have two segments and begin with KV from disk."""
+    """Answer prompts with two runtimes on one store. Prefills have two segments and reuse KV from disk."""
     found = []
     for prompt in (tiny_prompt(150), tiny_prompt(150)[:140] + tiny_prompt(30, seed=1)):
         llm = make(prefill_chunk_size=64)
@@ -165,7 +162,7 @@ def stored(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
-    """Return greedy answers, each with its host-to-device bytes. Check the integrity of the runtime."""
+    """Return greedy answers, each with its host-to-device bytes. Check the runtime's integrity."""
     done = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
     llm.runner.check_integrity()
     return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
@@ -211,10 +208,9 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Define a test case.
+    """A test case.
 
     Attributes:
-        scene: Function that runs requests on runtimes.
         options: Options of the policy.
         settings: Options of the runtime.
         streamed: Number of layers on the device if weights are streamed. -1 also moves scoring keys to the host.
@@ -231,7 +227,7 @@ class Cell:
     daily: str | None = None
 
     def run(self, device: str, folder: Path) -> Answers:
-        """Return the tokens on `device`."""
+        """Run the scene on `device` and return its answers."""
 
         def make(**more: Any) -> LLM:
             settings = {"host_memory": "4MiB", "missed_mass_every": 0} | self.settings | more

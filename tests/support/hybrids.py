@@ -30,7 +30,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def rotated(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return all pairs of names and values. With `sampled(len(values))`, each name has one value, in rotation."""
+    """Return all pairs of names and values. Of these, `sampled(len(values))` keeps one pair per name."""
     return [(name, values[(i + k) % len(values)]) for i, name in enumerate(names) for k in range(len(values))]
 
 
@@ -41,7 +41,7 @@ def make(name: str, *, overrides: dict[str, Any] | None = None, **options: Any) 
 
 
 def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    """Return the tokens of an answer. Check that the session holds no state on the device after it."""
+    """Return the tokens of an answer. Check that the session then has no state on the device."""
     found = sessions.answer(session, turn, params)
     states = session.kv.runner.states
     assert states is not None and states.used == 0, "an idle session holds no state on the device"

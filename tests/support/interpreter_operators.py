@@ -1,8 +1,7 @@
 """Run operators, loads and stores of Triton's interpreter as one numpy operation each.
 
-The interpreter makes some thirty calls per operator to determine the types and shapes of the result. If both operands
-have the same type or are signed integers, numpy broadcasts and promotes like Triton. All other cases, including errors,
-use the interpreter's own code.
+The interpreter makes about thirty calls per operator to determine types and shapes. For operands of the same type or
+signed integers, numpy gives the same result. The interpreter handles all other cases, including errors.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ FLOATS = ("fp16", "fp32", "fp64")
 
 
 class Operators:
-    """Create fast versions of the operators of `interpreter`."""
-
     def __init__(self, interpreter: Any) -> None:
         from triton import language as tl
 
@@ -56,7 +53,7 @@ class Operators:
         return made
 
     def operands(self, lhs: Any, rhs: Any) -> tuple[Any, Any, Any, bool] | None:
-        """Return both arrays in the result's type, that type, and whether it is a block.
+        """Return both arrays converted to the result's type, this type, and whether the result is a block.
 
         Return None if Triton must determine the type.
         """
@@ -76,7 +73,7 @@ class Operators:
         return None
 
     def constant(self, value: float, name: str) -> np.ndarray[Any, Any]:
-        """Return a shared array `[1]`, which must not be written to."""
+        """Return a read-only shared array `[1]`."""
         if (value, name) not in self.constants:
             self.constants[value, name] = np.array([value], dtype=self.numpy_types[name])
         return self.constants[value, name]
@@ -138,8 +135,6 @@ class Operators:
         return operator
 
     def logic(self, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
-        """Return an operator on masks."""
-
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             if type(rhs) is self.tensor and lhs.dtype.name == rhs.dtype.name == "int1":
                 try:
@@ -227,7 +222,6 @@ class Operators:
         )
 
     def _seen(self, mask: Any, shape: tuple[int, ...]) -> Any:
-        """Return a mask handle broadcast to `shape`. Raise ValueError if the shapes do not match."""
         if mask is None:
             return self._filled(True, self.tl.int1, shape)
         data = mask.handle.data
@@ -240,7 +234,7 @@ class Operators:
         return None
 
     def _filled(self, value: float, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a shared constant handle, which must not be written to."""
+        """Return a read-only shared handle with a constant."""
         key = value, dtype.name, shape
         if key not in self.filled:
             self.filled[key] = self.handle(np.full(shape, value, dtype=self.numpy_types[dtype.name]), dtype)
@@ -248,7 +242,7 @@ class Operators:
 
 
 def operate_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Install the operators. Must run before the interpreter wraps those of the language."""
+    """Install the operators. Call this before the interpreter wraps the operators of `tl.tensor`."""
     operators = Operators(interpreter)
     tensor, tl = operators.tensor, operators.tl
     patch.setattr(tensor, "__add__", operators.sum(tensor.__add__))

@@ -42,7 +42,7 @@ ROPES: tuple[dict[str, Any], ...] = (
 
 
 def random_model(rng: random.Random) -> tuple[str, PreTrainedModel]:
-    """Return a description and a model: in float32, which C kernels take, or in float64 if transformers has it."""
+    """Return a description and a random model in float32 or, if transformers supports it, float64."""
     name = rng.choice([name for name in RUNS if name not in RECURRENT])
     kind = RUNS[name]
     text = kind.options.get("text_config", kind.options)
@@ -60,7 +60,6 @@ def random_model(rng: random.Random) -> tuple[str, PreTrainedModel]:
 
 
 def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any]:
-    """Choose head size, number of heads, and number of KV heads."""
     if name in FIXED_HEADS:
         return {}
     kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 5))
@@ -83,7 +82,6 @@ def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any
 
 
 def _layers(rng: random.Random, text: dict[str, Any]) -> dict[str, Any]:
-    """Choose the number of layers, the sliding-window layers, and the window."""
     if "num_kv_shared_layers" in text:  # its patterns are limited: each kind of layer must store KV before it is shared
         return {}
     count = rng.randint(1, 4)

@@ -1,4 +1,4 @@
-"""Create float32 runtimes with small pools in which every shared block counts as a shared prefix."""
+"""Create float32 runtimes with small pools for tests of shared prefixes."""
 
 from __future__ import annotations
 

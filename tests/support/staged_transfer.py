@@ -1,4 +1,4 @@
-"""Replace a runtime's transfers, for example with those of a machine with device memory, simulated on the CPU."""
+"""Replace a runtime's transfers, for example to simulate device memory on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload_rt.transfer.streams import InlineStream
 
 
 def linked(llm: LLM, transfer: Transfer) -> LLM:
-    """Return a runtime with the same parts but other transfers. `llm` must be unused."""
+    """Return a copy of the unused runtime `llm` that uses `transfer`."""
     old = llm.runner
     other = LLM.__new__(LLM)
     other._begin(Runner(old.model, old.policy, old.pool, transfer, old.config, old.plan, old.weights), llm._family)
