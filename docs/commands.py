@@ -19,7 +19,6 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def section(name: str, parser: argparse.ArgumentParser) -> str:
-    """Return a heading and the help text of one command."""
     return f"## {name}\n\n```text\n{parser.format_help().strip()}\n```\n"
 
 

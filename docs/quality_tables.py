@@ -38,7 +38,7 @@ DIVERGENCE = (
 """Columns of the divergence table: heading, text and files."""
 
 NOT_SHOWN = ("`full`", "`oracle`, 10%")
-"""Settings that the divergence table does not show: the reference, and a setting without a counterpart."""
+"""Settings that the divergence table omits: the reference, and one without a counterpart."""
 
 
 def divergence() -> str:

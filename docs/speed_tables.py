@@ -77,7 +77,7 @@ LENGTHS = {
 
 
 ELSEWHERE = {("qwen/rows_in_c", 2048), ("qwen/rows_in_c/long", 8192), ("smollm2/rows_in_c", 4096)}
-"""Folders and contexts that the table leaves out. The table of other runtimes shows those of Qwen."""
+"""Folders and contexts that this table omits. The table of other runtimes shows the contexts of Qwen."""
 
 
 def lengths() -> str:

@@ -10,7 +10,6 @@ from .measures import quality, speed, suites  # noqa: F401 - these modules regis
 
 
 def listing() -> str:
-    """Return the text of `offload-rt eval --help`, with one line per evaluation."""
     width = max(map(len, MEASURES)) + 2
     lines = [f"  {name:{width}}{found.help}" for name, found in MEASURES.items()]
     usage = "usage: offload-rt eval NAME ...\n"

@@ -87,7 +87,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all but every n-th case of the tests that are marked `sampled(n)`."""
     seen, left = Counter[str](), list[pytest.Item]()
     for item in items:
         if marker := item.get_closest_marker("sampled"):

@@ -189,7 +189,7 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
     """
     tokenizer = tested.loaded.tokenizer
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
-        raise InputError(f"{tested.model} has no fast tokenizer, which measuring by bytes needs")
+        raise InputError(f"{tested.model} has no fast tokenizer, which is needed to measure bits per byte")
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     size = [0]
     for character in text:

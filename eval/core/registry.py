@@ -4,8 +4,8 @@
     def tokens(args: argparse.Namespace) -> int:
         ...
 
-A Python file that registers an evaluation can be run by its path: `offload-rt eval ./tokens.py --text book.txt`.
-Modules that register evaluations import large packages inside functions, so that listing the evaluations is fast.
+`offload-rt eval ./tokens.py --text book.txt` runs an evaluation that a Python file registers. Large packages are
+imported inside functions, so that listing the evaluations is fast.
 """
 
 from __future__ import annotations

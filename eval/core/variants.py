@@ -27,7 +27,6 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Policy and all settings as text, for tables."""
         parts = [f"{key}={_plain(value)}" for key, value in (*self.options.items(), *self.engine.items())]
         return " ".join([self.policy, *parts])
 
@@ -84,7 +83,6 @@ class Scored:
 
 
 def text_digest(text: str) -> str:
-    """Return a short digest of `text` for the keys of result rows."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

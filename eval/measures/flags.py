@@ -75,7 +75,6 @@ def add_text_flag(parser: argparse.ArgumentParser, default: str | None = None) -
 
 
 def add_variant_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `variants` reads."""
     parser.add_argument(
         "--policies", type=words, default=("full", "infinigen"), metavar="A,B", help="full is always included"
     )

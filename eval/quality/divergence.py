@@ -132,7 +132,6 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
 
 
 def run_divergence(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> Report:
-    """Run `measure_all`, and write divergence.json, .csv and .md."""
     rows = measure_all(evaluation, variants, config)
     title = f"Divergence of {evaluation.tested.name} from full attention"
     report = Report("divergence", title, evaluation.about(config), COLUMNS, rows, NOTES)

@@ -48,7 +48,6 @@ class TasksConfig:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return the settings that belong to the key of a result row."""
         # Empty `lengths` are omitted, so that rows that were stored without this field stay valid.
         found = asdict(self)
         return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}

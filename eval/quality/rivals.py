@@ -50,8 +50,8 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
 class SnapKV(ScorerPolicy[SnapKVOptions]):
     """Policy that selects tokens with much attention from the last queries of the prompt (SnapKV, arXiv 2404.14469).
 
-    At the end of the prefill, each token gets a vote: its attention weight, summed over these queries and over the
-    query heads of a KV head. Generated tokens get the highest score, because SnapKV keeps all of them.
+    A token's vote is its attention weight, summed over these queries and the query heads of a KV head. Generated tokens
+    have the highest score, because SnapKV keeps all of them.
     """
 
     name = "snapkv"

@@ -105,14 +105,10 @@ class Baseline(Protocol):
         """Decode one token and append it to the context."""
         ...
 
-    def facts(self) -> dict[str, Any]:
-        """Return additional columns of this baseline's result row."""
-        ...
+    def facts(self) -> dict[str, Any]: ...
 
 
 class TransformersBaseline:
-    """transformers with one of its caches and SDPA attention."""
-
     def __init__(self, name: str, model: Any, cache: Cache, length: int, tokens: torch.Tensor) -> None:
         self.name = name
         self._model, self._cache, self._position, self._tokens = model, cache, length, tokens
@@ -310,8 +306,6 @@ def _floor_ours(inputs: BenchInputs) -> Baseline:
 
 
 class _WithoutContext(TransformersBaseline):
-    """transformers with an empty context."""
-
     def fill(self, layer: int, kv: KVPart) -> None: ...
 
 

@@ -1,9 +1,4 @@
-"""Benchmark of a decode step compared with the caches of transformers, over context lengths, batches and model sizes.
-
-All baselines run in one process, one after another. Times are CPU time, or synchronized wall time on CUDA, as medians
-and quartiles. Counterparts of InfiniGen's figures: Figure 14 with `--batches 1,2,4,8`, Figure 15 with `--contexts
-8192,16384,...`, Figure 16 with `--shape a,b,c`.
-"""
+"""Compare a decode step with the caches of transformers, over context lengths, batches and model sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Benchmark of each operation of the decode step.
+"""Benchmark of each operation of the decode step: time relative to a lower bound, and error relative to float64.
 
-Reports the time relative to a lower bound, which follows from the bytes that must be moved, and the error relative to
-float64. Measures the Triton kernels on CUDA. On other devices it runs the torch definitions, to test the benchmark.
+The bound follows from the bytes that must be moved. Without CUDA, the torch definitions run, to test the benchmark.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ class KernelSize:
     """Sizes of the inputs of the kernel benchmark.
 
     Attributes:
-        copied: Size in bytes of each copy that measures a bandwidth.
+        copied: Bytes of each copy that measures a bandwidth.
         share: Fraction of the tokens that is copied from the host.
         batch: Number of sequences with a shared prefix.
-        prefix: Length of the shared prefix in tokens.
-        own: Number of tokens of each sequence after the shared prefix.
-        programs: Numbers of Triton programs of a gather to measure, in addition to the default number. Too few programs
-            do not saturate PCIe, too many delay other kernels.
+        prefix: Tokens of the shared prefix.
+        own: Tokens of each sequence after the shared prefix.
+        programs: Additional numbers of Triton programs of a gather. Too few do not saturate PCIe, too many delay other
+            kernels.
     """
 
     copied: int = 1 << 28
@@ -318,7 +317,6 @@ def _attend(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Return the tolerance of an attention output, relative to the largest value."""
     return 4e-6 + (2.0**-9 if dtype == torch.bfloat16 else 0.0)
 
 
@@ -362,7 +360,6 @@ def _append(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
-    """Yield linear layers of packed weights, and torch's product of 16-bit weights for comparison."""
     dtype = _half(device)
     weight = torch.randn(size.outs, HIDDEN, device=device).to(dtype)
     call = partial(torch.nn.functional.linear, weight[:1], weight)

@@ -34,14 +34,12 @@ SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) -> list[Row]:
     """Measure the time to the first token of a turn after `history` tokens, for each source of the history's KV.
 
-    The sources take turns. Recomputation is measured only once.
+    The sources take turns, with `repeats` turns each. Recomputation is measured only once.
 
     Args:
         make: Creates a runtime with an empty pool.
-        history: Number of tokens of the session.
-        repeats: Number of measured turns for each source except recomputation.
-        store: Folder of the session store. Equal texts share blocks in a store, so each history length needs a separate
-            folder.
+        store: Folder of the session store. Each history length needs a separate folder, because equal texts share
+            blocks.
     """
     llm, prompt = fresh(make, history), tokens(history, "history")
     recomputed = first_token(lambda: llm.stream([*prompt, *tokens(TURN, "recomputed")], SHORT))
@@ -87,7 +85,6 @@ def tokens(count: int, name: str) -> list[int]:
 
 
 def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
-    """Return the seconds from the call of `ask` to its first output."""
     gc.collect()  # free the memory of closed objects outside the timed section
     began = time.perf_counter()
     events = ask()
@@ -108,7 +105,6 @@ def timed_fork(llm: LLM, store: Path, name: str) -> float:
 
 
 def fill_cache(folder: Path) -> None:
-    """Read all files in the folder, so that they are in the page cache."""
     for path in folder.rglob("*.kv"):
         path.read_bytes()
 

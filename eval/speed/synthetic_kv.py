@@ -39,7 +39,7 @@ class SyntheticKV:
     """A synthetic context.
 
     Attributes:
-        fraction: Fraction of eligible tokens that is planted, mean over the KV heads of a layer.
+        fraction: Fraction of planted tokens, mean over the KV heads of a layer.
         spread: Maximum relative deviation of a KV head's fraction from `fraction`.
         directions: `c` of each KV head, float32 `[L, Hkv, d]`.
         tokens: Sorted indices of planted tokens, int64 `[n]`, by layer and KV head.

@@ -133,7 +133,6 @@ class GpuJob:
         return self.device.type == "cuda"
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
-        """Return the seconds that a call takes, including the wait for the device, and its result."""
         began = time.perf_counter()
         result = call()
         if self.cuda:

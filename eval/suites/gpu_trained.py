@@ -104,7 +104,6 @@ def _generated(job: GpuJob, llm: LLM, prompt: list[int]) -> tuple[list[int], dic
 
 
 def _evaluated(job: GpuJob, folder: Path, name: str) -> dict[str, Any]:
-    """Return the table of `eval perplexity` or `eval retrieval` in bfloat16, at the size of `GpuSize`."""
     out = job.out / f"trained_{folder.name}"
     flags = ["--text", str(job.size.text), "--device", job.device.type, "--dtype", "bfloat16", "--quiet"]
     sizes = job.size.trained_perplexity if name == "perplexity" else job.size.trained_needles

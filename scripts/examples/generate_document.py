@@ -3,8 +3,7 @@
     python scripts/examples/generate_document.py novel.txt --chapters 12 --chapter-tokens 1500
     python scripts/examples/generate_document.py novel.txt --model meta-llama/Llama-3.1-8B --host-memory 64GiB
 
-After Ctrl-C or a crash, the same command continues with the text that an uninterrupted run would have.
-`offload-rt write` has more options and shows progress.
+After an interruption, the same command continues the document. `offload-rt write` has more options.
 """
 
 from __future__ import annotations

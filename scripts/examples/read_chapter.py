@@ -37,7 +37,7 @@ def chapter_of(text: str, heading: str) -> str:
     lines, word = text.splitlines(keepends=True), heading.split()[0]
     start = next((i for i, line in enumerate(lines) if line.startswith(heading)), None)
     if start is None:
-        raise InputError(f"no line of the document begins with {heading!r}: give the heading as it stands there")
+        raise InputError(f"no line of the document begins with {heading!r}: copy the heading exactly")
     stop = next((i for i in range(start + 1, len(lines)) if lines[i].startswith(word)), len(lines))
     return "".join(lines[start:stop])
 
@@ -48,7 +48,7 @@ def read_chapter(llm: LLM, chapter: str, questions: tuple[str, ...], new_tokens:
     Raises InputError if the model has no chat template, ModelError if the chapter exceeds the context length.
     """
     if getattr(llm.tokenizer, "chat_template", None) is None:
-        raise InputError(f"{llm.name} has no chat template: give an instruct model")
+        raise InputError(f"{llm.name} has no chat template: use an instruct model")
     first, *others = questions
     turns = [f"Here is a chapter of a novel.\n\n{chapter}\n\n{first}", *others, CONTINUE]
     with tempfile.TemporaryDirectory() as store, closing(llm.session("chapter", store, overflow="error")) as session:

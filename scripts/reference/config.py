@@ -134,7 +134,6 @@ class TrainConfig:
             raise ValueError(f"shifted is a share of steps in [0, 1], got {self.shifted}")
 
     def longest(self) -> int:
-        """Return the maximum sequence length of all stages in tokens."""
         return max(length for stage in self.stages for length, _ in stage.lengths)
 
     def steps(self) -> int:

@@ -181,13 +181,11 @@ class Corpus:
 
     @classmethod
     def from_ids(cls, ids: Ids, tokenizer: Tokenizer) -> Corpus:
-        """Find the sentences of `ids` [N]."""
         stops = [i for i in (tokenizer.token_to_id(mark) for mark in (".", "!", "?")) if i is not None]
         starts = np.flatnonzero(np.isin(ids[:-1], stops)) + 1
         return cls(ids, starts[starts < len(ids) - 1])
 
     def window(self, rng: Rng, length: int) -> Ids:
-        """Return consecutive tokens `[length]` from a random position."""
         if length > len(self.ids):
             raise ValueError(f"the corpus has {len(self.ids)} tokens, fewer than one sequence of {length}")
         start = int(rng.integers(len(self.ids) - length + 1))

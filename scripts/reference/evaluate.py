@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 
 def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Map ids `[B, N]` to the last hidden states `[B, N, hidden]` with full attention."""
     hidden: torch.Tensor = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
     return hidden
 
@@ -93,7 +92,6 @@ class Answer:
 
 @torch.no_grad()
 def ask(model: PreTrainedModel, passages: Sequence[FactPassage], *, batch: int = 8) -> list[Answer]:
-    """Answer all questions of passages of one length, in order."""
     answers = []
     rows = max(1, batch * 512 // len(passages[0].ids))
     for i in range(0, len(passages), rows):
@@ -141,7 +139,6 @@ def share_right(answers: Sequence[Answer]) -> float:
 
 
 def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the accuracy by kind, in the order of `KINDS`."""
     present = dict.fromkeys(answer.kind for answer in answers)
     return {kind: share_right([a for a in answers if a.kind == kind]) for kind in KINDS if kind in present}
 

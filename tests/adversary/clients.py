@@ -149,7 +149,6 @@ class Normal:
         raise AssertionError
 
     def once(self) -> int:
-        """Send one random request and check the response. Return the status."""
         rng = self.rng
         words, max_tokens = f"{rng.choice(WORDS)} {rng.randrange(5)}", rng.choice((1, 8, 30))
         chat, stream = rng.random() < 0.5, rng.random() < 0.5
@@ -171,7 +170,6 @@ class Normal:
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """Return the text of a response or of one stream event."""
     found = ""
     for choice in answer["choices"]:
         said = choice.get("message") or choice.get("delta") or choice
@@ -189,7 +187,6 @@ def read_events(data: bytes) -> tuple[dict[str, Any] | None, str]:
 
 
 def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[str]:
-    """Run hostile and normal clients concurrently. Hostile clients may leave connections open."""
     normal = [Normal(url, random.Random(seed * 100 + 50 + i), tries) for i in range(2)]
     over = threading.Event()
 
@@ -221,7 +218,6 @@ def check_empty(engine: AsyncLLM) -> None:
 
 
 def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
-    """Run one server and its clients."""
     rng = random.Random(seed)
     options = random_options(rng, store)
     engine = AsyncLLM(make(), max_waiting=options.max_waiting, store=None if store is None else store / "kv")
@@ -254,7 +250,6 @@ def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
 
 @functools.cache
 def warm_up() -> None:
-    """Answer a few requests, so that first imports and files do not count as leaks."""
     options = ServerOptions(port=0, api_keys=(KEY,))
     with answering(make_app(AsyncLLM(make()), options), options) as (url, _):
         client = Normal(url, random.Random(0))
@@ -264,7 +259,6 @@ def warm_up() -> None:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case. Raise AssertionError if an oracle fails."""
     transformers_logging.disable_progress_bar()
     warm_up()
     log = Log()

@@ -84,8 +84,6 @@ def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bo
 
 
 class Case:
-    """A random model and runtime, with the checks on their answers."""
-
     def __init__(self, rng: random.Random, folder: Path) -> None:
         self.rng, self.folder, self.done = rng, folder, Counter[str]()
         self.about, self.model = random_model(rng)
@@ -95,7 +93,6 @@ class Case:
         self.copies, self.small = rng.random() < 0.5, rng.random() < 0.3
 
     def open(self, ends: ExitStack) -> LLM:
-        """Return a new runtime with ample host memory, or with a few blocks."""
         llm = self._runtime(ends, "64MiB")
         pool = llm.runner.pool
         if self.small and pool.file is None:
@@ -113,7 +110,6 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- requests
 
     def prompt(self) -> list[int]:
-        """Return a prompt that is new or shares a prefix with an earlier text."""
         rng, new = self.rng, [self.rng.randrange(1, VOCAB) for _ in range(self.rng.choice(LENGTHS))]
         if self.seen and rng.random() < 0.6:
             text = rng.choice(self.seen)

@@ -103,7 +103,6 @@ def folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
 
 
 def stale(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
-    """Leave a temporary file, as a killed process would."""
     shutil.copyfile(path, path.with_name(f"{path.stem}.{rng.randrange(1, 99999)}.{rng.randrange(99)}.tmp"))
 
 
@@ -128,8 +127,6 @@ DAMAGES = (truncate, flip, rename, swap, delete, duplicate, chmod, link, fifo, f
 
 
 class Case:
-    """Sessions in a store, their earlier states, and an outside folder that must not change."""
-
     def __init__(self, rng: random.Random, place: Path) -> None:
         self.rng, self.place, self.store = rng, place, place / "store"
         self.been: dict[str, list[list[int]]] = {name: [[]] for name in NAMES}

@@ -41,8 +41,6 @@ ACTIONS = (
 
 
 class Hostile:
-    """A client that performs a few random attacks, each over new connections."""
-
     def __init__(self, url: str, options: ServerOptions, key: str, rng: random.Random) -> None:
         self.where = ("127.0.0.1", urlsplit(url).port)
         self.options, self.key, self.rng = options, key, rng
@@ -82,7 +80,6 @@ class Hostile:
         return found
 
     def close(self, connection: socket.socket) -> None:
-        """End a connection with a close, a reset or a half close, or leave it open."""
         how = self.rng.choice(("close", "close", "reset", "shutdown", "stay"))
         if how == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -127,7 +124,6 @@ class Hostile:
         self.close(connection)
 
     def half_heads(self) -> None:
-        """Open many connections that never complete a head."""
         for _ in range(self.rng.randint(1, 40)):
             connection = self.connect()
             data = self.head("/v1/completions")
@@ -230,7 +226,6 @@ class Hostile:
         self.open.remove(connection)
 
     def session(self) -> None:
-        """Disconnect at the start of a session's response, then delete the session."""
         if self.options.documents is None:
             return
         name = self.rng.choice(SESSIONS)

@@ -76,7 +76,6 @@ def tight_memory(name: str, rng: random.Random) -> int:
 
 
 def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:
-    """Return whether a request alone fits a pool of this size."""
     try:
         make(name, policy, host_memory=memory).generate([list(asked[0])], asked[1])
     except PoolFullError:
@@ -85,7 +84,6 @@ def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:
 
 
 def random_prompt(rng: random.Random, longest: int = LONGEST_PROMPT) -> tuple[int, ...]:
-    """Return token ids that often share a prefix with other prompts."""
     whole = tiny_prompt(LONGEST_PROMPT, seed=rng.randrange(3))
     tail = tiny_prompt(20, seed=rng.randrange(50))
     count = rng.randint(1, longest)
@@ -128,8 +126,6 @@ def swapping(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Engines:
-    """Engines of one pool under random policies, with their requests."""
-
     name: str
     rng: random.Random
     engines: list[Engine] = field(default_factory=list)
@@ -198,7 +194,6 @@ class Engines:
 
 
 def run_engines(seed: int, folder: Path) -> Counter[str]:
-    """Drive up to three engines, each in a separate thread, one step at a time."""
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
     state = Engines(name, rng)
@@ -239,8 +234,6 @@ def run_engines(seed: int, folder: Path) -> Counter[str]:
 
 @dataclass
 class Clients:
-    """Clients of one `AsyncLLM` and the results of their requests."""
-
     name: str
     engine: AsyncLLM
     injected: Exception | None = None
@@ -256,7 +249,6 @@ class Clients:
             await self.once(f"{number}-{turn}", rng)
 
     async def once(self, request_id: str, rng: random.Random) -> None:
-        """Perform one operation. Errors expected for it are counted, not raised."""
         kind = rng.random()
         try:
             if kind < 0.1:
@@ -290,7 +282,6 @@ class Clients:
         self.histories[name] = (*prompt, *said[0])[: LONGEST_PROMPT - 20]
 
     async def ask(self, request_id: str, asked: Asked, rng: random.Random, **more: Any) -> list[list[int]]:
-        """Read an answer slowly, only in part, or until it is aborted."""
         leaves = rng.randint(1, 6) if rng.random() < 0.2 else 1000
         aborts = rng.randint(1, 6) if rng.random() < 0.1 else 1000
         pause = rng.choice((0, 0, 0.004))

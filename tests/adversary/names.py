@@ -61,8 +61,6 @@ def random_name(rng: random.Random, known: list[str]) -> str:
 
 
 class Sessions:
-    """The sessions of a store with their expected tokens."""
-
     def __init__(self, rng: random.Random, folder: Path) -> None:
         self.rng, self.folder = rng, folder
         self.expected: dict[str, list[int]] = {}

@@ -100,7 +100,6 @@ _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
 def _multimodal(text: dict[str, Any], vision: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Return options of a configuration that contains a text configuration."""
     return {"text_config": _COMMON | text, "vision_config": vision, **options}
 
 
@@ -131,7 +130,7 @@ _GRANITE: dict[str, Any] = {
     "shared_intermediate_size": 48,
 }
 _CONVOLUTIONS = ["conv", "full_attention", "conv"]
-# The C kernels take keys of 24 + 8 numbers. Keys of heads are not as wide as their values.
+# The C kernels support keys of 24 + 8 numbers. Keys and values of a head have different widths.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,

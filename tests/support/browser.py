@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PICTURES = Path(__file__).parents[2] / "out" / "page"
-"""Folder of the screenshots, which are for people. No test reads them."""
+"""Folder of the screenshots. No test reads them."""
 
 PATIENCE = 60_000
 """Milliseconds. High, because the machine may be busy."""

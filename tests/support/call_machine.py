@@ -358,7 +358,6 @@ class Calls(RuleBasedStateMachine):
         assert len(os.listdir("/proc/self/fd")) <= self.files
 
     def play_again(self, talk: Talk) -> None:
-        """Repeat the calls of one session in a runtime with enough memory."""
         with tempfile.TemporaryDirectory() as folder, make_llm(MODEL, "16MiB") as llm, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             session = llm.session("again", folder, overflow=self.overflow)

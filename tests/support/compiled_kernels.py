@@ -77,8 +77,6 @@ class CompiledKernel:
 
 
 class _Driver:
-    """Stub driver with the queries that Triton needs for compilation."""
-
     def __init__(self, capability: int) -> None:
         self._capability = capability
 

@@ -25,7 +25,7 @@ from .tiny_models import VOCAB, tiny_checkpoint, tiny_model, tiny_prompt
 
 Answers = list[list[int]]
 Scene = Callable[[Callable[..., LLM], Path], Answers]
-"""Run a scene on runtimes from the given factory and return its tokens."""
+"""A function that runs requests on runtimes from the given factory and returns the answers."""
 
 WINDOW: dict[str, Any] = {"sinks": 2, "recent": 8}
 SPARSE: dict[str, Any] = WINDOW | {"preset": "rows", "alpha": 2.0, "max_fraction": 0.3}
@@ -79,7 +79,6 @@ def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
 
 
 def shared(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate twice from prompts with a shared prefix, so that blocks are reused."""
     stem, llm = tiny_prompt(66), make()
     prompts = [stem + tiny_prompt(6, seed=i) for i in (1, 2, 3)]
     return answers(llm, prompts, 3) + answers(llm, prompts[::-1], 2)
@@ -115,12 +114,10 @@ def slid_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate past the end of a pool of two blocks."""
     return answers(make(host_memory=BLOCK_BYTES * 2), [tiny_prompt(125)], 8)
 
 
 def forked(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate samples and beams, which fork sequences."""
     llm, prompt = make(), tiny_prompt(70)
     samples = completed(llm.generate([prompt], SamplingParams(3, seed=1, n=3)))
     beams = completed(llm.generate([prompt], SamplingParams(3, temperature=0, num_beams=2)))
@@ -128,7 +125,6 @@ def forked(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def session(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Save a conversation, load it in another runtime, and fork it."""
     greedy = SamplingParams(max_tokens=3, temperature=0)
     first = make().session("s", folder)
     turns = [tiny_prompt(66, seed=1), tiny_prompt(9, seed=2), tiny_prompt(5, seed=3)]
@@ -162,7 +158,6 @@ def stored(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
-    """Return greedy answers, each with its host-to-device bytes. Check the runtime's integrity."""
     done = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
     llm.runner.check_integrity()
     return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
@@ -187,7 +182,7 @@ LATENT = "youtu"
 """A model whose keys contain the values, so that only keys are stored."""
 
 USES_EARLIER_KV = "gemma4_e2b"
-"""A model in which two full-attention layers use the KV of an earlier one, and two sliding-window layers."""
+"""A model with two full-attention and two sliding-window layers that use the KV of an earlier layer."""
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
@@ -203,7 +198,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "seed 0": lambda: Seeded(0),
     "seed 1": lambda: Seeded(1),
 }
-"""Streams are numbered in order of creation: 0 computes. A stream for weights, if used, precedes the other two."""
+"""Streams are numbered in order of creation. Stream 0 computes. A stream for weights, if used, is stream 1."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,6 @@ def sealed(data: bytes) -> bytes:
 
 
 def altered(found: Any, rng: random.Random) -> bytes:
-    """Change one value in `found` and return its JSON text."""
     node, parents = found, []
     while isinstance(node, (dict, list)) and node and (rng.random() < 0.85 or not parents):
         key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
@@ -147,13 +146,11 @@ def folder(path: Path, rng: random.Random, spread: int) -> None:
 
 
 def link(path: Path, rng: random.Random, spread: int) -> None:
-    """Replace the file with a link to itself, to a missing file, or to an endless device."""
     path.unlink()
     path.symlink_to(rng.choice((path, Path("/nowhere"), Path("/dev/zero"))))
 
 
 def sparse(path: Path, rng: random.Random, spread: int) -> None:
-    """Extend the file to an apparent size of a terabyte."""
     with path.open("r+b") as file:
         file.truncate(1 << 40)
 

@@ -67,7 +67,6 @@ def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[byt
 
 
 def block_files(folder: Path) -> int:
-    """Return the number of blocks in a store's folder over all namespaces."""
     return sum(1 for _ in folder.rglob("*.kv"))
 
 

@@ -84,7 +84,6 @@ class _Writing:
         return getattr(self._file, name)
 
     def write(self, data: bytes) -> int:
-        """Write half of the data, then the rest."""
         half = len(data) // 2
         self._file.write(data[:half])
         self._files.count("write", self._target)

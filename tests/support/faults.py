@@ -59,7 +59,6 @@ def fault(llm: LLM, place: str, call: int, error: Exception) -> Iterator[list[in
 
 
 def drain(engine: Engine, steps: int = 2000) -> None:
-    """Step the engine until it is idle. Check its integrity after each step."""
     for _ in range(steps):
         if engine.idle:
             return

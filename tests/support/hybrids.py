@@ -35,7 +35,6 @@ def rotated(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]
 
 
 def make(name: str, *, overrides: dict[str, Any] | None = None, **options: Any) -> tuple[Any, LLM]:
-    """Return a model of transformers and a runtime with its weights. `overrides` change its configuration."""
     model = architecture(name, **overrides or {})
     return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
 
@@ -49,6 +48,5 @@ def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -
 
 
 def computed(session: Session) -> int:
-    """Return the number of tokens that the prefill of the last turn computed."""
     assert session.last_stats is not None
     return session.last_stats.prompt_tokens - session.last_stats.reused_tokens

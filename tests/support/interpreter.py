@@ -35,7 +35,7 @@ def interpreted_quickly() -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch, _language_patched_once(interpreter, patch):
         _remember_types(interpreter, patch)
-        _skip_what_changes_nothing(patch)
+        _skip_no_ops(patch)
         operate_at_once(interpreter, patch)
         interpreter_lanes.install(interpreter, patch)
         launch_at_once(interpreter, patch)
@@ -103,7 +103,7 @@ def _remember_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tl.dtype, "__eq__", lambda self, other: self is other or same(self, other))
 
 
-def _skip_what_changes_nothing(patch: pytest.MonkeyPatch) -> None:
+def _skip_no_ops(patch: pytest.MonkeyPatch) -> None:
     """Skip casts and broadcasts without effect, and check integer overflow with one numpy operation."""
     from triton import language as tl
     from triton.language.semantic import TritonSemantic

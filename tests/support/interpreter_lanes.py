@@ -69,7 +69,6 @@ def _with_rank(x: Lanes, rank: int) -> np.ndarray[Any, Any]:
 
 
 def broadcast(*given: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Return plain arrays of one shape."""
     if len({(x.shape, type(x)) for x in given}) == 1:
         return [np.asarray(x) for x in given]
     return list(np.broadcast_arrays(*aligned(*given)))
@@ -154,7 +153,6 @@ def _lane_range(start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
 
 
 def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter compute with lanes."""
     builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
     load, store, splat = builder.create_masked_load, builder.create_masked_store, builder.create_splat
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float

@@ -63,7 +63,6 @@ class Launches:
             function(**given)
 
     def _kernel(self, kernel: Any) -> tuple[Any, frozenset[str], tuple[str, ...], dict[str, Any]]:
-        """Return the function, its constants, argument names and default values."""
         if kernel not in self._kernels:
             function = kernel.rewrite()
             self.patch.setitem(function.__globals__, "range", lane_range)
@@ -93,6 +92,5 @@ def _is_number(value: Any) -> bool:
 
 
 def launch_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Use `Launches` in the interpreter."""
     launches = Launches(interpreter, patch)
     patch.setattr(interpreter.InterpretedFunction, "run", lambda *args, **named: launches.run(*args, **named))

@@ -15,7 +15,7 @@ import pytest
 from .interpreter_lanes import Lanes, shape_of
 
 SIGNED = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}
-"""Bytes of signed integers. The result of two has the wider type."""
+"""Bytes of signed integer types. The result of an operation has the wider type."""
 
 FLOATS = ("fp16", "fp32", "fp64")
 """Types that numpy supports. It has no bfloat16."""
@@ -100,7 +100,6 @@ class Operators:
         return operator
 
     def sum(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an addition operator that also supports a pointer and a signed integer."""
         of_numbers = self.arithmetic("__add__", usual, np.add)
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
@@ -147,8 +146,6 @@ class Operators:
         return operator
 
     def index(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an indexing operator that supports new axes, such as `[:, None]`."""
-
         def operator(block: Any, at: Any, _semantic: Any = None) -> Any:
             plain = type(at) is tuple and all(one is None or one == slice(None) for one in at)
             if plain and block.type.is_block():
@@ -159,8 +156,6 @@ class Operators:
         return operator
 
     def cast(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a cast operator between signed integers, between floats, and from integers to floats."""
-
         def operator(value: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
             name, to = value.dtype.name, getattr(dtype, "name", None)
             known = (name in SIGNED and (to in SIGNED or to in FLOATS)) or (name in FLOATS and to in FLOATS)

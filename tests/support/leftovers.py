@@ -25,7 +25,7 @@ def spellings(run: tuple[int, ...]) -> list[bytes]:
     return [*packed, *(data.hex().encode() for data in packed), *(text.encode() for text in texts)]
 
 
-def said(pattern: bytes, data: bytes) -> bool:
+def contains(pattern: bytes, data: bytes) -> bool:
     """Return whether `data` contains `pattern`. JSON numbers must match as a whole (7 is not in 78)."""
     whole = rb"(?<!\d)" + re.escape(pattern) + rb"(?!\d)" if b"," in pattern else re.escape(pattern)
     return pattern in data and re.search(whole, data) is not None
@@ -49,6 +49,6 @@ def leftovers(
             data = name.encode("utf-8", "surrogateescape")
             if path.is_file() and not path.is_symlink():
                 data += b"\n" + path.read_bytes()
-            if (pattern := next((one for one in patterns if said(one, data)), None)) is not None:
+            if (pattern := next((one for one in patterns if contains(one, data)), None)) is not None:
                 found[path] = pattern
     return found

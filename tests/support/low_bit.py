@@ -35,7 +35,6 @@ def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.dev
 
 
 def joined(pages: Pages) -> torch.Tensor:
-    """Return a copy of all blocks of the layer, uint8 `[Hkv, blocks, block_bytes]`."""
     return torch.cat([tensor[pages.layer] for tensor in pages.tensors], 1)
 
 

@@ -186,7 +186,6 @@ def _attend(
     chosen: torch.Tensor | None,
     found: PlainScore,
 ) -> torch.Tensor:
-    """Return the attention output `[H, d]` of q `[H, d]`; record fractions and missed mass."""
     geometry, visible = loaded.adapter.geometry, slots.visible
     scale, softcap, heads = geometry.scales[layer], geometry.softcap, len(slots.exact.k)
     n = slots.exact.k.shape[1]

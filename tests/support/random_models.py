@@ -25,7 +25,7 @@ HEAD_STEP = {
 FIXED_HEADS = ("qwen2_vl", "qwen2_5_vl", "mimo_v2_flash", *LATENT)
 """Families with other options that depend on the head size."""
 HEAD_SIZES = (8, 18, 32, 32, 64)
-"""Half of the models have one of these instead of any size. C kernels take multiples of 32."""
+"""Head sizes of half of the models. C kernels support multiples of 32."""
 PLAIN_ROPE = ("mistral", "qwen2", "qwen3", "granite", "olmo2", "starcoder2")
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
@@ -42,7 +42,6 @@ ROPES: tuple[dict[str, Any], ...] = (
 
 
 def random_model(rng: random.Random) -> tuple[str, PreTrainedModel]:
-    """Return a description and a random model in float32 or, if transformers supports it, float64."""
     name = rng.choice([name for name in RUNS if name not in RECURRENT])
     kind = RUNS[name]
     text = kind.options.get("text_config", kind.options)

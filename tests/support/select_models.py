@@ -50,7 +50,7 @@ def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tenso
 
 
 def pass_keys(state: PolicyState, layer: int, k: torch.Tensor, start: int) -> None:
-    """Pass keys `[Hkv, m, d]` to a state. For tests that do not depend on the queries' values."""
+    """Pass keys `[Hkv, m, d]` with zero values to a state."""
     state.on_kv(layer, k, torch.zeros_like(k), start)
 
 

@@ -142,7 +142,6 @@ class ScriptedEngine:
 
 @contextmanager
 def served(engine: Any, **options: Any) -> Iterator[str]:
-    """Run a server with `engine` during the block. Yield its address."""
     chosen = ServerOptions(**({"port": 0, "grace": 5} | options))
     with answering(make_app(engine, chosen), chosen) as (url, _):
         yield url

@@ -11,7 +11,7 @@ from offload_rt.transfer.cuda import CudaTransfer
 from offload_rt.transfer.streams import InlineStream
 
 
-def linked(llm: LLM, transfer: Transfer) -> LLM:
+def with_transfer(llm: LLM, transfer: Transfer) -> LLM:
     """Return a copy of the unused runtime `llm` that uses `transfer`."""
     old = llm.runner
     other = LLM.__new__(LLM)
@@ -22,4 +22,4 @@ def linked(llm: LLM, transfer: Transfer) -> LLM:
 def staged(llm: LLM) -> LLM:
     """Return the runtime with transfers to device memory. Their streams run inline on the CPU."""
     runner, inline = llm.runner, (InlineStream(), InlineStream())
-    return linked(llm, CudaTransfer(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=inline))
+    return with_transfer(llm, CudaTransfer(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=inline))

@@ -37,7 +37,6 @@ def llama(layers: int) -> PreTrainedModel:
 
 
 def gemma3(layers: int) -> PreTrainedModel:
-    """Return a Gemma 3 model. Every third layer has full attention."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * (layers // 3)
     return architecture("gemma3", num_hidden_layers=layers, layer_types=kinds)
 
@@ -47,7 +46,6 @@ def mixtral(layers: int) -> PreTrainedModel:
 
 
 def gpt_oss(layers: int) -> PreTrainedModel:
-    """Return a gpt-oss model. Every other layer has full attention."""
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     return architecture("gpt_oss", num_hidden_layers=layers, layer_types=kinds)
 

@@ -58,7 +58,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         Qwen2Config,
         _ROPE | {"hidden_size": 128, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 48},
     ),
-    # QK-norm; head_dim 24, which the C kernels do not take
+    # QK-norm; head_dim 24, which the C kernels do not support
     "qwen3": (Qwen3Config, _ROPE | {"head_dim": 24, "sliding_window": 48}),
     # learned positions with offset 2; pre-norm
     "opt": (OPTConfig, _OPT),
@@ -136,7 +136,6 @@ def _gain(path: str) -> float:
 
 
 def depth(name: str, layers: int) -> dict[str, int]:
-    """Return configuration overrides that set the number of layers."""
     return {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
 
 

@@ -56,7 +56,6 @@ def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
 
 
 def process_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return RULER's score of a document as {length of the document: score}."""
     from lm_eval.tasks.ruler.common_utils import process_results as score
 
     found: dict[str, float] = score(document, results)

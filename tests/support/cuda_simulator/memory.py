@@ -21,7 +21,7 @@ import torch
 from .engine import Engine, Point, Poisoning, Queue
 
 POISON = np.uint16(0x7FFF)
-"""Repeated, NaN as float16, bfloat16, float32 and float64, and larger than any index as an integer."""
+"""Repeated pattern that is NaN in every float type, and larger than any index as an integer."""
 
 MOST_POISONED = 1 << 26
 """Largest part of registered memory that is poisoned, in bytes."""
@@ -35,8 +35,6 @@ _numbers = itertools.count()
 
 
 class Region:
-    """Address space for consecutive blocks."""
-
     def __init__(self, size: int) -> None:
         self._memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
         self.start = self._memory.ctypes.data
@@ -160,9 +158,7 @@ class Memory:
             del self._free[key]
 
     def use(self, address: int, queue: Queue) -> None:
-        """Implement `record_stream`: when the block at `address` is freed, wait for pending work of `queue` before
-        reuse.
-        """
+        """Implement `record_stream`: `queue` also delays the reuse of the block at `address`."""
         block = self._blocks[self._at[address]]
         if block.queue is not queue:
             block.users.add(queue)
@@ -225,7 +221,6 @@ class Memory:
         self.registered = [place for place in self.registered if place[0] != address]
 
     def is_pinned(self, address: int) -> bool:
-        """Return whether the device can access the host memory at `address`."""
         if self.host.start <= address < self.host.stop:
             return True
         at = bisect_right(self.registered, (address, 1 << 62)) - 1
@@ -235,7 +230,6 @@ class Memory:
         return self.device.start <= low and high < self.device.stop
 
     def reachable(self, low: int, high: int) -> bool:
-        """Return whether a kernel can access the addresses from `low` to `high`."""
         if self.on_device(low, high):
             return True
         return self.in_place and self.is_pinned(low) and self.is_pinned(high)

@@ -56,7 +56,6 @@ class Simulator:
         return found
 
     def set_stream(self, queue: Queue) -> None:
-        """Make `queue` this thread's current stream, and its device the current device."""
         self._streams[queue.device] = queue
         self.set_device(queue.device)
 
@@ -93,7 +92,6 @@ class Simulator:
         return self._shaped(self.memory.allocate(queue, _extent(like), pool), like)
 
     def new_pinned(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a page-locked tensor with the shape, strides and dtype of `like`."""
         return self._shaped(self.memory.allocate_host(_extent(like)), like)
 
     def _shaped(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -120,7 +118,6 @@ class Simulator:
 
 
 def _extent(like: torch.Tensor) -> int:
-    """Return the number of bytes from a tensor's first to its last element."""
     if like.numel() == 0:
         return 0
     last = sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))

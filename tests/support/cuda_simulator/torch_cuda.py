@@ -40,7 +40,6 @@ class Event:
         self._point = self._sim.engine.record(self._sim.stream() if stream is None else stream.queue)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for the event, unless it was never recorded."""
         if self._point is not None:
             self._sim.engine.wait(self._sim.stream() if stream is None else stream.queue, self._point)
 
@@ -255,7 +254,6 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
 
 
 def _accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
-    """Return the functions `cuda` under their names in `torch.accelerator`."""
     same = (
         "is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache",
         "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
@@ -295,7 +293,6 @@ class _Bias:
 
 
 def _flash(params: Any, debug: bool = False) -> bool:
-    """Return whether the flash attention kernels of a GPU support these inputs, including grouped queries."""
     return params.query.dtype in (torch.float16, torch.bfloat16) and params.query.shape[-1] <= 256
 
 
@@ -316,7 +313,6 @@ def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callabl
 
 
 def _defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **named: Any) -> torch.Tensor:
-    """Compute attention of host tensors with basic operations."""
     if named.get("enable_gqa"):
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
     m, n = q.shape[-2], k.shape[-2]
