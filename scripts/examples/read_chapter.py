@@ -48,7 +48,7 @@ def read_chapter(llm: LLM, chapter: str, questions: tuple[str, ...], new_tokens:
     Raises InputError if the model has no chat template, ModelError if the chapter exceeds the context length.
     """
     if getattr(llm.tokenizer, "chat_template", None) is None:
-        raise InputError(f"{llm.name} has no chat template: use an instruct model")
+        raise InputError(f"{llm.name} has no chat template: give an instruct model")
     first, *others = questions
     turns = [f"Here is a chapter of a novel.\n\n{chapter}\n\n{first}", *others, CONTINUE]
     with tempfile.TemporaryDirectory() as store, closing(llm.session("chapter", store, overflow="error")) as session:
