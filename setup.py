@@ -22,7 +22,7 @@ from setuptools.command.build_py import build_py
 
 
 def native_modules(package: Path) -> tuple[Any, Any]:
-    """Import `native_code` and `native_libraries` of the folder `package` without the rest, which needs torch."""
+    """Import `native_code` and `native_libraries` from `package` without importing the package, which needs torch."""
     name = "_offload_rt_build"
     parent = types.ModuleType(name)
     parent.__path__ = [str(package)]
@@ -32,8 +32,7 @@ def native_modules(package: Path) -> tuple[Any, Any]:
 
 
 def compile_libraries(package: Path) -> int:
-    """Compile all prebuilt libraries of the folder `package` into its folder `native`, or none of them. Return how
-    many."""
+    """Compile all prebuilt libraries into the folder `native` of `package`. Return their number, or 0 if one fails."""
     code, libraries = native_modules(package)
     target = package / "native"
     shutil.rmtree(target, ignore_errors=True)
@@ -56,18 +55,15 @@ class BuildWithLibraries(build_py):
     """Compile the C libraries after the Python files are copied, except for an editable install."""
 
     def run(self) -> None:
-        """Build the package."""
         super().run()
         if not self.editable_mode:
             compile_libraries(Path(self.build_lib) / "offload_rt")
 
 
 class PlatformWheel(bdist_wheel):
-    """Tag the wheel for this machine if it contains compiled code. It suits every Python 3, as nothing in it links
-    with libpython."""
+    """Tag the wheel for this machine, but for every Python 3, if it contains compiled code."""
 
     def run(self) -> None:
-        """Build the wheel."""
         self.run_command("build")
         self.root_is_pure = not (Path(self.get_finalized_command("build_py").build_lib) / "offload_rt/native").exists()
         # Install to the folder for platform-specific packages, as setuptools does for its own extension modules.
@@ -75,7 +71,6 @@ class PlatformWheel(bdist_wheel):
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Return the tag's Python, ABI and platform."""
         python, abi, platform = super().get_tag()
         return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
 

@@ -14,18 +14,15 @@ os.environ["COLUMNS"] = "110"
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the subcommands of `parser` by name."""
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return {name: sub for action in actions for name, sub in action.choices.items()}
 
 
 def section(name: str, parser: argparse.ArgumentParser) -> str:
-    """Return a heading and the help text of one command."""
     return f"## {name}\n\n```text\n{parser.format_help().strip()}\n```\n"
 
 
 def page() -> str:
-    """Return the whole page."""
     from offload_rt.cli import _parser
 
     parts = ["# Commands\n", "The output of `--help` for every command.\n", section("offload-rt", _parser())]

@@ -68,7 +68,6 @@ def steps() -> None:
 
 
 def missed() -> None:
-    """Draw the missed attention mass by layer."""
     data = {NAMES[model]: _layers(RESULTS / model / "missed_by_layer.json") for model in MODELS}
     title = "Attention mass of the tokens that are not attended exactly, 5% exact"
     with picture(PICTURES / "missed_mass.png", title, data) as [axis]:

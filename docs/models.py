@@ -58,7 +58,6 @@ def refused() -> str:
 
 
 def page() -> str:
-    """Return the current text of the page."""
     return fill(PAGE.read_text(encoding="utf-8"), {"runs": runs(), "refused": refused()})
 
 

@@ -10,7 +10,7 @@ OMITTED = ("2%, 4-bit keys, 2-bit values", "no selected tokens", "`oracle`, 2%")
 
 
 def perplexity() -> str:
-    """Qwen and SmolLM2 on the novel at 8,192 tokens under every setting."""
+    """Perplexity of Qwen and SmolLM2 on a novel at 8,192 tokens, by setting."""
     models = [most_windows(load(f"{model}/perplexity")) for model in ("qwen", "smollm2")]
     keys = [key for key in dict.fromkeys(key for model in models for key in model) if key[:2] == (NOVEL, 8192)]
     keys.sort(key=lambda key: (key[2] != DEFAULT, "approximate KV" not in key[2] and "values" not in key[2]))
@@ -24,7 +24,7 @@ def perplexity() -> str:
 
 
 def _with_share(name: str, share: str) -> str:
-    """Add the measured share of tokens to the name of a setting that does not contain one."""
+    """Append the measured `share` of tokens if `name` contains no share."""
     return f"{name} ({share})" if name == DEFAULT or "preset" in name else name
 
 
@@ -38,7 +38,7 @@ DIVERGENCE = (
 """Columns of the divergence table: heading, text and files."""
 
 NOT_SHOWN = ("`full`", "`oracle`, 10%")
-"""Settings that the divergence table does not show: the reference, and a setting without a counterpart."""
+"""Settings that the divergence table omits: the reference, and one without a counterpart."""
 
 
 def divergence() -> str:

@@ -54,7 +54,7 @@ def change(row: Row) -> str:
 
 
 def most_windows(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """Index rows by text, context and setting. Of repeated measurements keep the one with the most windows."""
+    """Return one row for each text, context and setting: the measurement with the most windows."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = (row["text"], row["context"], setting(row))
@@ -64,6 +64,5 @@ def most_windows(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
 
 
 def score(row: Row) -> float:
-    """The task's score in percent."""
     [[value, _]] = row["metrics"].values()
     return 100 * float(value)

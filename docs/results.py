@@ -58,7 +58,6 @@ TABLES: Sequence[Callable[[], str]] = (
 
 
 def pages() -> dict[Path, str]:
-    """Return the current text of the results page and of the README."""
     made = {PAGE: {one.__name__: one() for one in TABLES}, README: {"results": readme()}}
     return {path: fill(path.read_text(encoding="utf-8"), tables) for path, tables in made.items()}
 

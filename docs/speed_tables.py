@@ -77,7 +77,7 @@ LENGTHS = {
 
 
 ELSEWHERE = {("qwen/rows_in_c", 2048), ("qwen/rows_in_c/long", 8192), ("smollm2/rows_in_c", 4096)}
-"""Folders and contexts that the table leaves out. The table of other runtimes shows those of Qwen."""
+"""Folders and contexts that this table omits. The table of other runtimes shows the contexts of Qwen."""
 
 
 def lengths() -> str:
@@ -105,7 +105,7 @@ THREADS = {
 
 
 def selecting() -> str:
-    """Wall time per token of full attention, selection and `auto`. The idle machine ran no other process."""
+    """Wall time per token of full attention, selection and `auto` on an idle machine."""
     rows = []
     for processor, folders in THREADS.items():
         for folder in folders:
@@ -118,7 +118,7 @@ def selecting() -> str:
 
 
 def drafts() -> str:
-    """Lossless mode by kind of draft."""
+    """Copied KV and speed-up of lossless mode, by text and kind of draft."""
     kinds = {"default": "`exact=True`", "lookup": '`exact="lookup"`'}
     rows = []
     for row in load("qwen/drafts"):
@@ -129,7 +129,7 @@ def drafts() -> str:
 
 
 def disk() -> str:
-    """Decode steps whose KV is on a disk."""
+    """Bytes read and time of decode steps with KV on disk."""
     rows = []
     for name in ("qwen", "million"):
         for row in sorted(load(f"disk/{name}/disk_steps"), key=lambda row: (row["context"], row["what"])):

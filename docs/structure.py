@@ -71,7 +71,6 @@ def places(lines: Counter[str]) -> dict[str, tuple[float, float, float]]:
 
 
 def draw(lines: Counter[str], uses: dict[str, set[str]]) -> str:
-    """Return the picture as SVG."""
     where = places(lines)
     height = max(top for _, top, _ in where.values()) + LAYER
     out = [
@@ -101,7 +100,6 @@ def draw(lines: Counter[str], uses: dict[str, set[str]]) -> str:
 
 
 def main() -> None:
-    """Write the picture to the file in the first argument and print the lines of each folder."""
     lines, uses = folders()
     Path(sys.argv[1]).write_text(draw(lines, uses), encoding="utf-8")
     total = sum(lines.values())

@@ -10,7 +10,6 @@ from .measures import quality, speed, suites  # noqa: F401 - these modules regis
 
 
 def listing() -> str:
-    """Return the text of `offload-rt eval --help`, with one line per evaluation."""
     width = max(map(len, MEASURES)) + 2
     lines = [f"  {name:{width}}{found.help}" for name, found in MEASURES.items()]
     usage = "usage: offload-rt eval NAME ...\n"
@@ -22,8 +21,11 @@ def listing() -> str:
 def run_eval(arguments: Sequence[str]) -> int:
     """Run an evaluation and return its exit code. `--help` lists all evaluations.
 
-    `arguments` contains the name of an evaluation, or a Python file that registers one, followed by its arguments.
-    Raises ConfigError if the evaluation is missing or unknown.
+    Args:
+        arguments: Name of an evaluation, or path of a Python file that registers one, and then flags.
+
+    Raises:
+        ConfigError: The evaluation is missing or unknown.
     """
     if not arguments:
         raise ConfigError(f"name an evaluation: {', '.join(MEASURES)} (see offload-rt eval --help)")

@@ -104,7 +104,6 @@ def count() -> tuple[Counter[str], dict[str, list[str]]]:
 
 
 def main() -> int:
-    """Print the rate of each part and return 1 if one exceeds its budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", metavar="PART", help="print the matches of parts whose name contains PART")
     shown = parser.parse_args().show

@@ -60,8 +60,6 @@ class Answer:
 
 
 class Client:
-    """Send requests to one server."""
-
     def __init__(self, port: int) -> None:
         self._openai = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         self._model = self._openai.models.list().data[0].id
@@ -93,7 +91,6 @@ class Client:
 
 @contextmanager
 def serving(model: str, data: Path, *flags: str) -> Iterator[Client]:
-    """Run a server whose default store is in the folder `data`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "offload_rt", "serve", model, "--port", str(port), *flags]
@@ -121,8 +118,6 @@ def wait_until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> N
 
 
 class Measurements:
-    """Print the rows of the table as they are measured."""
-
     def __init__(self, model: str, folder: Path, characters: int, patience: float, host_memory: str) -> None:
         self._model, self._folder, self._patience, self._host_memory = model, folder, patience, host_memory
         book = files("offload_rt").joinpath("data/black_arrow.txt").read_text(encoding="utf-8")

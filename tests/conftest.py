@@ -1,10 +1,9 @@
 """Fixtures shared by all tests.
 
-Without a CUDA device, `gpu` tests are skipped, or run on a simulated device if they are also marked `simulated`. The
-fixture `device` runs a test on each device.
+Without a CUDA device, `gpu` tests are skipped, or run on a simulated device if they are also marked `simulated`.
 
-torch and the package's heavy modules are imported in functions: the controller of pytest-xdist reads this file as well,
-and the workers start only after that.
+Heavy modules are imported in functions, because the controller of pytest-xdist reads this file before it starts the
+workers.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def has_cuda() -> bool:
 
 
 def pytest_collection() -> None:
-    """Prepare a process that runs tests, before it imports them."""
+    """Configure torch and Triton before tests are imported."""
     # Imports create half a million objects, and scanning these takes seconds.
     gc.disable()
     import torch
@@ -88,7 +87,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all but every n-th case of the tests that are marked `sampled(n)`."""
     seen, left = Counter[str](), list[pytest.Item]()
     for item in items:
         if marker := item.get_closest_marker("sampled"):
@@ -108,17 +106,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def older_objects_apart() -> None:
-    """Exclude objects of imports and caches from garbage collection and from counts of tensors.
-
-    Each scan of this million objects takes most of a second.
-    """
+    """Exclude existing objects from garbage collection and counts of tensors, because scans of them are slow."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Simulate a CUDA device for tests marked `gpu` and `simulated` if there is none."""
     markers = [request.node.get_closest_marker(name) for name in ("gpu", "simulated")]
     if has_cuda() or not (all(markers) or (EVERY and markers[0])):
         yield
@@ -139,7 +133,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest) -> torch.device:
-    """Device of Triton kernels: the CPU with the interpreter, or CUDA with compiled kernels if there is a device."""
+    """Device of Triton kernels: CUDA if available, else the CPU, where the interpreter runs them."""
     import torch
 
     pytest.importorskip("triton", reason="triton is not installed")
@@ -152,7 +146,7 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Store the skew artifacts and the default store of tests in folders of the test session.
+    """Store skew artifacts and sessions of tests in temporary folders.
 
     All workers use one cache, so that each model is verified and calibrated once.
     """
@@ -166,7 +160,6 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Speed up Triton's interpreter if it is used."""
     from support.interpreter import interpreted_quickly
 
     with nullcontext() if has_cuda() else interpreted_quickly():
@@ -184,7 +177,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=native_code.available_levels())
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run a test with the C code of each instruction set level that this processor has."""
+    """Run a test at each instruction set level that this processor supports."""
     from support.levels import unload
 
     monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)

@@ -1,7 +1,4 @@
-"""The model that is evaluated.
-
-It is loaded once and evaluated under several variants (policy, options, pool settings).
-"""
+"""Load a model once and evaluate it under several variants (policy, options, pool settings)."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class ModelUnderTest:
 
     @property
     def name(self) -> str:
-        """Model name without folders. It does not identify the weights; the fingerprint does."""
+        """Model name without folders. Different weights may have the same name."""
         return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
 
     @property
@@ -76,14 +73,13 @@ class ModelUnderTest:
         }
 
     def encode(self, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
-        """Cached `encode_text`."""
         digest = text_digest(text)
         if digest not in self._encoded:
             self._encoded[digest] = encode_text(self, text)
         return self._encoded[digest]
 
     def options(self, variant: Variant) -> dict[str, Any]:
-        """Return the policy options of the variant. Options that the variant does not set have their tuned values."""
+        """Return the policy options of the variant, and tuned values for all other options."""
         skew, fingerprint = self._settings["skew"], self.loaded.fingerprint
         options = dict(default_options(skew, variant.policy, variant.options, fingerprint))
         if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper" and "ahead" not in options:
@@ -131,7 +127,7 @@ class ModelUnderTest:
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return a runtime with these engine settings. Only the default one and the latest other one are kept."""
+        """Return a runtime with these engine settings. The default runtime and the latest other runtime are cached."""
         if not engine:
             return self._first
         name = json.dumps(dict(engine), sort_keys=True)
@@ -183,14 +179,17 @@ def _scored(score: Score) -> Scored:
 
 
 def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
-    """Tokenize `text`. Return token ids, the end of each token in UTF-8 bytes, and the special tokens before the text.
+    """Tokenize `text`.
+
+    Returns:
+        Token ids, the byte offset (UTF-8) of the end of each token, and the special tokens that precede a text.
 
     Raises:
         InputError: The model has no fast tokenizer.
     """
     tokenizer = tested.loaded.tokenizer
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
-        raise InputError(f"{tested.model} has no fast tokenizer, which measuring by bytes needs")
+        raise InputError(f"{tested.model} has no fast tokenizer, which is needed to measure bits per byte")
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     size = [0]
     for character in text:
@@ -221,6 +220,6 @@ class Evaluation:
     deadline_passed: Callable[[], bool] = lambda: False
 
     def about(self, config: Any = None) -> dict[str, Any]:
-        """Return what all rows have in common: model, text, and the fields of the dataclass `config`."""
+        """Return the settings that all rows share: model, text, and the fields of the dataclass `config`."""
         text = {"text": self.name, "text_digest": text_digest(self.text)}
         return {**self.tested.identity, **text, **(asdict(config) if config is not None else {})}

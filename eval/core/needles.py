@@ -1,13 +1,11 @@
 """Needle-in-a-haystack tasks: facts are hidden in a book, and questions about them follow at the end.
 
-The sentences follow templates that the reference models were trained on, but no name occurs in the training data. A
-correct answer must therefore come from the context. Names in questions (`NAMES`) consist of syllables that do not occur
-in training. Names in answers (`LINKED`) are new combinations of syllables from training, because the reference models
-cannot generate unseen syllables.
+The sentences follow templates that the reference models were trained on. The names do not occur in the training data,
+so a correct answer must come from the context. Names in answers (`LINKED`) combine syllables from training, because the
+reference models cannot generate other syllables.
 
-Each kind of needle tests one failure mode of token selection: a single fact, one of many similar facts, several values
-of one key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER, Hsieh et
-al. 2024).
+Each kind of needle tests one failure mode of token selection. Chains of facts in random order correspond to variable
+tracking in RULER (Hsieh et al. 2024).
 """
 
 from __future__ import annotations
@@ -126,7 +124,7 @@ class Question:
 
     Attributes:
         answers: Positions of the answer tokens.
-        distance: Number of tokens from the first statement about the question to the first answer.
+        distance: Number of tokens from the first statement that the question refers to, to the first answer token.
     """
 
     answers: tuple[int, ...]
@@ -156,16 +154,14 @@ class Haystack:
         stops = {i for mark in (".", "!", "?") for i in self._piece(mark)[-1:]}
         self._starts = np.array([i + 1 for i, token in enumerate(ids[:-1]) if token in stops])
         if len(self._starts) < 2:
-            raise InputError("the book has no sentences to put needles between; give ordinary prose")
+            raise InputError("the book has no sentences to insert needles between; use ordinary prose")
 
     def _piece(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def hide(self, rng: Rng, kind: str, length: int) -> Passage:
-        """Build a passage of exactly `length` tokens that hides a needle of this kind.
-
-        The text begins at a random sentence of the book. The statements of the needle are inserted at random sentence
-        starts, and its questions are appended.
+        """Build a passage of exactly `length` tokens that hides a needle of this kind at random sentence starts of the
+        book.
 
         Raises:
             InputError: The needle and its questions do not fit, or the book is too short.
@@ -176,7 +172,9 @@ class Haystack:
         room = length - len(self._lead) - sum(map(len, statements)) - len(asked)
         last = len(self._ids) - room
         if room < 0 or last < self._starts[0]:
-            raise InputError(f"a needle of kind {kind!r} does not fit into {length} tokens of this book; use more")
+            raise InputError(
+                f"a needle of kind {kind!r} does not fit into {length} tokens of this book; use longer texts"
+            )
         begin = int(rng.choice(self._starts[self._starts <= last]))
         inside = self._starts[(self._starts >= begin) & (self._starts <= begin + room)]
         places = np.sort(rng.choice(inside, size=len(statements)))
@@ -197,7 +195,6 @@ class Haystack:
         return Passage(kind, Text((*tokens, *asked), start - 1, start), tuple(questions))
 
     def _ask(self, needle: Needle) -> tuple[list[int], list[list[int]]]:
-        """Return the tokens of all questions, and the positions of each question's answer tokens."""
         tokens: list[int] = []
         marks: list[list[int]] = []
         for question in needle.questions:

@@ -21,9 +21,9 @@ MARKERS = "osD^vPX*p"
 
 @contextmanager
 def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 1)) -> Iterator[list[Axes]]:
-    """Yield the axes of a new figure with `panels` (rows, columns), row by row. Then write the figure and `data`.
+    """Yield the axes of a new figure, row by row. Then write the figure to `path` and `data` to a JSON file next to it.
 
-    The figure is written to `path`, and `data` next to it with the suffix .json. Axes without data are hidden.
+    `panels` is (rows, columns). Axes without data are hidden.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

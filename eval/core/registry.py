@@ -4,8 +4,8 @@
     def tokens(args: argparse.Namespace) -> int:
         ...
 
-A Python file that registers an evaluation can be run by its path: `offload-rt eval ./tokens.py --text book.txt`.
-Modules that register evaluations import large packages inside functions, so that listing the evaluations is fast.
+`offload-rt eval ./tokens.py --text book.txt` runs an evaluation that a Python file registers. Large packages are
+imported inside functions, so that listing the evaluations is fast.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
         name: Name of a registered evaluation, or path of a Python file that registers one.
 
     Raises:
-        ConfigError: The evaluation or a flag is unknown. Errors of the evaluation are raised too.
+        ConfigError: The evaluation or a flag is unknown.
     """
     found = _from_file(Path(name)) if name.endswith(".py") else None
     if found is None:

@@ -76,7 +76,7 @@ class RowStore:
         return row if isinstance(row, dict) else None
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
-        """Return the row of `key`. If it is missing, measure and store it."""
+        """Return the row of `key`. If the row is missing, call `measure` and store the result."""
         row = self.get(key)
         if row is None:
             row = measure()
@@ -119,7 +119,6 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        """Return the title, settings, table and notes as Markdown."""
         about = [f"- {key.replace('_', ' ')}: {value}" for key, value in self.about.items()]
         head = "| " + " | ".join(column.heading for column in self.columns) + " |"
         rule = "|" + "---|" * len(self.columns)

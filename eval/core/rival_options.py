@@ -1,7 +1,4 @@
-"""Options of the policies in `quality/rivals.py`, which reproduce other publications, and their registration.
-
-This module does not import torch.
-"""
+"""Define and register the options of the policies in `quality/rivals.py`. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ BATCH_NUMBERS = 1 << 22
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its 95 % percentile interval."""
-
     value: float
     low: float
     high: float

@@ -27,7 +27,6 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Policy and all settings as text, for tables."""
         parts = [f"{key}={_plain(value)}" for key, value in (*self.options.items(), *self.engine.items())]
         return " ".join([self.policy, *parts])
 
@@ -65,14 +64,11 @@ class Scored:
     Attributes:
         nats: Negative log-probability of each scored token, `[n]`.
         is_greedy: Whether each scored token is the most probable one, `[n]`.
-        attended: Fraction of the visible KV entries that was attended to exactly, mean over all layers and decoded
-            positions.
-        fetched: Fraction of the visible KV entries that was copied from the host, mean over all layers and decoded
-            positions.
+        attended: Exact attention fraction, mean over all layers and decoded positions.
+        fetched: Fetched fraction, mean over all layers and decoded positions.
         sparse_attended: Like `attended`, over the sparse layers only.
         sparse_fetched: Like `fetched`, over the sparse layers only.
-        missed: Missed attention mass (share of attention weights on tokens that were not attended to exactly), mean
-            over the sparse layers. None if it was not measured.
+        missed: Missed attention mass, mean over the sparse layers. None if it was not measured.
         worst_layer: Missed attention mass of the layer with the largest value, or None.
     """
 
@@ -87,7 +83,6 @@ class Scored:
 
 
 def text_digest(text: str) -> str:
-    """Return a short digest of `text` for the keys of result rows."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -22,9 +22,9 @@ TEXT_HELP = "a file (plain text; .jsonl, .csv, .parquet[:COLUMN]), '-', or a dat
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of the settings class `config` that was created by `config_fields.option`.
+    """Add a flag for each field of `config` that `config_fields.option` created.
 
-    A flag that the user does not set has the value None, for which `config_of` uses the default of the class.
+    The value of a flag that is not set is None. `config_of` then uses the default of `config`.
     """
     hints = get_type_hints(config)
     for field in fields(config):
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def config_of(args: argparse.Namespace, config: type[T], **more: Any) -> T:
-    """Return the settings `config` with the flags that the user has set, and with the fields `more`."""
+    """Create `config` from the flags that are set and the fields `more`."""
     names = [field.name for field in fields(config) if "option" in field.metadata]  # type: ignore[arg-type]
     found = {name: value for name in names if (value := getattr(args, name)) is not None}
     return config(**found, **more)
@@ -75,7 +75,6 @@ def add_text_flag(parser: argparse.ArgumentParser, default: str | None = None) -
 
 
 def add_variant_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `variants` reads."""
     parser.add_argument(
         "--policies", type=words, default=("full", "infinigen"), metavar="A,B", help="full is always included"
     )
@@ -126,7 +125,7 @@ def say_on_stderr(quiet: bool = False) -> Say:
 
 
 def show(report: Report, out: str, say: Say) -> int:
-    """Print a report as Markdown, and the paths of its files. Return exit code 0."""
+    """Print a report and the paths of its files. Return exit code 0."""
     print(report.markdown(), flush=True)
     say(f"wrote {out.rstrip('/')}/{report.name}.json, .csv, .md")
     return 0

@@ -151,7 +151,7 @@ def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[st
 
 
 def _masses(stats: Stats) -> tuple[float, float, float] | None:
-    """Return which fractions of the attention mass are attended to exactly, approximated and missed, if known."""
+    """Return the exact, approximate and missed fractions of attention mass, or None if they were not measured."""
     rest = 0.0 if stats.policy == "full" else stats.missed_mass
     if rest is None:
         return None

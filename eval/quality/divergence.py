@@ -1,8 +1,7 @@
 """Measure how far the next-token distributions of a policy are from full attention, at each position.
 
-In perplexity, opposite errors cancel: a policy can raise the probability of one token and lower that of another. They
-do not cancel in the KL divergence KL(full || policy) over the whole vocabulary and in the fraction of positions with
-the same most probable token.
+Perplexity can hide errors: a higher probability of one token compensates a lower probability of another. The KL
+divergence KL(full || policy) over the vocabulary, and the agreement of the most probable token, show such errors.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ def measure(tested: ModelUnderTest, variant: Variant, text: Text, full: FullAtte
 
 
 def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
-    """Combine a variant's rows of all windows. `base` contains the rows of full attention on the same windows.
+    """Summarize the rows of a variant over all windows, with 95 % bootstrap intervals over windows.
 
-    Intervals are 95 % bootstrap intervals over windows.
+    `base` contains the rows of full attention on the same windows.
     """
     tokens = [row["tokens"] for row in rows]
     kl, agreed = [sum(row["kl"]) for row in rows], [sum(row["agrees"]) for row in rows]
@@ -133,7 +132,6 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
 
 
 def run_divergence(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> Report:
-    """Run `measure_all`, and write divergence.json, .csv and .md."""
     rows = measure_all(evaluation, variants, config)
     title = f"Divergence of {evaluation.tested.name} from full attention"
     report = Report("divergence", title, evaluation.about(config), COLUMNS, rows, NOTES)

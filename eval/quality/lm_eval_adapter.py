@@ -1,13 +1,11 @@
-"""Adapter for the LM Evaluation Harness (0.4), which makes this runtime a model of the harness.
+r"""Adapter for the LM Evaluation Harness (0.4), which makes this runtime a model of the harness.
 
     offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa
-    offload-rt lm-eval --model_args pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
+    offload-rt lm-eval --model_args pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \
         --metadata '{"max_seq_lengths": [4096]}' --limit 20
 
-The second command runs tasks of RULER. It needs the extra `lm_eval[ruler]` and downloads nothing.
-
-The command of the harness cannot load models of other packages. Therefore, this module registers the model and calls
-the harness with the given arguments. If they do not contain `--model`, `--model offload-rt` is added.
+The second command runs tasks of RULER without downloads. It needs the extra `lm_eval[ruler]`. The harness's own command
+cannot load models of other packages, so `main` registers the model and calls the harness.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if llm.tokenizer is None:
-            raise InputError(f"{llm.name} has no tokenizer, and the harness passes text")
+            raise InputError(f"{llm.name} has no tokenizer, which the harness needs")
         self.llm = llm
         self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
         self.max_length = max_length or llm.geometry.max_positions
@@ -191,7 +189,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
             kwargs = dict(normalize_gen_kwargs(settings, 256))
             room = self.max_length - int(kwargs["max_gen_toks"])
             if room < 1:
-                raise InputError(f"max_gen_toks={kwargs['max_gen_toks']} leaves no room in {self.max_length} tokens")
+                raise InputError(
+                    f"max_gen_toks={kwargs['max_gen_toks']} must be less than max_length={self.max_length}"
+                )
             prompts.append(self.tok_encode(context)[-room:])
             params.append(_sampling(kwargs))
         texts: list[str] = []
@@ -226,7 +226,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the exact attention and fetched fractions of each task, which the harness adds to its results."""
+        """Return the exact attention and fetched fractions of each task. The harness adds them to its results."""
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
         return {"attended_and_fetched_fractions": means}
 
@@ -264,7 +264,7 @@ def _batch(size: int | str, most: int | None) -> int:
 
 
 def _option(name: str, value: Any) -> Any:
-    """Convert a value that the harness has parsed to the type that the policy expects.
+    """Convert a value parsed by the harness to a policy option.
 
     "none" becomes None, and `dense_layers` "0:1" becomes the tuple (0, 1), or () for "none".
     """
@@ -274,10 +274,7 @@ def _option(name: str, value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of the harness. None as `arguments` means the arguments of this process.
-
-    Raises SystemExit if the harness does.
-    """
+    """Run the command line of the harness. None as `arguments` means the arguments of this process."""
     from lm_eval.__main__ import cli_evaluate
 
     given = list(sys.argv[1:] if arguments is None else arguments)

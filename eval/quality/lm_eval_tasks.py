@@ -48,7 +48,6 @@ class TasksConfig:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Settings that affect the results, as part of the key of a result row."""
         # Empty `lengths` are omitted, so that rows that were stored without this field stay valid.
         found = asdict(self)
         return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}
@@ -207,8 +206,9 @@ def _responses(sample: Mapping[str, Any]) -> list[Any]:
 def compare(row: Row, base: Row) -> Row:
     """Compare the results of a variant with the results `base` of the first variant.
 
-    Returns the fraction of documents with the same answer, the absolute differences of log-likelihoods, and the
-    difference of every metric with its paired 95 % interval over documents.
+    Returns:
+        The fraction of equal answers, the absolute differences of log-likelihoods, and the difference of each metric
+        with its paired 95 % interval over documents.
     """
     mine, other = ([s["responses"] for s in r["samples"]] for r in (row, base))
     same = [_choice(a) == _choice(b) for a, b in zip(mine, other, strict=True)]
@@ -235,7 +235,7 @@ def metrics(row: Row) -> list[tuple[str, tuple[float, float | None]]]:
 
 
 def _choice(responses: Sequence[Any]) -> Any:
-    """Return the answer to a document: the index of its most likely request, or its only generated text, or None."""
+    """Return the answer to a document: the index of the most likely choice, or the generated text, or None."""
     if len(responses) > 1:
         return max(range(len(responses)), key=lambda i: responses[i])
     return responses[0] if responses and isinstance(responses[0], str) else None

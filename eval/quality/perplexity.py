@@ -34,8 +34,8 @@ CHUNK = 256
 class PerplexityConfig:
     """Settings of the perplexity evaluation.
 
-    All tokens of a window after the first `decode_from` tokens are decoded with the policy and scored. A part of the
-    text (`margin`) is skipped at both ends, because title pages, tables of contents and licences are not prose.
+    The tokens of a window after `decode_from` are decoded with the policy and scored. `margin` skips title pages and
+    licences at both ends of the text.
     """
 
     context: int = option(2048, help="tokens per window", metavar="N")
@@ -53,11 +53,10 @@ class PerplexityConfig:
         if not 0 <= self.start <= self.context - 2:
             raise ConfigError(f"decode_from={self.decode_from} must be between 0 and context - 2 = {self.context - 2}")
         if not 0 <= self.margin < 0.5:
-            raise ConfigError(f"margin={self.margin} must be a share in [0, 0.5)")
+            raise ConfigError(f"margin={self.margin} must be in [0, 0.5)")
 
     @property
     def start(self) -> int:
-        """Number of tokens per window that are prefilled with full attention."""
         return self.context * 3 // 4 if self.decode_from is None else self.decode_from
 
 
@@ -70,8 +69,8 @@ class Window:
 def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
     """Cut up to `config.windows` evenly spaced windows from the text. Each begins with the special tokens (BOS).
 
-    The fraction `config.margin` at each end of the text is skipped if a window fits into the rest. Raises InputError if
-    the text is shorter than a window.
+    `config.margin` at each end is skipped if the text is long enough. Raises InputError if the text is shorter than a
+    window.
     """
     ids, ends, lead = tested.encode(text)
     body = config.context - len(lead)
@@ -128,7 +127,6 @@ def costs(scored: Sequence[Scored]) -> Row:
 
 
 def summary(samples: dict[str, list[Any]]) -> Row:
-    """Return perplexity and bits per byte, with standard errors over windows."""
     nats, tokens, sizes = (np.asarray(samples[name], float) for name in ("nats", "tokens", "bytes"))
     per_token, error = nats.sum() / tokens.sum(), ratio_error(nats, tokens)
     return {
@@ -179,7 +177,6 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
 
 
 def run_perplexity(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> Report:
-    """Run `measure_all`, and write perplexity.json, .csv, .md and two plots."""
     rows = measure_all(evaluation, variants, config)
     title = f"Perplexity of {evaluation.tested.name} on {evaluation.name}"
     about = evaluation.about(config) | {"decode_from": config.start, "bootstrap_seed": 0}
@@ -208,7 +205,7 @@ COST = (
     Column("fetched", "fetched", ".1%"),
     Column("of sparse layers", "sparse_fetched", ".1%"),
 )
-"""Columns about cost, which follow the accuracy columns of every table."""
+"""Cost columns, which follow the accuracy columns of every table."""
 
 COLUMNS = (
     *WHAT,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..core.model_under_test import Evaluation, ModelUnderTest
 
 NEAREST = 128
-"""Upper limit in tokens of the first group of distances. Each further group has twice the limit of the one before."""
+"""Upper limit in tokens of the first group of distances. The limit doubles with each further group."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         if self.prefilled is not None and not 0 <= self.prefilled < 1:
-            raise ConfigError(f"prefilled={self.prefilled} must be a share in [0, 1)")
+            raise ConfigError(f"prefilled={self.prefilled} must be in [0, 1)")
         for kind in self.kinds:
             check_choice("kind", kind, KINDS)
         if not self.lengths or min(self.lengths) < 64 or self.passages < 1 or not self.kinds:
-            raise ConfigError(f"need lengths of at least 64, passages and kinds, got {self}")
+            raise ConfigError(f"lengths must be at least 64, and passages and kinds must not be empty, got {self}")
 
 
 def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind: str) -> list[Passage]:

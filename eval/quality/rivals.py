@@ -50,8 +50,8 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
 class SnapKV(ScorerPolicy[SnapKVOptions]):
     """Policy that selects tokens with much attention from the last queries of the prompt (SnapKV, arXiv 2404.14469).
 
-    At the end of the prefill, each token gets a vote: its attention weight, summed over these queries and over the
-    query heads of a KV head. Generated tokens get the highest score, because SnapKV keeps all of them.
+    A token's vote is its attention weight, summed over these queries and the query heads of a KV head. Generated tokens
+    have the highest score, because SnapKV keeps all of them.
     """
 
     name = "snapkv"
@@ -69,10 +69,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return a score for each new token, which is that of generated tokens.
-
-        `on_queries` replaces it for prompt tokens.
-        """
+        """Return the highest score for each new token. `on_queries` replaces the scores of prompt tokens by votes."""
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
@@ -80,7 +77,10 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return max_pool1d(keys.entries.transpose(1, 2), self._pooled, stride=1, padding=self._pooled // 2)[:, 0]
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Set the votes `entries` by the last queries in q `[H, m, d]`, the queries of tokens [start, start + m)."""
+        """Write the votes of the prompt's last queries to `entries`.
+
+        q `[H, m, d]` contains the queries of tokens [start, start + m).
+        """
         stop = start + q.shape[1]
         observed = q[:, -self._observed :].view(len(entries), -1, min(self._observed, q.shape[1]), q.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -1,13 +1,12 @@
 """Choose options of the policy `infinigen` for one model and text.
 
-The search minimizes the bytes that a decode step reads, while the missed attention mass stays below a limit in every
-layer. The missed attention mass is measured with exact scores of every decoded position. The bytes are those read in
-the sparse layers: KV fetched from the host, and scoring keys and resident KV on the device.
+The search minimizes the bytes that the sparse layers read in a decode step. These are KV fetched from the host, and
+scoring keys and resident KV on the device. The missed attention mass must stay below a limit in every layer. It is
+measured at every decoded position.
 
-The search is greedy, one option at a time. For each scorer, source, window and skew, bisection finds the smallest
-`alpha` within the limit, with `max_fraction` unlimited. The last stage tries three changes of the best setting: the
-smallest `max_fraction` within the limit, a fixed fraction of the tokens instead of a threshold, and the option
-`max_missed_mass` with a smaller alpha.
+The search is greedy, one option at a time: scorer, source, window, skew. For each of their values,
+bisection finds the smallest `alpha` within the limit. The last stage starts from the best setting and tries a smaller
+`max_fraction`, with and without a threshold, and `max_missed_mass` with a smaller alpha.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 FRACTIONS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ALPHAS = (*(step / 2 for step in range(2, 17)), 9.0, 10.0, 12.0, 15.0, 20.0)
 AIMS = (1.25, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.25)
-"""Tried values of `max_missed_mass`, relative to the limit of the search."""
+"""Values of `max_missed_mass` to try, relative to the limit of the search."""
 
 REPAIR_FROM = (1.0, 2.0)
-"""Tried values of `alpha` together with `max_missed_mass`."""
+"""Values of `alpha` to try together with `max_missed_mass`."""
 
 STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("scorer", ("int8", "int4", "int2", "partial")),
@@ -44,7 +43,7 @@ STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("recent", (64, 16, 256)),
     ("skew", ("balanced", "svd")),
 )
-"""Options with their tried values, in search order. The search starts with the first value of each."""
+"""Options with the values to try, in search order. The search starts with the first values."""
 
 UNLIMITED = 1e9
 """Value of `alpha` without effect. It is finite, because JSON has no infinity."""
@@ -54,8 +53,6 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Settings of the search for policy options."""
-
     max_missed_mass: float = option(0.01, help="limit on the missed attention mass of the worst layer", metavar="M")
     context: int = option(2048, help="tokens taken from the text", metavar="N")
     scored: int = option(128, help="tokens at their end that are decoded and measured", metavar="N")
@@ -70,15 +67,15 @@ class TuneConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting of the options, and its measured results.
+    """One setting of the options, and its measured results per decode step.
 
     Attributes:
         missed: Missed attention mass, mean over the sparse layers.
         worst: Missed attention mass of the layer with the largest value.
-        attended: Fraction of the context that is attended to exactly.
-        fetched_bytes: Size in bytes of the KV that a decode step copies from the host.
-        scoring_bytes: Size in bytes of the scoring keys that a decode step reads on the device.
-        window_bytes: Size in bytes of the resident KV that a decode step reads on the device.
+        attended: Exact attention fraction.
+        fetched_bytes: Bytes of KV copied from the host.
+        scoring_bytes: Bytes of scoring keys read on the device.
+        window_bytes: Bytes of resident KV read on the device.
     """
 
     options: Options
@@ -94,7 +91,6 @@ class Trial:
         return self.fetched_bytes + self.scoring_bytes + self.window_bytes
 
     def keeps(self, limit: float) -> bool:
-        """Return whether the missed attention mass is within the limit, averaged over layers and in the worst layer."""
         return self.worst <= limit and self.missed <= limit
 
     def row(self, limit: float) -> Row:
@@ -140,15 +136,16 @@ class Search:
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """Return the trial with the fewest bytes within the limit, else the one with the lowest missed mass."""
+        """Return the trial with the fewest bytes within the limit, or the lowest `worst` if there is none."""
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """Return the trial of the first value in `ladder` of the option `name` that is within the limit, else the last.
+        """Return the trial of the first value in `ladder` of the option `name` that is within the limit.
 
-        Bisection requires that the missed attention mass decreases along `ladder`.
+        If there is none, return the trial of the last value. Bisection requires that the missed attention mass
+        decreases along `ladder`.
         """
         low, high = 0, len(ladder) - 1
         while low < high:
@@ -170,10 +167,6 @@ class Search:
         return self._last_stage(best)
 
     def _last_stage(self, best: Trial) -> Trial:
-        """Try three changes to the best setting, and return the best trial.
-
-        The changes are `max_fraction` with the threshold, `max_fraction` without a threshold, and `max_missed_mass`.
-        """
         limit, start = self.config.max_missed_mass, best.options
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)
@@ -200,7 +193,9 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
     """
     tokens = tuple(ids[: min(config.context, positions)])
     if len(tokens) <= config.scored + 1:
-        raise InputError(f"the text has {len(tokens)} tokens, too few for {config.scored} scored ones after a prompt")
+        raise InputError(
+            f"the text has {len(tokens)} tokens, too few for scored={config.scored}: use a longer text"
+        )
     start = len(tokens) - config.scored - 1
     return Text(tokens, start, start + 1)
 
@@ -210,8 +205,7 @@ def run_tune(
 ) -> tuple[Report, TunedPolicy]:
     """Search on `text`, which is called `name` in results. Write skew.safetensors, policy.json and all trials to `out`.
 
-    If no setting is within the limit, write the setting with the lowest missed attention mass, with "kept" set to
-    false.
+    If no setting is within the limit, the setting with the lowest missed attention mass is written with "kept": false.
 
     Raises:
         InputError: The text is too short, or `out` cannot be written.
@@ -222,7 +216,7 @@ def run_tune(
 
     tokenizer = tested.loaded.tokenizer
     if tokenizer is None:
-        raise InputError(f"{tested.model} has no tokenizer: there is no way to read the text")
+        raise InputError(f"{tested.model} has no tokenizer, which is needed to read the text")
     ids: Any = tokenizer(text)["input_ids"]
     cut = cut_text(list(ids), config, tested.geometry.max_positions)
     search = Search(tested, cut, config, done)

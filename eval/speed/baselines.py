@@ -48,7 +48,6 @@ class Shape:
     dtype: torch.dtype
 
     def model(self, positions: int, device: torch.device) -> LlamaForCausalLM:
-        """Create the model on `device`, with random weights of type `dtype` and `positions` positions."""
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -93,7 +92,7 @@ SHAPES = {
 
 
 class Baseline(Protocol):
-    """A way to compute decode steps whose time is measured: the interface of all baselines."""
+    """Interface of a baseline whose decode steps are timed."""
 
     @property
     def name(self) -> str: ...
@@ -106,14 +105,10 @@ class Baseline(Protocol):
         """Decode one token and append it to the context."""
         ...
 
-    def facts(self) -> dict[str, Any]:
-        """Return further columns of the report for this baseline."""
-        ...
+    def facts(self) -> dict[str, Any]: ...
 
 
 class TransformersBaseline:
-    """transformers with one of its caches and SDPA attention."""
-
     def __init__(self, name: str, model: Any, cache: Cache, length: int, tokens: torch.Tensor) -> None:
         self.name = name
         self._model, self._cache, self._position, self._tokens = model, cache, length, tokens
@@ -227,7 +222,7 @@ class BenchInputs:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model with an adapter that adds `c` to all queries (`synthetic_kv`)."""
+        """The model for this runtime, with an adapter that shifts all queries (see `synthetic_kv`)."""
         adapter = SyntheticAdapter(adapter_for(self.own), self.synthetic)
         return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
 
@@ -311,8 +306,6 @@ def _floor_ours(inputs: BenchInputs) -> Baseline:
 
 
 class _WithoutContext(TransformersBaseline):
-    """transformers with an empty context."""
-
     def fill(self, layer: int, kv: KVPart) -> None: ...
 
 

@@ -1,9 +1,4 @@
-"""Benchmark of a decode step compared with the caches of transformers, over context lengths, batches and model sizes.
-
-All baselines run in one process, one after another. Times are CPU time, or synchronized wall time on CUDA, as medians
-and quartiles. Counterparts of InfiniGen's figures: Figure 14 with `--batches 1,2,4,8`, Figure 15 with `--contexts
-8192,16384,...`, Figure 16 with `--shape a,b,c`.
-"""
+"""Compare a decode step with the caches of transformers, over context lengths, batches and model sizes."""
 
 from __future__ import annotations
 
@@ -96,7 +91,7 @@ class BenchConfig:
             raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: max_fraction caps a selection there")
 
     def made_shape(self, name: str, device: torch.device) -> Shape:
-        """Return the shape `name` with the configured `layers` and `dtype`. On a CPU, "auto" is the faster float32."""
+        """Return the shape `name` with the configured `layers` and `dtype`. On a CPU, dtype "auto" means float32."""
         shape = SHAPES[name]
         dtype = {"auto": torch.float32 if device.type == "cpu" else shape.dtype}.get(self.dtype)
         return replace(shape, layers=self.layers or shape.layers, dtype=dtype or getattr(torch, self.dtype))
@@ -153,7 +148,7 @@ def _about(config: BenchConfig, device: torch.device) -> dict[str, Any]:
 
 
 def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: list[str]) -> list[Row]:
-    """Measure all baselines at one point, on a CPU in turns. Add baselines that cannot run to `skipped`."""
+    """Measure all baselines at one point. On a CPU, they take turns. Add baselines that cannot run to `skipped`."""
     # On CUDA the baselines run one after another, because device memory is too small for all at once.
     room = point.context + (WARM_UP + config.repeats) * BURST + BLOCK_SIZE
     inputs = make_inputs(model, point.context, room, config.fraction, config.spread, point.batch)

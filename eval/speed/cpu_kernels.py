@@ -41,9 +41,9 @@ EXPONENTIAL, RANKING = 14, 4
 """Minimum number of vector instructions for the exponentials, and for the top-k selection, of one vector."""
 
 COLD = 96 << 20
-"""Number of bytes that are read before the same data is read again, so that no processor cache has it."""
+"""Number of bytes to read between two reads of the same data, so that processor caches no longer contain it."""
 QUERIES = 256
-"""Number of tokens whose queries attend together in prefill."""
+"""Number of queries per head in prefill."""
 WEIGHT = (1536, 576)
 """Shape of the weight of a linear layer of SmolLM2's MLP. A decode step multiplies it by one row."""
 
@@ -208,7 +208,6 @@ def _measure(case: Case, rate: float, clock: float, repeats: int) -> Row:
 
 
 def _least(call: Callable[[], object], repeats: int) -> float:
-    """Return the time in seconds of the fastest of `repeats` calls, after an untimed call."""
     spent = []
     for _ in range(1 + repeats):
         began = time.perf_counter()
@@ -218,7 +217,6 @@ def _least(call: Callable[[], object], repeats: int) -> float:
 
 
 def _read_rate(repeats: int) -> float:
-    """Return the bytes per second that one thread reads from memory."""
     data = torch.ones(1 << 26)
     return data.nbytes / _least(data.sum, min(repeats, 10))
 

@@ -1,7 +1,6 @@
-"""Benchmark of each operation of the decode step.
+"""Benchmark of each operation of the decode step: time relative to a lower bound, and error relative to float64.
 
-Reports the time relative to a lower bound, which follows from the bytes that must be moved, and the error relative to
-float64. Measures the Triton kernels on CUDA. On other devices it runs the torch definitions, to test the benchmark.
+The bound follows from the bytes that must be moved. Without CUDA, the torch definitions run, to test the benchmark.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ class KernelSize:
     """Sizes of the inputs of the kernel benchmark.
 
     Attributes:
-        copied: Size in bytes of each copy that measures a bandwidth.
+        copied: Bytes of each copy that measures a bandwidth.
         share: Fraction of the tokens that is copied from the host.
         batch: Number of sequences with a shared prefix.
-        prefix: Length of the shared prefix in tokens.
-        own: Number of tokens of each sequence after the shared prefix.
-        programs: Numbers of Triton programs of a gather to measure, in addition to the default number. Too few programs
-            do not saturate PCIe, too many delay other kernels.
+        prefix: Tokens of the shared prefix.
+        own: Tokens of each sequence after the shared prefix.
+        programs: Additional numbers of Triton programs of a gather. Too few do not saturate PCIe, too many delay other
+            kernels.
     """
 
     copied: int = 1 << 28
@@ -158,9 +157,10 @@ def _repeated(step: Callable[[], Any]) -> Callable[[], tuple[torch.Tensor, ...]]
 def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]:
     """Measure bandwidths in bytes per second, with copies of `size` bytes.
 
-    Measures transfers with pinned memory from host to device, from device to host, and in both directions at once (the
-    sum), and copies within device memory (each byte counts twice, as read and as written). On a CPU, all of them are
-    copies in memory.
+    Returns:
+        "host_to_device" and "device_to_host" with pinned memory, "both_ways" (the sum of both at the same time), and
+        "device" (copies within device memory; each byte counts twice, as read and as written). On a CPU, all are copies
+        in memory.
     """
     pinned, back = (torch.zeros(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2))
     there = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -209,7 +209,7 @@ def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the starts and stops of the token lists of one sequence if all its tokens are read."""
+    """Return starts and stops int32 `[Hkv]` of lists that contain all `tokens` tokens of one sequence."""
     zeros = torch.zeros(KV_HEADS, dtype=torch.int32, device=device)
     return zeros, zeros + tokens
 
@@ -317,7 +317,6 @@ def _attend(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Return the tolerance of an attention output, relative to the largest value."""
     return 4e-6 + (2.0**-9 if dtype == torch.bfloat16 else 0.0)
 
 
@@ -361,7 +360,6 @@ def _append(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
-    """Yield linear layers of packed weights, and torch's product of 16-bit weights for comparison."""
     dtype = _half(device)
     weight = torch.randn(size.outs, HIDDEN, device=device).to(dtype)
     call = partial(torch.nn.functional.linear, weight[:1], weight)
@@ -384,7 +382,7 @@ def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _unpacked(rows: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Return unpacked weights as the product of the unit matrix, `[in, out]`."""
+    """Unpack weights `[in, out]` by multiplying the identity matrix with them."""
     return unpack_rows(rows, form, dtype).T
 
 

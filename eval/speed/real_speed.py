@@ -40,7 +40,9 @@ def run_real_speed(model: str, text: str, config: SpeedConfig, out: Path, say: S
     """
     ids = LLM(model, policy="full", dtype=config.dtype).encode(text)
     if len(ids) < max(config.contexts) + 100 * config.repeats:
-        raise InputError(f"the text has {len(ids):,} tokens; it needs {max(config.contexts) + 100 * config.repeats:,}")
+        raise InputError(
+            f"the text has {len(ids):,} tokens; at least {max(config.contexts) + 100 * config.repeats:,} are needed"
+        )
     about = {
         "clock": "CPU time of one process per runtime; runtimes take turns", "threads": config.threads,
         "dtype": config.dtype, "tokens decoded": config.tokens,
@@ -107,7 +109,6 @@ def _row(model: str, context: int, name: str, results: dict[str, list[Result]]) 
 
 
 def _equal_tokens(tokens: list[int], right: list[int]) -> str:
-    """Return how many tokens are equal before the first difference, as text."""
     pairs = enumerate(zip(tokens, right, strict=True))
     count = next((i for i, (mine, theirs) in pairs if mine != theirs), len(tokens))
     return f"{count} of {len(tokens)}"

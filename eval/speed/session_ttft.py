@@ -34,14 +34,12 @@ SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) -> list[Row]:
     """Measure the time to the first token of a turn after `history` tokens, for each source of the history's KV.
 
-    The sources take turns. Recomputation is measured only once.
+    The sources take turns, with `repeats` turns each. Recomputation is measured only once.
 
     Args:
         make: Creates a runtime with an empty pool.
-        history: Number of tokens of the session.
-        repeats: Number of measured turns for each source except recomputation.
-        store: Folder of the session store. Equal texts share blocks in a store, so each history length needs a separate
-            folder.
+        store: Folder of the session store. Each history length needs a separate folder, because equal texts share
+            blocks.
     """
     llm, prompt = fresh(make, history), tokens(history, "history")
     recomputed = first_token(lambda: llm.stream([*prompt, *tokens(TURN, "recomputed")], SHORT))
@@ -64,7 +62,7 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
-    """Create a runtime without the conversation. A warm-up has touched the memory for `history` tokens."""
+    """Create a runtime with an empty pool whose memory for `history` tokens was already touched."""
     # Touch the memory of the pool for `history` tokens and a turn, as pinning would. On a busy machine, the first touch
     # of a page can take longer than reading it from disk.
     llm = make()
@@ -87,7 +85,6 @@ def tokens(count: int, name: str) -> list[int]:
 
 
 def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
-    """Return the seconds from the call of `ask` to its first output."""
     gc.collect()  # free the memory of closed objects outside the timed section
     began = time.perf_counter()
     events = ask()
@@ -98,7 +95,7 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
 
 
 def timed_fork(llm: LLM, store: Path, name: str) -> float:
-    """Return the seconds to the first token of a turn in a fork `name` of the session, which stays unchanged."""
+    """Return the seconds to the first token of a turn in a new fork `name`. The session itself stays unchanged."""
     session = llm.session("s", store)
     fork = session.fork(name)
     seconds = first_token(lambda: fork.send(tokens(TURN, name), SHORT))
@@ -108,7 +105,6 @@ def timed_fork(llm: LLM, store: Path, name: str) -> float:
 
 
 def fill_cache(folder: Path) -> None:
-    """Read all files in the folder, so that they are in the page cache."""
     for path in folder.rglob("*.kv"):
         path.read_bytes()
 

@@ -1,13 +1,12 @@
-"""Create the KV of a long context without a prefill, in which a fixed fraction of tokens gets the attention.
+"""Create the KV of a long context without a prefill. A fixed fraction of its tokens gets nearly all attention.
 
-Random weights have uniform attention, so that every threshold would select all tokens. Here, a constant vector `c` is
-added to all queries of a KV head. Keys are noise. A fraction of them, the keys of *planted* tokens, has an additional
-component `HEIGHT / (scale |c|)` along `c`. The scores of planted tokens are therefore higher by `HEIGHT` for every
-query. They differ from each other by less than one nat.
+With random weights, attention is uniform and every threshold selects all tokens. Therefore, some tokens are *planted*:
+a constant vector `c` is added to all queries of a KV head, and `HEIGHT / (scale |c|)` along `c` to the keys of planted
+tokens. Keys are noise otherwise. Every query then scores planted tokens higher by `HEIGHT`. The scores of planted
+tokens differ by less than one nat.
 
-Planted tokens are drawn independently for each layer and KV head, and heads have different numbers of them. InfiniGen
-selects the mean number for all heads. With equal numbers, each head would select exactly its planted tokens, and no
-ranking would be needed.
+Planted tokens are drawn for each layer and KV head. Heads have different numbers of them, but InfiniGen selects the
+mean number for all heads. With equal numbers, no ranking of planted tokens would be needed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class SyntheticKV:
     """A synthetic context.
 
     Attributes:
-        fraction: Fraction of eligible tokens that is planted, mean over the KV heads of a layer.
+        fraction: Fraction of planted tokens, mean over the KV heads of a layer.
         spread: Maximum relative deviation of a KV head's fraction from `fraction`.
         directions: `c` of each KV head, float32 `[L, Hkv, d]`.
         tokens: Sorted indices of planted tokens, int64 `[n]`, by layer and KV head.

@@ -1,8 +1,7 @@
 """Measure the wall time per token by number of threads, on an idle machine and while another process is busy.
 
-Each load of the machine is measured in its own process, in the environment of a normal user: torch and transformers are
-imported before this package, and no OpenMP variable is set. All policies and numbers of threads take turns, three
-tokens each, because the speed of a machine may change within a minute.
+Each load is measured in its own process, with torch and transformers imported first, as in most programs. Policies and
+numbers of threads take turns of three tokens, because the speed of a machine may change within a minute.
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ def run_case() -> None:
 
 
 def measure_case(case: _Case) -> list[Row]:
-    """Measure all policies and numbers of threads in this process."""
     config, rows, streams = case.config, list[Row](), list[Iterator[object]]()
     with ExitStack() as ends:
         for threads in config.threads:
@@ -156,7 +154,6 @@ def measure_case(case: _Case) -> list[Row]:
 
 @contextmanager
 def _generation(case: _Case) -> Iterator[Callable[[str], Iterator[object]]]:
-    """Load the model. Yield a function that returns, for a policy, an iterator over generated tokens."""
     from transformers.models.auto import AutoModelForCausalLM
 
     from ...drop_in import OffloadedCache, offload

@@ -93,7 +93,6 @@ def timed(ask: Ask, prompt: Sequence[int], tokens: int) -> Result:
 
 
 def _peak_bytes() -> int:
-    """Return the peak resident memory of this process, including mapped files."""
     # `getrusage` would include the peak of the parent process.
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     assert found is not None

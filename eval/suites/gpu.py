@@ -1,12 +1,10 @@
 """Run all measurements that need a CUDA device: `make gpu PART=...`.
 
-Each part takes less than ten minutes and writes a JSON file.
-
     offload-rt eval gpu                         # all parts in sequence, each in its own process
     offload-rt eval gpu --part kernels
     offload-rt eval gpu --device cpu --small    # without a GPU: checks that everything runs
 
-Without a CUDA device, every part is skipped and nothing is written.
+Each part takes less than ten minutes and writes a JSON file. Without a CUDA device, parts are skipped.
 """
 
 from __future__ import annotations

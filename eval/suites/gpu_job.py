@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TracePoint:
-    """Tokens per sequence, number of sequences, fraction of tokens with attention (`synthetic_kv`), and baselines."""
+    """A context to trace decode steps with. `fraction` is the fraction of planted tokens (`synthetic_kv`)."""
 
     context: int
     batch: int
@@ -133,7 +133,6 @@ class GpuJob:
         return self.device.type == "cuda"
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
-        """Return the seconds that a call takes, including the wait for the device, and its result."""
         began = time.perf_counter()
         result = call()
         if self.cuda:

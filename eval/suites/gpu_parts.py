@@ -1,7 +1,7 @@
 """The parts of `make gpu`.
 
-Each part repeatedly yields all its results so far, and the caller writes them to disk, so that an interrupted part
-keeps its results. An `exit_code` other than 0 in the results counts as a failure, except for a timeout.
+Each part yields its results again after every measurement, so that an interrupted part keeps them. An `exit_code` other
+than 0 counts as a failure, except after a timeout.
 """
 
 from __future__ import annotations
@@ -108,8 +108,6 @@ def run_sessions(job: GpuJob) -> Iterator[Results]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part: its function, and its duration in minutes on a current data-center GPU."""
-
     run: Callable[[GpuJob], Iterator[Results]]
     minutes: float
 

@@ -34,7 +34,6 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
 
 
 def _transformers(job: GpuJob, model: Any, prompt: list[int]) -> Callable[[], dict[str, Any]]:
-    """Return a function that computes the KV and the next token's logits of a prompt with transformers."""
     given = torch.tensor([prompt], device=job.device)
 
     @torch.inference_mode()
@@ -46,7 +45,6 @@ def _transformers(job: GpuJob, model: Any, prompt: list[int]) -> Callable[[], di
 
 
 def _ours(job: GpuJob, model: Any, policy: str, prompt: list[int]) -> Callable[[], dict[str, Any]]:
-    """Return a function that generates one token with a policy, and returns statistics of memory and transfers."""
     llm = LLM(model, policy=policy, host_memory=job.size.host_memory, enable_prefix_caching=False)
 
     def run() -> dict[str, Any]:
@@ -60,10 +58,7 @@ def _ours(job: GpuJob, model: Any, policy: str, prompt: list[int]) -> Callable[[
 
 
 def _measured(job: GpuJob, point: PrefillPoint, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `run` several times, of which the first is not timed.
-
-    Return all times, their median, and the last result.
-    """
+    """Time `run` repeatedly after an untimed call. Return all times, their median, and the last result."""
     run()
     if job.cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -26,11 +26,10 @@ WARM_UP = 4
 """Number of untimed steps. The first ones compile kernels and capture CUDA graphs."""
 
 ROOM = 192
-"""Number of new tokens for which each baseline has slots."""
+"""Number of new tokens per baseline that have slots."""
 
 
 def run_trace(job: GpuJob) -> Iterator[Results]:
-    """Time and trace decode steps of an 8B-sized random model at each `TracePoint`."""
     shape = SHAPES[job.size.decode.shape[0]]
     model = shape.model(max(point.context for point in job.size.traced) + 4096, job.device)
     rows: list[dict[str, Any]] = []
@@ -51,7 +50,6 @@ def run_trace(job: GpuJob) -> Iterator[Results]:
 
 
 def _measured(job: GpuJob, inputs: BenchInputs, name: str) -> dict[str, Any]:
-    """Return time per step, transferred bytes, memory and trace of one baseline."""
     began = time.perf_counter()
     if job.cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -92,9 +90,9 @@ def traced(step: Callable[[], None], steps: int) -> dict[str, Any]:
     """Profile `steps` decode steps, and return the times per step in µs. The caller warms `step` up first.
 
     Returns:
-        "kernels": name, launches and µs, in descending order of time. "streams": number of launches and µs of work by
-        stream. "wall": µs from the start of the first kernel to the end of the last one. "PCIe busy": µs while a
-        kernel or copy uses PCIe. "device busy": µs while any kernel runs.
+        "kernels": name, launches and µs, by descending time. "streams": launches and µs by stream. "wall": µs from the
+        first start to the last end of a kernel. "PCIe busy": µs with transfers over PCIe. "device busy": µs with a
+        running kernel.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

@@ -38,7 +38,7 @@ def run_trained(job: GpuJob) -> Iterator[Results]:
 
 
 def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return a row per prompt length and policy: how many tokens equal transformers', and both speeds in tokens/s."""
+    """Return a row per prompt length and policy: equal tokens, and tokens/s of transformers and of this runtime."""
     ids = AutoTokenizer.from_pretrained(folder)(job.size.text.read_text("utf-8")[: 1 << 18])["input_ids"]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(job.device).eval()
@@ -67,7 +67,9 @@ def _margin(model: Any, ids: list[int]) -> float:
 
 
 def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict[str, float]]:
-    """Generate greedily with transformers. Return the tokens, and the times of `_generated`."""
+    """Generate greedily with transformers. Return the tokens, the seconds to the first token, and the tokens per
+    second.
+    """
     given = torch.tensor([prompt], device=job.device)
 
     def run(tokens: int) -> Any:
@@ -102,7 +104,6 @@ def _generated(job: GpuJob, llm: LLM, prompt: list[int]) -> tuple[list[int], dic
 
 
 def _evaluated(job: GpuJob, folder: Path, name: str) -> dict[str, Any]:
-    """Return the table of `eval perplexity` or `eval retrieval` in bfloat16, at the size of `GpuSize`."""
     out = job.out / f"trained_{folder.name}"
     flags = ["--text", str(job.size.text), "--device", job.device.type, "--dtype", "bfloat16", "--quiet"]
     sizes = job.size.trained_perplexity if name == "perplexity" else job.size.trained_needles

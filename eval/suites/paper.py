@@ -3,8 +3,7 @@
     offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
 Plots and their data are written to a folder named after the model. Existing rows with the same settings and model
-fingerprint are not measured again. Accuracy is measured by needle retrieval and perplexity, and by harness tasks if
-their files are available.
+fingerprint are not measured again. Harness tasks run only if their files are available.
 """
 
 from __future__ import annotations
@@ -165,7 +164,6 @@ class Paper:
         run_retrieval(evaluation, variants, needles)
 
     def _bounded(self, context: int) -> list[Variant]:
-        """Return `infinigen` with each eviction policy, in a pool for 80 % of `context` tokens."""
         slots = int(LIMIT * context) // BLOCK_SIZE * BLOCK_SIZE
         limit = self.evaluation.tested.geometry.kv_bytes(slots, self.evaluation.tested.loaded.adapter.dtype)
         return [Variant("infinigen", ROWS, {"host_memory": limit, "eviction": e}) for e in EVICTIONS]
@@ -207,7 +205,6 @@ class Paper:
         return replace(self.evaluation, tested=plain, out=out)
 
     def _draw_cost(self, swept: dict[str, list[Variant]], found: dict[str, Row]) -> None:
-        """Plot accuracy (top) and decode time (bottom) over each swept option (Figure 17)."""
         data: dict[str, list[dict[str, Any]]] = {}
         for option, variants in swept.items():
             for variant in variants:
@@ -276,8 +273,6 @@ STEPS: dict[str, Callable[[Paper], None]] = {
 
 @dataclass(frozen=True)
 class PaperJob:
-    """One step for one model, which can run in another process."""
-
     model: str
     step: str
     size: PaperSize

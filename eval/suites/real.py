@@ -1,8 +1,8 @@
 """Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
-Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS) and run in bfloat16. The evaluation consists of
-parts. After `--minutes`, a part begins no new rows, and writes its tables with the rows measured so far to
-eval/results/MODEL. A further run measures the missing rows. RULER and question tasks run in the LM Evaluation Harness.
+Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS) and run in bfloat16. After `--minutes`, a part
+writes its tables with the rows measured so far to eval/results/MODEL, and another run measures the missing rows. RULER
+and question tasks run in the LM Evaluation Harness.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ There are no dense layers, so a budget applies to all layers.
 """
 
 RESIDENT_ONLY = 1e-4
-"""A budget smaller than the resident window, so that all other tokens are only approximated."""
+"""Budget smaller than the resident window, so that only approximate KV represents all other tokens."""
 
 KV_INT4 = Variant("full", {}, {"kv_cache_dtype": "int4"})
 
@@ -82,8 +82,7 @@ class RealSize:
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
     """Return the variants of the perplexity tables.
 
-    At every budget: `infinigen` with and without approximate KV, and `oracle`. At the first budget: the other policies.
-    In addition: `full`, the default `infinigen`, its presets "rows" and "paper", and attention to approximate KV only.
+    Policies other than `infinigen` and `oracle` have the first budget only.
     """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in budgets:
@@ -98,11 +97,7 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
 
 
 def diverging() -> list[Variant]:
-    """Return the variants of the divergence tables.
-
-    These are `full`, the default `infinigen`, `infinigen` at 2, 5 and 10 % with and without approximate KV, the other
-    policies at 5 %, and full attention over 4-bit and 8-bit KV caches.
-    """
+    """Return the variants of the divergence tables, including full attention with 4-bit and 8-bit KV caches."""
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in (0.02, 0.05, 0.1):
         found += [Variant("infinigen", WINDOW | {"budget": budget, "approximate_kv": kv}) for kv in ("int4", "off")]
@@ -111,11 +106,7 @@ def diverging() -> list[Variant]:
 
 
 def looked_up() -> list[Variant]:
-    """Return the variants of the retrieval and task tables.
-
-    These are `full`, the default `infinigen`, and at the first budget: `infinigen` with and without approximate KV,
-    `quest`, `landmarks` and `streaming`.
-    """
+    """Return the variants of the retrieval and task tables. Most policies have the first budget only."""
     sized = WINDOW | {"budget": BUDGETS[0]}
     ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
     rivals = [Variant(policy, sized) for policy in ("quest", "landmarks", "streaming")]
@@ -134,7 +125,6 @@ class Real:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Tokens per window, at most as many as the model supports."""
         most = self.tested.geometry.max_positions
         wanted = self.size.contexts or CONTEXTS.get(self.tested.name, (4096, 8192))
         return tuple(context for context in wanted if context <= most)
@@ -158,7 +148,6 @@ class Real:
         return [text for text in found if text[0] in self.size.texts]
 
     def perplexity(self) -> None:
-        """Measure the perplexity of three kinds of text under every policy at fixed budgets."""
         rows: list[Row] = []
         for context in self.contexts:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
@@ -168,7 +157,6 @@ class Real:
         Report("perplexity", title, self.tested.identity, COLUMNS, rows, NOTES).write(self.out)
 
     def divergence(self) -> None:
-        """Measure KL divergence and top-1 agreement with full attention for the variants `diverging`."""
         rows: list[Row] = []
         for context in self.contexts:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
@@ -178,13 +166,11 @@ class Real:
         Report("divergence", title, self.tested.identity, divergence.COLUMNS, rows, divergence.NOTES).write(self.out)
 
     def needles(self) -> None:
-        """Run the needle retrieval in the first text at a budget of 5 %."""
         _, name, text = self.texts()[0]
         config = RetrievalConfig(self.contexts[:1], self.size.passages)
         run_retrieval(self._evaluation(text, name), self.chosen or looked_up(), config)
 
     def ruler(self) -> None:
-        """Run the tasks of RULER that need no download."""
         lengths = tuple(context for context in self.contexts if context >= 4096)[:1]
         self._tasks("ruler", TasksConfig(self._requested(RULER), limit=self.size.limit, lengths=lengths or (4096,)))
 
@@ -193,15 +179,13 @@ class Real:
         self._tasks("extraction", TasksConfig(self._requested(EXTRACTION), limit=self.size.limit), (KV_INT4,))
 
     def tasks(self) -> None:
-        """Run the question tasks with five examples."""
         self._tasks("questions", TasksConfig(self._requested(TASKS), num_fewshot=5, limit=self.size.limit))
 
     def _requested(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `tasks` that the user has requested. If none were requested, return all."""
+        """Return the requested tasks, or all `tasks` if none were requested."""
         return tuple(task for task in tasks if task in self.size.tasks) or tuple(tasks)
 
     def _tasks(self, name: str, config: TasksConfig, more: Sequence[Variant] = ()) -> None:
-        """Run lm-eval tasks until the deadline, each with the suite's variants and with those in `more`."""
         variants = self.chosen or [*looked_up(), *more]
         done = run_tasks(
             self.tested, variants, config, self.out / name, say=self.say, deadline_passed=self.deadline_passed
@@ -213,7 +197,6 @@ class Real:
         return Evaluation(self.tested, text, name, self.out, self.say, self.deadline_passed)
 
     def _rows(self, evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
-        """Return the rows of variants that were measured before the deadline or in an earlier run."""
         rows: list[Row] = []
         for variant in variants[1:]:
             both = [variants[0], variant]
@@ -257,9 +240,7 @@ def model_folders(names: Sequence[str]) -> list[Path]:
     found = [Path(name) if Path(name).is_dir() else place / name for name in names]
     for path in found:
         if not (path / "config.json").is_file():
-            raise InputError(
-                f"there is no model in {str(path)!r}: `make real` fetches it, or give a folder that holds one"
-            )
+            raise InputError(f"there is no model in {str(path)!r}: run `make real` to fetch it, or name another folder")
     return found
 
 

@@ -3,8 +3,7 @@
     python scripts/examples/generate_document.py novel.txt --chapters 12 --chapter-tokens 1500
     python scripts/examples/generate_document.py novel.txt --model meta-llama/Llama-3.1-8B --host-memory 64GiB
 
-After Ctrl-C or a crash, the same command continues with the text that an uninterrupted run would have.
-`offload-rt write` has more options and shows progress.
+After an interruption, the same command continues the document. `offload-rt write` has more options.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ OPENING = "THE BOOK OF THE ROAD\n\nBeing a true account of a journey on foot, as
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("document", type=Path, help="text file; continued if it exists")
     parser.add_argument("--start", metavar="FILE", help="a text file that a new document begins with")
@@ -35,7 +33,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Start or continue the document."""
     args = arguments()
     quiet_transformers()
     # Ignore the end-of-text token, so that only the number of tokens ends a chapter.

@@ -37,7 +37,7 @@ def chapter_of(text: str, heading: str) -> str:
     lines, word = text.splitlines(keepends=True), heading.split()[0]
     start = next((i for i, line in enumerate(lines) if line.startswith(heading)), None)
     if start is None:
-        raise InputError(f"no line of the document begins with {heading!r}: give the heading as it stands there")
+        raise InputError(f"no line of the document begins with {heading!r}: copy the heading exactly")
     stop = next((i for i in range(start + 1, len(lines)) if lines[i].startswith(word)), len(lines))
     return "".join(lines[start:stop])
 
@@ -71,7 +71,6 @@ def read_chapter(llm: LLM, chapter: str, questions: tuple[str, ...], new_tokens:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", required=True, help="an instruct model: a local folder, a GGUF file or a hub id")
     parser.add_argument("--document", metavar="FILE", help="a text with chapters (default: The Black Arrow)")
@@ -84,7 +83,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Read the chapter, answer the questions, continue the story."""
     args = arguments()
     quiet_transformers()
     console = Console(stderr=True)

@@ -37,7 +37,6 @@ class ReferenceShape:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
 
     def config(self) -> PreTrainedConfig:
-        """Return the transformers configuration of this shape."""
         common: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,
@@ -74,7 +73,10 @@ class ReferenceShape:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of training, up to the fraction `until` of all tokens. `lengths` are (sequence length, probability)."""
+    """A stage of training, which ends at the fraction `until` of all tokens.
+
+    `lengths` are (sequence length, probability).
+    """
 
     until: float
     lengths: tuple[tuple[int, float], ...]
@@ -132,15 +134,12 @@ class TrainConfig:
             raise ValueError(f"shifted is a share of steps in [0, 1], got {self.shifted}")
 
     def longest(self) -> int:
-        """Return the maximum sequence length of all stages in tokens."""
         return max(length for stage in self.stages for length, _ in stage.lengths)
 
     def steps(self) -> int:
-        """Return the number of optimizer steps."""
         return self.total_tokens // self.tokens_per_step
 
     def stage(self, step: int) -> Stage:
-        """Return the stage of a step."""
         return next(stage for stage in self.stages if step < stage.until * self.steps() or stage.until == 1.0)
 
     def length(self, step: int) -> int:

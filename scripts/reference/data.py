@@ -1,8 +1,8 @@
 """Training data of the reference models: packed novels, and recall passages generated on the fly.
 
-A recall passage states facts about people, separated by text of the novels, and later asks for every fact once. A
-question repeats the wording of its statement (except in `paraphrase`), so that the model learns to look back rather
-than to rephrase. Batches depend only on the seed and the step.
+A recall passage states facts about people, with text of the novels in between, and later asks for every fact once. The
+questions repeat the wording of the statements (except in `paraphrase`), so that the model learns to copy from context.
+Batches depend only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -181,13 +181,11 @@ class Corpus:
 
     @classmethod
     def from_ids(cls, ids: Ids, tokenizer: Tokenizer) -> Corpus:
-        """Find the sentences of `ids` [N]."""
         stops = [i for i in (tokenizer.token_to_id(mark) for mark in (".", "!", "?")) if i is not None]
         starts = np.flatnonzero(np.isin(ids[:-1], stops)) + 1
         return cls(ids, starts[starts < len(ids) - 1])
 
     def window(self, rng: Rng, length: int) -> Ids:
-        """Return consecutive tokens `[length]` from a random position."""
         if length > len(self.ids):
             raise ValueError(f"the corpus has {len(self.ids)} tokens, fewer than one sequence of {length}")
         start = int(rng.integers(len(self.ids) - length + 1))
@@ -242,10 +240,11 @@ def make_passage(
     interleave: bool = False,
     fills: Sequence[float] = (0.95,),
 ) -> FactPassage | None:
-    """Build a recall passage of exactly `length` tokens, or return None if facts and questions are longer.
+    """Build a recall passage of exactly `length` tokens. Return None if facts and questions need more tokens.
 
-    The remaining tokens are text. A fraction drawn from `fills` is distributed over random gaps before the statements
-    and after the last statement, as whole sentences. The rest precedes the passage.
+    Whole sentences of `corpus` fill random gaps before each statement and after the last statement. The gaps together
+    get a fraction of the free tokens, drawn from `fills`. The other free tokens become text at the start of the
+    passage.
     """
     events = _order(rng, facts, interleave)
     pieces = [_pieces(facts[i], j, encoder) for i, j in events]
@@ -303,9 +302,9 @@ def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
 
 
 def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> FactPassage:
-    """Draw a training passage with training names, a random layout and 2 facts up to one per 20 tokens (at most 48).
+    """Draw a training passage with training names and a random layout, with 2 to `length` / 20 facts (at most 48).
 
-    Raises ValueError if hardly any drawn facts fit into `length` tokens.
+    Raises ValueError if the drawn facts do not fit into `length` tokens.
     """
     for _ in range(MOST_TRIES):
         most = min(48, max(3, length // 20))
@@ -364,7 +363,7 @@ def training_books(data: Path) -> list[Path]:
 
 
 def train_tokenizer(books: Sequence[Path], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) of `vocab_size` tokens; 0 is end of text."""
+    """Train byte-level BPE (Sennrich et al. 2016) with `vocab_size` tokens. Token 0 is the end of text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 
 def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Map ids `[B, N]` to the last hidden states `[B, N, hidden]` with full attention."""
     hidden: torch.Tensor = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
     return hidden
 
@@ -40,10 +39,10 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64]:
 def nats_by_context(
     model: PreTrainedModel, ids: NDArray[np.integer], contexts: Sequence[int], *, windows: int, scored: int, batch: int
 ) -> dict[int, NDArray[np.float64]]:
-    """Return the summed nats of the same tokens under each context length: `{context: [windows]}`.
+    """Return the summed nats of the same tokens under each context length, as `{context: [windows]}`.
 
-    `windows` sections of max(contexts) tokens are evenly spaced over `ids`. For each context length c, the last
-    `scored` tokens of a section are scored from its last c tokens. A scored token has c - scored to c - 1 predecessors.
+    The `windows` sections of max(contexts) tokens are evenly spaced over `ids`. The last `scored` tokens of each
+    section are scored. With context length c, the model sees only the last c tokens of a section.
 
     Raises:
         ValueError: The text is shorter than a section, or a context is not longer than `scored`.
@@ -93,7 +92,6 @@ class Answer:
 
 @torch.no_grad()
 def ask(model: PreTrainedModel, passages: Sequence[FactPassage], *, batch: int = 8) -> list[Answer]:
-    """Answer all questions of passages of one length, in order."""
     answers = []
     rows = max(1, batch * 512 // len(passages[0].ids))
     for i in range(0, len(passages), rows):
@@ -137,12 +135,10 @@ def recall(
 
 
 def share_right(answers: Sequence[Answer]) -> float:
-    """Return the accuracy; `answers` must not be empty."""
     return sum(answer.right for answer in answers) / len(answers)
 
 
 def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the accuracy by kind, in the order of `KINDS`."""
     present = dict.fromkeys(answer.kind for answer in answers)
     return {kind: share_right([a for a in answers if a.kind == kind]) for kind in KINDS if kind in present}
 

@@ -46,7 +46,6 @@ def sha256_of(folder: Path) -> dict[str, str]:
 
 
 def load_model(folder: Path) -> tuple[PreTrainedModel, Tokenizer]:
-    """Load the stored bf16 weights for computation in float32."""
     # Products in bf16 would add noise.
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
@@ -113,7 +112,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def tables(measured: dict[str, Any]) -> str:
-    """Return the measured part of the model card as Markdown."""
     text, asked = measured["bits_per_byte"], measured["recall"]
     differences = text[f"difference_from_{BASE_CONTEXT}"]
     rows = []
@@ -162,7 +160,6 @@ def write_card(folder: Path, measured: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure one folder. Takes minutes on a CPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkpoint with a README.md that has the two marks")
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {TEST_BOOK} and {VALIDATION_BOOK}")

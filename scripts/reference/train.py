@@ -115,7 +115,7 @@ class TrainingRun:
         self.step = state["step"]
 
     def save(self) -> None:
-        """Save the full training state. The data depends only on the step."""
+        """Save the training state. The data needs no state, because batches depend only on the step."""
         state = {
             "fingerprint": self._fingerprint(),
             "step": self.step,
@@ -173,7 +173,6 @@ class TrainingRun:
         return found
 
     def log(self, **values: float) -> None:
-        """Append a line to log.jsonl."""
         with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(
                 json.dumps({"step": self.step, "tokens": self.step * self.config.tokens_per_step, **values}) + "\n"
@@ -229,7 +228,6 @@ class TrainingRun:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line; the module docstring shows examples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("--data", type=Path, required=True, help="folder of .txt books")

@@ -1,9 +1,9 @@
 """Test a real server with random limits against hostile and normal HTTP clients.
 
-A case starts a server over a tiny model. Hostile clients send broken requests over raw sockets, or disconnect at any
-point. Oracles: a normal request gets the same text as without other clients, or a documented refusal. The server never
-answers 500 and logs no exception. After the clients have disconnected, no request runs, the pool is empty, and the
-numbers of descriptors and threads are unchanged. The seed determines everything except the timing.
+Hostile clients send broken requests over raw sockets, or disconnect at any point. Oracles: a normal request gets the
+same text as without other clients, or a documented refusal. The server never answers 500 and logs no exception. At the
+end no request runs, the pool is empty, and no descriptor or thread is left. The seed determines everything except the
+timing.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ def random_options(rng: random.Random, store: Path | None) -> ServerOptions:
 
 
 class Log(logging.Handler):
-    """Collect the server's log records."""
-
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
@@ -109,7 +107,6 @@ class Log(logging.Handler):
                 logging.getLogger(name).setLevel(level)
 
     def check(self) -> None:
-        """Raise AssertionError if the server has failed."""
         for record in self.records:
             assert record.exc_info is None, logging.Formatter().format(record)
             fields = getattr(record, "fields", {})
@@ -118,7 +115,6 @@ class Log(logging.Handler):
             assert record.levelno < logging.ERROR or fields or expected, record.getMessage()
 
     def requests(self) -> dict[str, dict[str, Any]]:
-        """Return the logged fields of each request by its id."""
         found = [getattr(record, "fields", {}) for record in self.records if record.getMessage() == "request"]
         return {fields["id"]: fields for fields in found}
 
@@ -126,8 +122,9 @@ class Log(logging.Handler):
 class Normal:
     """A client that sends valid requests and checks the answers.
 
-    tries: maximum number of connections opened for a request. If the server allows few connections, a flood of new
-    ones may replace a connection before its request is sent.
+    Attributes:
+        tries: Maximum number of connections per request. A server with few connections may drop a connection before its
+            request arrives.
     """
 
     def __init__(self, url: str, rng: random.Random, tries: int = 1) -> None:
@@ -152,7 +149,6 @@ class Normal:
         raise AssertionError
 
     def once(self) -> int:
-        """Send one random request and check the response. Return the status."""
         rng = self.rng
         words, max_tokens = f"{rng.choice(WORDS)} {rng.randrange(5)}", rng.choice((1, 8, 30))
         chat, stream = rng.random() < 0.5, rng.random() < 0.5
@@ -174,7 +170,6 @@ class Normal:
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """Return the text of a response or of one stream event."""
     found = ""
     for choice in answer["choices"]:
         said = choice.get("message") or choice.get("delta") or choice
@@ -183,7 +178,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def read_events(data: bytes) -> tuple[dict[str, Any] | None, str]:
-    """Return the error that ended a stream, if any, and the stream's text."""
+    """Return the error that ended a stream (or None) and the stream's text."""
     lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     error = next((event["error"] for event in events if "error" in event), None)
@@ -192,7 +187,6 @@ def read_events(data: bytes) -> tuple[dict[str, Any] | None, str]:
 
 
 def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[str]:
-    """Run hostile and normal clients concurrently. Hostile clients may leave connections open."""
     normal = [Normal(url, random.Random(seed * 100 + 50 + i), tries) for i in range(2)]
     over = threading.Event()
 
@@ -213,12 +207,10 @@ def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[s
 
 
 def wait_idle(engine: AsyncLLM) -> None:
-    """Wait until all requests have ended."""
     wait_until(lambda: engine._engine.idle and not engine._clients and engine.load().waiting == 0, IDLE_SECONDS)
 
 
 def check_empty(engine: AsyncLLM) -> None:
-    """Raise AssertionError if any request state is left."""
     assert not engine._by_number
     engine._engine.check_integrity()
     engine.llm.runner.check_integrity()
@@ -226,7 +218,6 @@ def check_empty(engine: AsyncLLM) -> None:
 
 
 def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
-    """Run one server and its clients. Some hostile connections may stay open during the shutdown."""
     rng = random.Random(seed)
     options = random_options(rng, store)
     engine = AsyncLLM(make(), max_waiting=options.max_waiting, store=None if store is None else store / "kv")
@@ -259,7 +250,6 @@ def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
 
 @functools.cache
 def warm_up() -> None:
-    """Answer a few requests, so that first imports and files do not count as leaks."""
     options = ServerOptions(port=0, api_keys=(KEY,))
     with answering(make_app(AsyncLLM(make()), options), options) as (url, _):
         client = Normal(url, random.Random(0))
@@ -269,7 +259,6 @@ def warm_up() -> None:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case. Raise AssertionError if an oracle fails."""
     transformers_logging.disable_progress_bar()
     warm_up()
     log = Log()

@@ -1,11 +1,10 @@
-"""Test random models and options against transformers: exact ones give its greedy tokens, invalid ones are refused.
+"""Test random models and options against transformers.
 
-A case builds a random tiny model (`support.random_models`) and a runtime with random options. It generates batches of
-prompts with shared prefixes, several samples of a prompt, and turns of sessions in a folder: new turns, edits of
-earlier turns, regenerations, forks, truncations, restarts. Half of the cases use the GPU's copy path, with the CPU as
-the device. The oracles:
+A case builds a random tiny model and a runtime with random options. It generates batches of prompts with shared
+prefixes, several samples of a prompt, and turns of sessions, with edits, forks, truncations and restarts. Half of the
+cases use the GPU's copy path on the CPU. The oracles:
 
-* if the options are exact, every token is the greedy one of transformers' forward pass over the whole text;
+* if the options are exact, every token is the greedy token of transformers' forward pass over the whole text;
 * only subclasses of OffloadError escape, each with a message, and no EngineError;
 * `check_integrity` holds, and at the end the pool is empty and no thread is left.
 """
@@ -85,8 +84,6 @@ def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bo
 
 
 class Case:
-    """A random model and runtime, with the checks on their answers."""
-
     def __init__(self, rng: random.Random, folder: Path) -> None:
         self.rng, self.folder, self.done = rng, folder, Counter[str]()
         self.about, self.model = random_model(rng)
@@ -96,7 +93,6 @@ class Case:
         self.copies, self.small = rng.random() < 0.5, rng.random() < 0.3
 
     def open(self, ends: ExitStack) -> LLM:
-        """Return a new runtime with ample host memory, or with a few blocks."""
         llm = self._runtime(ends, "64MiB")
         pool = llm.runner.pool
         if self.small and pool.file is None:
@@ -114,7 +110,6 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- requests
 
     def prompt(self) -> list[int]:
-        """Return a prompt that is new or shares a prefix with an earlier text."""
         rng, new = self.rng, [self.rng.randrange(1, VOCAB) for _ in range(self.rng.choice(LENGTHS))]
         if self.seen and rng.random() < 0.6:
             text = rng.choice(self.seen)
@@ -125,7 +120,6 @@ class Case:
         return SamplingParams(max_tokens=self.rng.choice((1, 3, 8)), temperature=0, **fields)
 
     def compare(self, prompt: list[int], tokens: list[int]) -> None:
-        """Raise AssertionError if a token is not the model's greedy one."""
         self.seen.append([*prompt, *tokens])
         assert all(0 <= token < self.model.get_output_embeddings().weight.shape[0] for token in tokens)
         if not self.exact:
@@ -139,7 +133,6 @@ class Case:
         self.done["tokens compared"] += len(tokens)
 
     def batch(self, llm: LLM) -> None:
-        """Answer several prompts together."""
         prompts = [self.prompt() for _ in range(self.rng.randint(1, 4))]
         params = [self.params() for _ in prompts]
         self.done["prompts"] += len(prompts)
@@ -148,7 +141,6 @@ class Case:
             self.compare(prompt, one.token_ids)
 
     def samples(self, llm: LLM) -> None:
-        """Answer one prompt several times, from forks of its sequence."""
         prompt, beams = self.prompt(), self.rng.random() < 0.3
         self.done["prompts"] += 1
         if beams:
@@ -158,7 +150,6 @@ class Case:
             self.compare(prompt, one.token_ids)
 
     def stop_early(self, llm: LLM) -> None:
-        """Close a stream before its end."""
         stream = llm.stream(self.prompt(), self.params())
         next(stream)
         stream.close()
@@ -166,7 +157,6 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- sessions
 
     def turns(self, llm: LLM) -> None:
-        """Take turns of a session, with random operations between them."""
         rng, store = self.rng, self.folder / "store"
         name = rng.choice(("a", "b"))
         session = llm.session(name, store)
@@ -230,7 +220,7 @@ class Case:
             self.done["full" if isinstance(error, PoolFullError) else "refusals"] += 1
 
     def transformers_runs_it(self) -> bool:
-        """Return whether transformers can compute the model. Its grouped expert products reject some widths."""
+        """Return whether transformers can compute the model. Some widths of experts are not supported."""
         try:
             self.model(torch.tensor([[1, 2, 3]]))
         except RuntimeError:
@@ -238,7 +228,6 @@ class Case:
         return True
 
     def run(self) -> None:
-        """Run random actions. Raise an exception if a check fails."""
         if not self.transformers_runs_it():
             self.done["models that transformers does not run"] += 1
             return
@@ -284,7 +273,6 @@ def run_case(seed: int) -> Counter[str]:
 
 
 def check_threads(before: set[threading.Thread]) -> None:
-    """Raise AssertionError if new threads are still running after 5 seconds."""
     end = time.monotonic() + 5
     gc.collect()
     while left := [one for one in threading.enumerate() if one not in before and one.is_alive()]:
@@ -293,5 +281,4 @@ def check_threads(before: set[threading.Thread]) -> None:
 
 
 def check_message(error: OffloadError) -> None:
-    """Raise AssertionError if the error has no useful message."""
     assert len(str(error)) > 10, f"{type(error).__name__} without a message"

@@ -1,12 +1,10 @@
 """Fuzz the files of a session store: damage never gives a wrong token, and never affects more than the damaged data.
 
-A case runs a few sessions in a new store. Between turns and restarts it truncates, changes, renames, swaps, deletes,
-duplicates and chmods files, and replaces them with links, pipes and folders. The oracles:
+A case runs a few sessions in a new store, and damages, moves or deletes files between turns and restarts. The oracles:
 
 * a session opens with tokens that it had before, or raises StoreError; its next answer equals the model's;
 * no other exception escapes, `check_integrity` holds, and nothing outside the folder changes;
-* after a session was deleted, no run of its tokens is in any file of the store, except in damaged document files that
-  the deletion reported.
+* no file of the store contains tokens of a deleted session, except damaged document files that the deletion reported.
 """
 
 from __future__ import annotations
@@ -105,12 +103,11 @@ def folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
 
 
 def stale(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
-    """Leave a temporary file, as a killed process would."""
     shutil.copyfile(path, path.with_name(f"{path.stem}.{rng.randrange(1, 99999)}.{rng.randrange(99)}.tmp"))
 
 
 def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
-    """Replace a folder of the store with a link to an outside folder that holds files of the same names."""
+    """Replace a folder of the store with a link to a folder outside that contains the same file names."""
     if path.parent.name == "store":
         return
     target = outside / path.parent.name
@@ -130,8 +127,6 @@ DAMAGES = (truncate, flip, rename, swap, delete, duplicate, chmod, link, fifo, f
 
 
 class Case:
-    """Sessions in a store, their earlier states, and an outside folder that must not change."""
-
     def __init__(self, rng: random.Random, place: Path) -> None:
         self.rng, self.place, self.store = rng, place, place / "store"
         self.been: dict[str, list[list[int]]] = {name: [[]] for name in NAMES}
@@ -144,7 +139,6 @@ class Case:
         return {path: (path.stat().st_mode, path.read_bytes()) for path in files}
 
     def turn(self, name: str) -> None:
-        """Open a session, take a turn and close the session."""
         try:
             session = runtime().session(name, self.store)
         except StoreError:
@@ -196,7 +190,6 @@ class Case:
         self.done[kind.__name__] += 1
 
     def delete(self, name: str) -> None:
-        """Delete a session and search for remaining data."""
         try:
             removed = delete_stored(self.store, name).removed
         except (StoreError, LookupError, ValueError):
@@ -215,7 +208,6 @@ class Case:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case. Raise an exception if an oracle fails."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,5 +1,4 @@
-"""A hostile HTTP client over raw sockets: it sends broken heads and bodies, stays silent, or disconnects at any
-point."""
+"""A hostile HTTP client over raw sockets."""
 
 from __future__ import annotations
 
@@ -42,8 +41,6 @@ ACTIONS = (
 
 
 class Hostile:
-    """A client that performs a few random attacks, each over new connections."""
-
     def __init__(self, url: str, options: ServerOptions, key: str, rng: random.Random) -> None:
         self.where = ("127.0.0.1", urlsplit(url).port)
         self.options, self.key, self.rng = options, key, rng
@@ -65,7 +62,6 @@ class Hostile:
         self.open.clear()
 
     def check(self, requests: dict[str, dict[str, Any]]) -> None:
-        """Raise AssertionError if a request continued after its client had disconnected."""
         for request_id in self.left:
             ended = requests[request_id]
             late = ended["finish"] == "timeout" and self.options.timeout < 10
@@ -84,7 +80,6 @@ class Hostile:
         return found
 
     def close(self, connection: socket.socket) -> None:
-        """End a connection with a close, a reset or a half close, or leave it open."""
         how = self.rng.choice(("close", "close", "reset", "shutdown", "stay"))
         if how == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -110,7 +105,6 @@ class Hostile:
         return self.post("/v1/completions", self.body())
 
     def exchange(self, data: bytes) -> None:
-        """Send bytes, read for a while, and end the connection."""
         connection = self.connect()
         with suppress(OSError):
             connection.sendall(data)
@@ -123,7 +117,6 @@ class Hostile:
     # -------------------------------------------------------------------------------------------------------- actions
 
     def bytewise(self) -> None:
-        """Send a request byte by byte, and stop at any point."""
         connection, data = self.connect(), self.valid()
         for i in range(self.rng.randint(1, len(data))):
             connection.sendall(data[i : i + 1])
@@ -131,14 +124,12 @@ class Hostile:
         self.close(connection)
 
     def half_heads(self) -> None:
-        """Open many connections that never complete a head."""
         for _ in range(self.rng.randint(1, 40)):
             connection = self.connect()
             data = self.head("/v1/completions")
             connection.sendall(data[: self.rng.randrange(len(data))])
 
     def garbage(self) -> None:
-        """Send data that is not HTTP, or a request with wrong bytes in it."""
         rng = self.rng
         kind = rng.randrange(3)
         data = bytearray(self.valid())
@@ -147,14 +138,12 @@ class Hostile:
         self.exchange([rng.choice(GARBAGE), rng.randbytes(rng.randint(1, 3000)), bytes(data)][kind])
 
     def wrong_length(self) -> None:
-        """Announce a wrong content length."""
         content, rng = self.body(), self.rng
         length = rng.choice((0, 1, len(content) - 1, len(content) + 1, 10**6, 10**30, -1, "x", "1 1", "+5", "", "٣"))
         more = rng.choice(((), ("Content-Length: 7",), ("Transfer-Encoding: chunked",), ("Expect: 100-continue",)))
         self.exchange(self.head("/v1/completions", f"Content-Length: {length}", *more) + b"\r\n" + content)
 
     def chunked(self) -> None:
-        """Send chunked encoding, possibly with wrong sizes."""
         content, rng, parts = self.body(), self.rng, list[bytes]()
         while content:
             size = rng.randint(1, len(content))
@@ -166,7 +155,6 @@ class Hostile:
         self.exchange(self.head("/v1/completions", f"Transfer-Encoding: {coding}") + b"\r\n" + b"".join(parts) + end)
 
     def oversized(self) -> None:
-        """Send heads, bodies and prompts above the limits."""
         rng = self.rng
         size = rng.choice((1 << 12, 1 << 16, 1 << 18, 1 << 21))
         kind = rng.randrange(5)
@@ -182,14 +170,12 @@ class Hostile:
             self.exchange(self.post("/v1/completions", self.body(prompt=[1] * (size // 3), max_tokens=10**9)))
 
     def cut_request(self) -> None:
-        """End a request at any point."""
         data = self.valid()
         connection = self.connect()
         connection.sendall(data[: self.rng.randrange(len(data))])
         self.close(connection)
 
     def cut_answer(self) -> None:
-        """Disconnect at any point of the response."""
         connection = self.connect()
         connection.sendall(self.valid())
         left = self.rng.randint(0, 3000)
@@ -198,7 +184,6 @@ class Hostile:
         self.close(connection)
 
     def stop_reading(self) -> None:
-        """Request a long stream and do not read it."""
         connection = self.connect(receive_buffer=2048)
         asked = self.body(stream=True, n=self.rng.choice((1, 4)), max_tokens=LONG_ANSWER, ignore_eos=True)
         connection.sendall(self.post("/v1/completions", asked))
@@ -207,14 +192,12 @@ class Hostile:
             self.close(connection)
 
     def pipelined(self) -> None:
-        """Send several requests at once, one of them broken."""
         requests = [self.valid() for _ in range(self.rng.randint(2, 6))]
         if self.rng.random() < 0.5:
             requests.insert(self.rng.randrange(len(requests)), self.rng.choice(GARBAGE))
         self.exchange(b"".join(requests))
 
     def nested(self) -> None:
-        """Send deeply nested JSON."""
         rng = self.rng
         depth = rng.choice((10, 90, 900, 20_000))
         inner = rng.choice(("1", "", '"x"', "NaN", "1e999", "1" * 5000))
@@ -223,7 +206,6 @@ class Hostile:
         self.exchange(self.post(rng.choice(PATHS), text.encode()))
 
     def invalid_text(self) -> None:
-        """Send invalid UTF-8 and invalid characters."""
         text = self.rng.choice(
             (b"\xff\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\\ud800", b"\\u0000", b"\x00", b"\xf4\x90")
         )
@@ -232,7 +214,7 @@ class Hostile:
         self.exchange(self.post(self.rng.choice(PATHS), hole.replace(b"%s", text * 3), kind))
 
     def leave_stream(self, **fields: Any) -> None:
-        """Disconnect at the start of a long stream, so that the request must end."""
+        """Disconnect at the start of a long stream. `check` later requires that the request ended."""
         connection = self.connect()
         asked = self.body(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True, temperature=0, **fields)
         connection.sendall(self.post("/v1/completions", asked))
@@ -244,7 +226,6 @@ class Hostile:
         self.open.remove(connection)
 
     def session(self) -> None:
-        """Disconnect at the start of a session's response and delete the session. It must soon be gone."""
         if self.options.documents is None:
             return
         name = self.rng.choice(SESSIONS)

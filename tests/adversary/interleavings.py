@@ -1,10 +1,7 @@
-"""Test random interleavings of requests on engines that share a small pool.
+"""Test random interleavings of requests on engines that share a small pool: each gives the same tokens as alone.
 
-Each request must give the same tokens as alone.
-
-Even seeds drive engines step by step, so that a failing case repeats exactly. Odd seeds use `AsyncLLM` with sessions,
-clients that disconnect, and a second policy in another thread. The seed determines their operations, but not the
-timing.
+Even seeds drive engines step by step, so that a case repeats exactly. Odd seeds use `AsyncLLM` with sessions, clients
+that disconnect, and a second policy in another thread; their timing varies.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ LONGEST_PROMPT, MOST_TOKENS, WIDEST = 200, 24, 3
 
 @functools.cache
 def model(name: str) -> Any:
-    """Return a tiny model that reaches the C kernels."""
+    """Return a tiny model that C kernels support."""
     if name == "gemma3":
         return architecture("gemma3", dtype=torch.float32)
     return tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, vocab_size=97)
@@ -67,8 +64,7 @@ def roomy(name: str, policy: str) -> LLM:
 
 
 def alone(name: str, policy: str, asked: Asked) -> list[list[int]]:
-    """Return the tokens of each completion of a request on a separate engine. Do not call this while a fault is
-    injected."""
+    """Return the tokens of each completion of a request on a separate engine. Not for use while a fault is injected."""
     return [one.token_ids for one in completed(roomy(name, policy).generate([list(asked[0])], asked[1]))]
 
 
@@ -80,7 +76,6 @@ def tight_memory(name: str, rng: random.Random) -> int:
 
 
 def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:
-    """Return whether a request alone fits a pool of this size."""
     try:
         make(name, policy, host_memory=memory).generate([list(asked[0])], asked[1])
     except PoolFullError:
@@ -89,7 +84,6 @@ def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:
 
 
 def random_prompt(rng: random.Random, longest: int = LONGEST_PROMPT) -> tuple[int, ...]:
-    """Return token ids that often share a prefix with other prompts."""
     whole = tiny_prompt(LONGEST_PROMPT, seed=rng.randrange(3))
     tail = tiny_prompt(20, seed=rng.randrange(50))
     count = rng.randint(1, longest)
@@ -108,8 +102,7 @@ def random_params(rng: random.Random, kinds: str = "greedy sampled several beams
 
 @contextmanager
 def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
-    """With a probability of one half, let one call inside the engine raise an exception. Yield the exception or
-    None."""
+    """Inject an exception into one engine call, with a probability of one half. Yield the exception or None."""
     if rng.random() < 0.5:
         yield None
         return
@@ -120,7 +113,7 @@ def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
 
 @contextmanager
 def swapping(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield options that may enable swapping. If enabled, preempted requests are always swapped to disk."""
+    """Yield options that enable swapping at random. With swapping, preempted requests always go to disk."""
     if rng.random() < 0.5:
         yield {}
         return
@@ -133,8 +126,6 @@ def swapping(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Engines:
-    """Engines of one pool under random policies, with their requests."""
-
     name: str
     rng: random.Random
     engines: list[Engine] = field(default_factory=list)
@@ -157,7 +148,6 @@ class Engines:
                 engine.cancel(first)
 
     def act(self) -> None:
-        """Add or abort a request, or do nothing."""
         rng, kind = self.rng, self.rng.random()
         if kind < 0.3:
             at = rng.randrange(len(self.engines))
@@ -178,7 +168,6 @@ class Engines:
             engine.check_integrity()
 
     def verify(self, injected: Exception | None) -> Counter[str]:
-        """Compare all answers with those of the requests alone, and count them."""
         counts = Counter(requests=len(self.asked), aborted=len(self.aborted), failed=len(self.failed))
         for request in [request for request, error in self.failed.items() if isinstance(error, PoolFullError)]:
             if request in self.asked:
@@ -205,7 +194,6 @@ class Engines:
 
 
 def run_engines(seed: int, folder: Path) -> Counter[str]:
-    """Drive up to three engines, each in a separate thread, one step at a time."""
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
     state = Engines(name, rng)
@@ -246,8 +234,6 @@ def run_engines(seed: int, folder: Path) -> Counter[str]:
 
 @dataclass
 class Clients:
-    """Clients of one `AsyncLLM` and the results of their requests."""
-
     name: str
     engine: AsyncLLM
     injected: Exception | None = None
@@ -263,7 +249,6 @@ class Clients:
             await self.once(f"{number}-{turn}", rng)
 
     async def once(self, request_id: str, rng: random.Random) -> None:
-        """Perform one operation. Errors expected for it are counted, not raised."""
         kind = rng.random()
         try:
             if kind < 0.1:
@@ -297,7 +282,6 @@ class Clients:
         self.histories[name] = (*prompt, *said[0])[: LONGEST_PROMPT - 20]
 
     async def ask(self, request_id: str, asked: Asked, rng: random.Random, **more: Any) -> list[list[int]]:
-        """Read an answer slowly, only in part, or until it is aborted."""
         leaves = rng.randint(1, 6) if rng.random() < 0.2 else 1000
         aborts = rng.randint(1, 6) if rng.random() < 0.1 else 1000
         pause = rng.choice((0, 0, 0.004))
@@ -322,7 +306,6 @@ class Clients:
         return found
 
     def beside(self, llm: LLM, policy: str, rng: random.Random) -> None:
-        """Answer prompts under another policy, in a separate thread."""
         for _ in range(rng.randint(0, 3)):
             asked: Asked = random_prompt(rng), random_params(rng)
             try:
@@ -334,7 +317,6 @@ class Clients:
                 self.full.append((policy, asked))
 
     def verify(self) -> Counter[str]:
-        """Compare all answers with those of the requests alone, and count them."""
         for policy, asked, found, whole in self.answers:
             expected = alone(self.name, policy, asked)
             if whole:
@@ -352,7 +334,7 @@ class Clients:
 
 
 async def run_clients(seed: int, folder: Path) -> Counter[str]:
-    """Run several clients, a second policy and a fault on one `AsyncLLM`, which may be closed while they run."""
+    """Run several clients, a second policy and a fault on one `AsyncLLM`, which may be closed early."""
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
     with swapping(rng, folder) as options:
@@ -392,7 +374,6 @@ async def run_clients(seed: int, folder: Path) -> Counter[str]:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case, and check that it leaves no thread behind."""
     asyncio.run(asyncio.sleep(0))
     before = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
 """Test random session names against a dictionary: an operation on one session never changes another.
 
-A case chooses names that resemble the store's own files, paths or each other, or are arbitrary. It creates, reopens,
-forks, lists, exports and deletes sessions through the library and the command line. The oracle is a dictionary from
-names to tokens. At the end all sessions are deleted, and no file may be left.
+A case chooses names that resemble the store's own files, paths or each other. It creates, reopens, forks, lists,
+exports and deletes sessions. A dictionary contains the expected tokens by name. At the end all sessions are deleted,
+and no file may be left.
 """
 
 from __future__ import annotations
@@ -61,14 +61,11 @@ def random_name(rng: random.Random, known: list[str]) -> str:
 
 
 class Sessions:
-    """The sessions of a store with their expected tokens."""
-
     def __init__(self, rng: random.Random, folder: Path) -> None:
         self.rng, self.folder = rng, folder
         self.expected: dict[str, list[int]] = {}
 
     def turn(self, name: str) -> None:
-        """Take a turn of a session that may be new."""
         with runtime().session(name, self.folder) as session:
             assert session.tokens == self.expected.get(name, []), f"{name!r} is another session"
             list(session.send([self.rng.randrange(199) for _ in range(self.rng.choice((3, 70)))], PARAMS))
@@ -97,7 +94,6 @@ class Sessions:
         assert leftovers(self.folder, gone, self.expected.values()) == {}
 
     def check(self) -> None:
-        """Compare the whole store with the dictionary."""
         if not self.folder.exists():
             assert not self.expected
             return
@@ -125,7 +121,6 @@ def command(action: str, name: str | None, folder: Path) -> int:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case. Raise AssertionError if a session differs from the dictionary."""
     rng, done = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as place:
         sessions = Sessions(rng, Path(place) / "store")

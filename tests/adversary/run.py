@@ -3,9 +3,9 @@
     python tests/adversary/run.py files --seconds 600 --seed 1
     python tests/adversary/run.py files --case 1000042
 
-A part is a module of this folder with `run_case(seed) -> Counter`: it derives everything from `seed`, compares with an
-oracle, raises on a failure, and returns counts of the work done. A failing case does not stop the run. The command that
-repeats it is printed and, with the traceback, added to `out/adversary-failures.txt`. The exit status is then 1.
+A part is a module of this folder. Its function `run_case(seed)` raises an exception on a failure and returns counts of
+the work. After a failure, the run continues. The traceback and the command that repeats the case are printed and added
+to `out/adversary-failures.txt`, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -57,12 +57,11 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 def command(part: str, seed: int) -> str:
-    """Return the command that repeats a case."""
     return f"python tests/adversary/run.py {part} --case {seed}"
 
 
 def record_failure(part: str, seed: int) -> None:
-    """Print the current exception and the command that repeats the case, and add both to `FAILURES`."""
+    """Print the current exception and the command that repeats the case. Append them to `FAILURES`."""
     report = f"FAILED: {command(part, seed)}\n{traceback.format_exc()}"
     print(report, end="", flush=True)
     FAILURES.parent.mkdir(exist_ok=True)
@@ -93,7 +92,6 @@ def run_part(part: str, seeds: Iterator[int], seconds: float) -> tuple[Counter[s
 
 
 def main() -> int:
-    """Parse the command line, run one part and print its counts. Return the exit status."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)

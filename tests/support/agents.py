@@ -1,7 +1,7 @@
-"""Request sequences in the style of coding agents and of a chat page, written for tests.
+"""Request sequences like those of coding agents and of a chat page.
 
-Each sequence contains typical reasons for cache misses: dates in the system prompt, growing tool results, requests for
-titles between the turns, and edits of earlier messages.
+They contain typical reasons for cache misses: dates in the system prompt, growing tool results, requests for titles
+between the turns, and edits of earlier messages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _called(name: str, number: int, q: str) -> dict[str, Any]:
 
 
 def opencode() -> Sequence:
-    """Tools, results that grow, and a title request after the first message."""
+    """Use tools with growing results, and request a title after the first message."""
     system = _say("system", f"You are a coding agent. {RULES * 4}Working directory: /src. Date: 2026-11-24.")
     messages = [system, _say("user", f"Make the archer miss at long distances.\n{PROSE * 2}")]
     yield AgentRequest("turn", {"messages": list(messages), "tools": TOOLS})
@@ -65,7 +65,7 @@ def opencode() -> Sequence:
 
 
 def aider() -> Sequence:
-    """Files in an early message, which changes with each edit, and reminders at the end, which move."""
+    """Change files in an early message with each edit, and repeat reminders at the end of each request."""
     head = [_say("system", f"Act as an expert programmer. {RULES * 5}"), _say("user", f"Map:\n{PROSE * 4}")]
     talk: list[dict[str, Any]] = []
     for number in range(1, 5):
@@ -80,7 +80,7 @@ def aider() -> Sequence:
 
 
 def cline() -> Sequence:
-    """Tools described in a long system prompt, the time in each message, and a conversation cut in the middle."""
+    """Describe tools in a long system prompt, send the time in each message, and drop old messages."""
     system = _say("system", f"You have tools, written as XML: <read><path>…</path></read>. {RULES * 10}")
     messages = [system]
     for number in range(1, 6):
@@ -93,7 +93,7 @@ def cline() -> Sequence:
 
 
 def open_webui() -> Sequence:
-    """A date in the system prompt, which changes; title, tags and questions about the conversation after each turn."""
+    """Change the date in the system prompt, and request titles, tags or follow-up questions after each turn."""
     talk: list[dict[str, Any]] = []
     for number in range(1, 4):
         date = "Monday" if number < 3 else "Tuesday"

@@ -1,11 +1,8 @@
 """Count the bytes of device memory in use during a run on the CPU.
 
-The count is complete, because tensors get memory from only three sources:
-
-* torch's CPU allocator reports each allocation and release to the profiler, including temporary memory of kernels.
-  Memory in use before the profiler started is counted from the existing tensors.
-* `mmap` provides host memory only: the arena of the pool and the buffers of streamed weights.
-* C code selects on a CPU only, in separate memory. `device_selection` replaces it with the code for other devices.
+Torch's CPU allocator reports each allocation to the profiler. Memory in use before is counted from existing tensors.
+`mmap` is not counted, because it only provides host memory: the pool and streamed weights. Selection in C uses memory
+that the profiler does not see, so `device_selection` replaces it.
 """
 
 from __future__ import annotations
@@ -25,16 +22,16 @@ from offload_rt.kernels import selection
 
 @contextmanager
 def device_selection() -> Iterator[None]:
-    """Select tokens with torch, as on other devices than CPUs."""
+    """Select tokens with torch, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "select_tokens", selection.select_tokens_reference)
         yield
 
 
 def live_storages() -> dict[int, int]:
-    """Return size in bytes by address of all tensor storages except those that `conftest.older_objects_apart` excluded.
+    """Return sizes of tensor storages in bytes by address, without those that `conftest.older_objects_apart` excluded.
 
-    The sum may be too high, but never too low, if a new tensor reuses the memory of an excluded one.
+    If a new tensor reuses the memory of an excluded tensor, the sum may be too high.
     """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
@@ -52,8 +49,8 @@ class Count:
 def count(make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callable[[Any], Any]) -> tuple[Any, Count]:
     """Return the result of `run(make())` and the bytes in use.
 
-    Memory allocated by `make` counts, except at the host memory addresses that `host` returns. The peak during `make`
-    is not measured, because loading CPU weights uses the same allocator.
+    Memory that `make` allocates counts, except at the addresses of host memory, which `host` returns. The peak of
+    `make` is not measured.
     """
     earlier = live_storages()
     made = make()

@@ -22,11 +22,11 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Architecture:
-    """Define a tiny model.
+    """A tiny model.
 
     Attributes:
         config: Name of the configuration class without "Config".
-        options: Options of the configuration that differ from the common ones.
+        options: Options that differ from the defaults of all tiny models.
         traits: Properties of the architecture in words.
     """
 
@@ -100,7 +100,6 @@ _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
 def _multimodal(text: dict[str, Any], vision: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Return options of a configuration that contains a text configuration."""
     return {"text_config": _COMMON | text, "vision_config": vision, **options}
 
 
@@ -131,7 +130,7 @@ _GRANITE: dict[str, Any] = {
     "shared_intermediate_size": 48,
 }
 _CONVOLUTIONS = ["conv", "full_attention", "conv"]
-# The C kernels take keys of 24 + 8 numbers. Keys of heads are not as wide as their values.
+# The C kernels support keys of 24 + 8 numbers. Keys and values of a head have different widths.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
@@ -540,13 +539,12 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
 
 
 def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """Return the tiny random model `name` of `RUNS` in eval mode, without gradients, on the CPU."""
+    """Return the tiny random model `name` of `RUNS` in eval mode."""
     kind = RUNS[name]
     return build(kind.config, dtype, **(kind.options | overrides))
 
 
 def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    """Return a tiny random model of the configuration class `config_name`."""
     common = {} if "text_config" in options else _COMMON
     config = getattr(transformers, f"{config_name}Config")(**(common | options))
     # transformers also builds a text model from Qwen 3.5's multimodal configuration.

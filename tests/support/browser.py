@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PICTURES = Path(__file__).parents[2] / "out" / "page"
-"""Folder of the screenshots, which are for people. No test reads them."""
+"""Folder of the screenshots. No test reads them."""
 
 PATIENCE = 60_000
 """Milliseconds. High, because the machine may be busy."""
@@ -67,7 +67,6 @@ def done(page: Page) -> None:
 
 
 def action(page: Page, role: str, name: str, index: int = -1) -> None:
-    """Click a button below a message."""
     page.locator(f"article.{role}").nth(index).get_by_role("button", name=name).click()
 
 
@@ -77,6 +76,5 @@ def picture(page: Page, name: str) -> None:
 
 
 def check_accessible(page: Page) -> None:
-    """Fail if axe finds a violation of any of its rules."""
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()

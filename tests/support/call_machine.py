@@ -1,7 +1,7 @@
 """Test random calls of the public API against transformers' forward pass over the whole text.
 
-There is no such forward pass for a truncated session, because its KV was computed with tokens that were removed later.
-The calls on it are repeated in a separate runtime and must give the same tokens.
+The KV of a truncated session was computed with tokens that were removed later. Its calls are therefore compared with
+the same calls in a separate runtime.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass
 class Talk:
-    """Record the calls on a session.
+    """The calls on a session.
 
     Attributes:
         log: (prompt, max_tokens, answer) of turns and (kept tokens,) of truncations, in order.
@@ -170,7 +170,6 @@ class Calls(RuleBasedStateMachine):
             self.end(name, answer)
 
     def end(self, name: str, answer: Answer) -> None:
-        """Record and check a turn that has ended."""
         talk = self.talks[name]
         assert talk.session is not None
         now, prompt = talk.session.tokens, answer.prompt
@@ -233,7 +232,6 @@ class Calls(RuleBasedStateMachine):
             self.talks[name] = Talk(None)
 
     def closed(self, name: str) -> None:
-        """Record that the session is closed, which ends its current answer."""
         talk = self.talks[name]
         if talk.answer is not None and talk.session is not None:
             answer, talk.answer = talk.answer, None
@@ -242,7 +240,6 @@ class Calls(RuleBasedStateMachine):
 
     @rule(turns=st.lists(st.tuples(names, prompts, counts), min_size=1, max_size=4), steps=st.integers(0, 30))
     def queue(self, turns: list[tuple[str, list[int], int]], steps: int) -> None:
-        """Queue turns and close the queue, which also closes the sessions, after `steps` steps."""
         for name in NAMES:
             self.read_answer(name, 0, end=True)
             self.opened(name)
@@ -264,7 +261,6 @@ class Calls(RuleBasedStateMachine):
             self.talks[name].session = None
 
     def end_queued(self, name: str, turns: list[tuple[Answer, Any]]) -> None:
-        """Record and check several turns of one session."""
         talk, text = self.talks[name], list(self.talks[name].tokens)
         assert talk.session is not None
         for answer, queued in turns:
@@ -321,7 +317,6 @@ class Calls(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Close the runtime and continue from the store with another one."""
         self.finish()
         self.llm = make_llm(MODEL, "1MiB")
         for name, talk in self.talks.items():
@@ -363,7 +358,6 @@ class Calls(RuleBasedStateMachine):
         assert len(os.listdir("/proc/self/fd")) <= self.files
 
     def play_again(self, talk: Talk) -> None:
-        """Repeat the calls of one session in a runtime with enough memory."""
         with tempfile.TemporaryDirectory() as folder, make_llm(MODEL, "16MiB") as llm, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             session = llm.session("again", folder, overflow=self.overflow)

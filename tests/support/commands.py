@@ -13,8 +13,6 @@ from offload_rt.cli import main
 
 @dataclass(frozen=True)
 class CommandRun:
-    """Exit code and output of `main`."""
-
     code: int
     out: str
     err: str
@@ -35,8 +33,6 @@ Cli = Callable[..., CommandRun]
 
 
 def command_line(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Return a function that runs `offload-rt` with its arguments in this process."""
-
     def run(*argv: str) -> CommandRun:
         capsys.readouterr()
         try:

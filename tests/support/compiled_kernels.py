@@ -2,9 +2,9 @@
 
     python tests/support/compiled_kernels.py [--arch sm_89] [--case "int8 keys"]
 
-The launch functions are called as in a decode step, on host tensors (`kernel_cases`). A stub driver reports a GPU and
-compiles kernels instead of running them. The code therefore equals the code on a device, including Triton's
-specialization on argument values. It is disassembled by `cuobjdump`, which is part of Triton.
+The launch functions are called on host tensors, as in a decode step of an 8B Llama (`kernel_cases`). A stub driver
+reports a GPU and compiles kernels instead of running them, with Triton's specialization on argument values.
+`cuobjdump`, a part of Triton, disassembles the result.
 """
 
 from __future__ import annotations
@@ -48,14 +48,10 @@ class CompiledKernel:
     """A kernel compiled for the architecture `arch`, as launched in `case`.
 
     Attributes:
-        arch: GPU architecture.
-        case: Name of the case.
-        kernel: Name of the kernel.
         registers: Registers per thread.
         spilled: Spilled bytes per thread.
         spills: Number of spill instructions.
         shared: Shared memory per program in bytes.
-        instructions: Number of instructions.
         loop: Number of instructions of the longest loop; 0 if there is no loop.
         warps: Warps per program.
         fused: Number of fused multiply-adds in the PTX code.
@@ -77,21 +73,17 @@ class CompiledKernel:
 
 
 class _Driver:
-    """Stub driver with the queries that Triton needs for compilation."""
-
     def __init__(self, capability: int) -> None:
         self._capability = capability
 
     def get_current_device(self) -> int:
-        """Return the capability as the device, so that kernels are cached per architecture."""
+        """Return the compute capability, because Triton caches kernels by device."""
         return self._capability
 
     def get_current_stream(self, device: int) -> int:
-        """Return a dummy stream."""
         return 0
 
     def get_current_target(self) -> Any:
-        """Return the compilation target."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self._capability, 32)
@@ -142,7 +134,6 @@ def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
 
 
 def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
-    """Analyse a binary with `cuobjdump`."""
     tool = Path(str(files("triton"))) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])

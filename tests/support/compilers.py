@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def unoptimised(compiler: Sequence[str], folder: Path) -> Path:
-    """Write a compiler to `folder` that runs `compiler` without optimisation, which takes half of the time."""
+    """Write a compiler wrapper to `folder` that disables optimisation, to halve the time."""
     return _script(folder, f'exec {shlex.join(compiler)} "$@" -O0')
 
 
 def idle(folder: Path) -> Path:
-    """Write a compiler to `folder` that writes empty files."""
+    """Write a fake compiler to `folder`. Its output files are empty."""
     return _script(folder, 'while [ "$1" != -o ]; do shift; done; : > "$2"')
 
 

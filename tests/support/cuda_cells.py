@@ -1,4 +1,4 @@
-"""Test cases of the CUDA path, run on a CPU and on the simulated device. A scene is a sequence of requests."""
+"""Test cases (cells) of the CUDA path, run on a CPU and on the simulated device. A scene is a sequence of requests."""
 
 from __future__ import annotations
 
@@ -25,29 +25,27 @@ from .tiny_models import VOCAB, tiny_checkpoint, tiny_model, tiny_prompt
 
 Answers = list[list[int]]
 Scene = Callable[[Callable[..., LLM], Path], Answers]
-"""Run a scene on runtimes from the given factory and return its tokens."""
+"""A function that runs requests on runtimes from the given factory and returns the answers."""
 
 WINDOW: dict[str, Any] = {"sinks": 2, "recent": 8}
 SPARSE: dict[str, Any] = WINDOW | {"preset": "rows", "alpha": 2.0, "max_fraction": 0.3}
 
 
 def single(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate from one prompt."""
     return answers(make(), [tiny_prompt(70)], 4)
 
 
 def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate from three prompts of different lengths."""
     return answers(make(), [tiny_prompt(n, seed=n) for n in (30, 70, 63)], 3)
 
 
 def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode three sequences past the end of a block. Graphs of batch size four replay after one step per bucket."""
+    """Decode three sequences past the end of a block. CUDA graphs for 64 and for 128 tokens replay."""
     return together(make(), [59, 60, 31], 6, {(4, 64), (4, 128)})
 
 
 def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode two sequences with drafts past the end of a block. Graphs replay in both buckets."""
+    """Decode two sequences with draft tokens past the end of a block. At least two CUDA graphs are captured."""
     llm = make()
     found = answers(llm, [tiny_prompt(59), tiny_prompt(60, seed=1)], 9)
     assert (there := captured(llm)) is None or there.total() >= 2
@@ -55,15 +53,14 @@ def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def growing(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode nine sequences that join one by one. Three graphs are captured; batches of one and two run eagerly."""
+    """Decode nine sequences that join one by one. Graphs for batch sizes of 4, 8 and 16 are captured."""
     return together(make(), range(30, 39), 2, {(4, 64), (8, 64), (16, 64)})
 
 
 def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int, int]]) -> Answers:
-    """Return greedy answers to prompts of these lengths.
+    """Return greedy answers to prompts of these lengths, one of which is added in each step.
 
-    Each step adds one prompt. After the last one, `steps` more steps follow. Captured graphs must have the batch sizes
-    and buckets `sizes`.
+    `steps` more steps follow. `sizes` are the expected (batch size, capacity in tokens) of captured graphs.
     """
     prompts = [tiny_prompt(n, seed=i) for i, n in enumerate(lengths)]
     most = [len(prompts) - i + steps for i in range(len(prompts))]
@@ -74,7 +71,7 @@ def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int,
 
 
 def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
-    """Return the number of graphs by batch size and bucket, or None without graphs."""
+    """Return the number of graphs by (batch size, capacity in tokens), or None without graphs."""
     steps = llm.runner.steps
     if not isinstance(steps, GraphSteps):
         return None
@@ -82,14 +79,13 @@ def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
 
 
 def shared(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate twice from prompts with a shared prefix, so that blocks are reused."""
     stem, llm = tiny_prompt(66), make()
     prompts = [stem + tiny_prompt(6, seed=i) for i in (1, 2, 3)]
     return answers(llm, prompts, 3) + answers(llm, prompts[::-1], 2)
 
 
 def shared_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode three sequences that share a block past the end of another one. Graphs replay in both buckets."""
+    """Decode three sequences that share a block. CUDA graphs for 128 and for 192 tokens replay."""
     llm, stem = make(), tiny_prompt(118)
     found = answers(llm, [stem + tiny_prompt(n, seed=n) for n in (6, 7, 8)], 7)
     if isinstance(llm.runner.steps, GraphSteps):
@@ -113,17 +109,15 @@ def slid(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def slid_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode two sequences past a sliding window and the end of a block. Graphs replay in both buckets."""
+    """Decode two sequences past a sliding window and the end of a block, with CUDA graphs."""
     return together(make(), [59, 60], 7, {(2, 64), (2, 128)})
 
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate past the end of a pool of two blocks."""
     return answers(make(host_memory=BLOCK_BYTES * 2), [tiny_prompt(125)], 8)
 
 
 def forked(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate samples and beams, which fork sequences."""
     llm, prompt = make(), tiny_prompt(70)
     samples = completed(llm.generate([prompt], SamplingParams(3, seed=1, n=3)))
     beams = completed(llm.generate([prompt], SamplingParams(3, temperature=0, num_beams=2)))
@@ -131,7 +125,6 @@ def forked(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def session(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Save a conversation, load it in another runtime, and fork it."""
     greedy = SamplingParams(max_tokens=3, temperature=0)
     first = make().session("s", folder)
     turns = [tiny_prompt(66, seed=1), tiny_prompt(9, seed=2), tiny_prompt(5, seed=3)]
@@ -147,7 +140,7 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def stored(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Answer prompts with two runtimes on one store. Prefills have two segments and begin with KV from disk."""
+    """Answer prompts with two runtimes on one store. Prefills have two segments and reuse KV from disk."""
     found = []
     for prompt in (tiny_prompt(150), tiny_prompt(150)[:140] + tiny_prompt(30, seed=1)):
         llm = make(prefill_chunk_size=64)
@@ -165,7 +158,6 @@ def stored(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
-    """Return greedy answers, each with its host-to-device bytes. Check the integrity of the runtime."""
     done = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
     llm.runner.check_integrity()
     return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
@@ -190,7 +182,7 @@ LATENT = "youtu"
 """A model whose keys contain the values, so that only keys are stored."""
 
 USES_EARLIER_KV = "gemma4_e2b"
-"""A model in which two full-attention layers use the KV of an earlier one, and two sliding-window layers."""
+"""A model with two full-attention and two sliding-window layers that use the KV of an earlier layer."""
 
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
@@ -206,15 +198,14 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "seed 0": lambda: Seeded(0),
     "seed 1": lambda: Seeded(1),
 }
-"""Streams are numbered in order of creation: 0 computes. A stream for weights, if used, precedes the other two."""
+"""Streams are numbered in order of creation. Stream 0 computes. A stream for weights, if used, is stream 1."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Define a test case.
+    """A test case.
 
     Attributes:
-        scene: Function that runs requests on runtimes.
         options: Options of the policy.
         settings: Options of the runtime.
         streamed: Number of layers on the device if weights are streamed. -1 also moves scoring keys to the host.
@@ -231,7 +222,7 @@ class Cell:
     daily: str | None = None
 
     def run(self, device: str, folder: Path) -> Answers:
-        """Return the tokens on `device`."""
+        """Run the scene on `device` and return its answers."""
 
         def make(**more: Any) -> LLM:
             settings = {"host_memory": "4MiB", "missed_mass_every": 0} | self.settings | more

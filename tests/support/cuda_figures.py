@@ -1,4 +1,4 @@
-"""Measure kernel launches per layer and staged bytes of a decode step on the simulated device."""
+"""Measure kernel launches per layer and peak memory of a decode step on the simulated device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STAGED = 256
 
 
 def launches_of_a_layer(name: str) -> Counter[str]:
-    """Count kernels and copies by name in a decode step of cell `name`, from the MLP of one layer to that of the next.
+    """Count kernels and copies by name between the MLPs of two adjacent layers, in a decode step of cell `name`.
 
-    This includes the speculative fetch for the following layer.
+    This includes the speculative fetch for the next layer.
     """
     with simulated(Late()) as sim:
         model, cell = tiny_model("llama", num_hidden_layers=3).to("cuda"), BY_NAME[name]
@@ -48,7 +48,7 @@ def launches_of_a_layer(name: str) -> Counter[str]:
 def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
     """Return the additional peak device memory of a decode step in bytes.
 
-    No operation runs before the host waits at the end of the step, so the host is ahead of the device by all layers.
+    Device work starts only when the host waits at the end of the step, so memory of all layers is in use at once.
     """
     with simulated(Lazy()) as sim:
         model = tiny_model("llama", num_hidden_layers=layers).to("cuda")
@@ -67,5 +67,4 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
 
 
 def layer_bytes() -> int:
-    """Return the bytes of the sequence's KV in one layer: float32, two KV heads of size 32."""
     return STAGED * 2 * 2 * 32 * 4

@@ -24,10 +24,7 @@ CONTENTS = [
 
 
 def change(path: Path, rng: random.Random, others: list[Path], spread: int) -> str:
-    """Damage a file in a random way and return the name of the damage.
-
-    Most bit flips are within the first `spread` bytes, and some anywhere in the file.
-    """
+    """Damage a file in a random way and return the name of the damage. Most bit flips hit the first `spread` bytes."""
     kinds = [flip, truncate, extend, zero, number, content, foreign, json_value, json_value, gone, folder, link, sparse]
     kind = rng.choice(kinds)
     if not path.is_file() or path.stat().st_size > 1 << 26:
@@ -90,7 +87,6 @@ def content(path: Path, rng: random.Random, spread: int) -> None:
 
 
 def foreign(path: Path, rng: random.Random, others: Any) -> None:
-    """Write the content of another file."""
     data = [
         other.read_bytes()
         for other in others
@@ -100,7 +96,7 @@ def foreign(path: Path, rng: random.Random, others: Any) -> None:
 
 
 def json_value(path: Path, rng: random.Random, spread: int) -> None:
-    """Change a JSON value. A preceding checksum or length of a safetensors header is updated."""
+    """Change a JSON value. Update the checksum or safetensors header length before it, if any."""
     data = path.read_bytes()
     for start in (0, 8):
         try:
@@ -125,7 +121,6 @@ def sealed(data: bytes) -> bytes:
 
 
 def altered(found: Any, rng: random.Random) -> bytes:
-    """Return the JSON text of `found` after a change of one node."""
     node, parents = found, []
     while isinstance(node, (dict, list)) and node and (rng.random() < 0.85 or not parents):
         key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
@@ -151,13 +146,11 @@ def folder(path: Path, rng: random.Random, spread: int) -> None:
 
 
 def link(path: Path, rng: random.Random, spread: int) -> None:
-    """Replace the file with a link to itself, to a missing file, or to an endless device."""
     path.unlink()
     path.symlink_to(rng.choice((path, Path("/nowhere"), Path("/dev/zero"))))
 
 
 def sparse(path: Path, rng: random.Random, spread: int) -> None:
-    """Extend the file to an apparent size of a terabyte."""
     with path.open("r+b") as file:
         file.truncate(1 << 40)
 

@@ -17,7 +17,9 @@ WIDTH = 2 * LAYOUT.head_dim
 
 
 def arena(folder: Path, limit: int = 92_600) -> FileArena:
-    """Return an arena with all slabs active. The limit is room for 16 cached KV entries and one block being written."""
+    """Return an arena that uses its whole file. The default `limit` in bytes caches 16 KV entries and one written
+    block.
+    """
     made = FileArena(LAYOUT, torch.float32, DirectFile(folder), limit)
     while made.active < LAYOUT.slabs:
         made.activate()

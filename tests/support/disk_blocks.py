@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "20"))
 
 
 def named(kind: str) -> str:
-    """Return the name of a document."""
+    """Return a document name that begins with `kind`."""
     return f"{kind}-{'0' * 32}"
 
 
@@ -48,7 +48,6 @@ def save(store: DiskStore, number: int, parent: bytes | None = None, *, for_prom
 
 
 def fill(writer: BlockWriter, number: int) -> bool:
-    """Write and commit a block."""
     for layer, block in enumerate(blocks_of(number)):
         writer.write(layer, memoryview(block))
     return writer.commit()
@@ -68,7 +67,6 @@ def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[byt
 
 
 def block_files(folder: Path) -> int:
-    """Return the number of blocks in a store's folder over all namespaces."""
     return sum(1 for _ in folder.rglob("*.kv"))
 
 

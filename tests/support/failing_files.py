@@ -1,4 +1,4 @@
-"""Simulate a failing file system: one call on files in a folder raises, or this call and all later ones."""
+"""Simulate a failing file system: calls on files in a folder raise OSError."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CALLS = ("open", "pwrite", "preadv", "fsync", "replace", "link", "mkdir", "utime
 
 
 class FailingFiles:
-    """Count calls on files below `folder`. Call number `at` raises `code`, and with `after` all later calls too.
+    """Replace file operations. Call number `at` on a file below `folder` raises OSError with `code`.
 
-    `calls` lists the calls in order.
+    If `after` is true, all later calls raise it too. `calls` lists all calls in order.
     """
 
     def __init__(self, folder: Path, at: int, code: int, after: bool) -> None:
@@ -29,7 +29,6 @@ class FailingFiles:
         self._mutex = threading.Lock()
 
     def count(self, name: str, target: Any) -> None:
-        """Count a call and raise OSError if it must fail."""
         if not self._below(target):
             return
         with self._mutex:
@@ -47,7 +46,6 @@ class FailingFiles:
 
     @contextmanager
     def installed(self) -> Iterator[FailingFiles]:
-        """Replace the real functions inside the block."""
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
                 patch.setattr(os, name, self._counted(name, getattr(os, name)))
@@ -86,7 +84,6 @@ class _Writing:
         return getattr(self._file, name)
 
     def write(self, data: bytes) -> int:
-        """Write half of the data, then the rest."""
         half = len(data) // 2
         self._file.write(data[:half])
         self._files.count("write", self._target)

@@ -44,7 +44,7 @@ PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
 
 @contextmanager
 def fault(llm: LLM, place: str, call: int, error: Exception) -> Iterator[list[int]]:
-    """Let call number `call` of `place`, counted from 0, raise `error`. Yield a list with the number of calls."""
+    """Raise `error` in call number `call` (from 0) of `place`. Yield a list with the number of calls."""
     owner, name = PLACES[place](llm)
     method, calls = getattr(owner, name), [0]
 
@@ -59,7 +59,6 @@ def fault(llm: LLM, place: str, call: int, error: Exception) -> Iterator[list[in
 
 
 def drain(engine: Engine, steps: int = 2000) -> None:
-    """Step the engine until it is idle. Check its integrity after each step."""
     for _ in range(steps):
         if engine.idle:
             return

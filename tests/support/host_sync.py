@@ -7,11 +7,11 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
-"""Operations that return a device value to the host, or whose result has a shape that depends on one."""
+"""Operations that return a device value to the host, or whose result shape depends on a device value."""
 
 
 class HostSyncError(Exception):
-    """Raised if the host reads a value of the device."""
+    pass
 
 
 class NoHostSync(TorchDispatchMode):

@@ -30,18 +30,17 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def rotated(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return all pairs of names and values. With `sampled(len(values))`, each name has one value, in rotation."""
+    """Return all pairs of names and values. Of these, `sampled(len(values))` keeps one pair per name."""
     return [(name, values[(i + k) % len(values)]) for i, name in enumerate(names) for k in range(len(values))]
 
 
 def make(name: str, *, overrides: dict[str, Any] | None = None, **options: Any) -> tuple[Any, LLM]:
-    """Return a model of transformers and a runtime with its weights. `overrides` change its configuration."""
     model = architecture(name, **overrides or {})
     return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
 
 
 def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    """Return the tokens of an answer. Check that the session holds no state on the device after it."""
+    """Return the tokens of an answer. Check that the session then has no state on the device."""
     found = sessions.answer(session, turn, params)
     states = session.kv.runner.states
     assert states is not None and states.used == 0, "an idle session holds no state on the device"
@@ -49,6 +48,5 @@ def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -
 
 
 def computed(session: Session) -> int:
-    """Return the number of tokens that the prefill of the last turn computed."""
     assert session.last_stats is not None
     return session.last_stats.prompt_tokens - session.last_stats.reused_tokens

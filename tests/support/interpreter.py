@@ -21,7 +21,7 @@ ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9
 
 
 def compiled(device: torch.device) -> bool:
-    """Return whether kernels on `device` are compiled, not interpreted, and may use hardware sizes."""
+    """Return whether kernels on `device` are compiled, not interpreted."""
     return device.type == "cuda" and "TRITON_INTERPRET" not in os.environ
 
 
@@ -35,7 +35,7 @@ def interpreted_quickly() -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch, _language_patched_once(interpreter, patch):
         _remember_types(interpreter, patch)
-        _skip_what_changes_nothing(patch)
+        _skip_no_ops(patch)
         operate_at_once(interpreter, patch)
         interpreter_lanes.install(interpreter, patch)
         launch_at_once(interpreter, patch)
@@ -44,7 +44,7 @@ def interpreted_quickly() -> Iterator[None]:
 
 @contextmanager
 def _language_patched_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Patch a kernel's module once. The interpreter would patch and restore it at every launch and call."""
+    """Patch a kernel's module once, not at every launch and call."""
     patch_language, done = interpreter._patch_lang, {}
 
     def patched(function: Any) -> Any:
@@ -59,10 +59,7 @@ def _language_patched_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Itera
 
 
 def _remember_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Cache block types, shapes, constant tensors and numpy types, which the interpreter recreates for each result.
-
-    Sharing them is safe because they are never written to.
-    """
+    """Cache block types, shapes, constant tensors and numpy types. They are shared and never changed."""
     from triton import language as tl
     from triton.language.semantic import TritonSemantic
 
@@ -106,7 +103,7 @@ def _remember_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tl.dtype, "__eq__", lambda self, other: self is other or same(self, other))
 
 
-def _skip_what_changes_nothing(patch: pytest.MonkeyPatch) -> None:
+def _skip_no_ops(patch: pytest.MonkeyPatch) -> None:
     """Skip casts and broadcasts without effect, and check integer overflow with one numpy operation."""
     from triton import language as tl
     from triton.language.semantic import TritonSemantic

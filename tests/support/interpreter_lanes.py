@@ -1,8 +1,8 @@
-"""Run all programs of a launch at once in Triton's interpreter: arrays get an axis of programs in front.
+"""Run all programs of a launch at once in Triton's interpreter: arrays get a first axis for the programs.
 
-Values that depend on the program are `Lanes`. Programs that take different branches run in groups that take the same
-ones, each from the start of the kernel. This repeats stores, which changes nothing. Kernels with atomic operations run
-program by program.
+Values that depend on the program are `Lanes`. If programs take different branches, they are split into groups, and each
+group runs the kernel from its start. Stores are then repeated, with the same values. Kernels with atomic operations run
+one program at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 
 
 class Diverged(BaseException):
-    """Raised where programs part. No Exception, which the interpreter would wrap.
+    """Raised if programs take different branches. A BaseException, because the interpreter would wrap an Exception.
 
     Attributes:
-        first: Which programs go one way.
+        first: Mask of the programs that take the first branch.
     """
 
     def __init__(self, first: np.ndarray[Any, Any]) -> None:
@@ -32,7 +32,7 @@ class OneByOne(BaseException):
 
 
 class Lanes(np.ndarray):  # type: ignore[type-arg]
-    """Values of all programs: `[P, ...]`, and `[P, 1]` of scalars."""
+    """Values of all P programs: `[P, ...]`, or `[P, 1]` if each program has a scalar."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
         if method != "__call__":
@@ -58,7 +58,7 @@ def shape_of(data: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 
 def aligned(*given: Any) -> list[Any]:
-    """Return plain arrays that numpy broadcasts: lanes have as many axes as the values with the most."""
+    """Return arrays that numpy can broadcast: lanes get as many axes as the argument with the most axes."""
     rank = max(len(shape_of(x)) for x in given if isinstance(x, np.ndarray))
     return [_with_rank(x, rank) if isinstance(x, Lanes) else x for x in given]
 
@@ -69,7 +69,6 @@ def _with_rank(x: Lanes, rank: int) -> np.ndarray[Any, Any]:
 
 
 def broadcast(*given: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Return plain arrays of one shape."""
     if len({(x.shape, type(x)) for x in given}) == 1:
         return [np.asarray(x) for x in given]
     return list(np.broadcast_arrays(*aligned(*given)))
@@ -119,7 +118,7 @@ FUNCTIONS: dict[Any, Any] = {
 
 
 def _same(values: Lanes) -> Any:
-    """Return the value that all programs have. Raises Diverged."""
+    """Return the value that all programs have. Raises Diverged if they differ."""
     first = values.reshape(-1).view(np.ndarray)[:, 0]
     if not (alike := first == first[0]).all():
         raise Diverged(alike)
@@ -127,7 +126,10 @@ def _same(values: Lanes) -> Any:
 
 
 def run_programs(builder: Any, function: Any, given: dict[str, Any], places: np.ndarray[Any, Any]) -> None:
-    """Run the programs at `places` int32 `[P, 3]` in groups that take the same branches. Raises OneByOne."""
+    """Run the programs at `places` int32 `[P, 3]` in groups that take the same branches.
+
+    Raises OneByOne if an operation does not support several programs.
+    """
     indices = (column if (column == column[0]).all() else column[:, None].view(Lanes) for column in places.T)
     builder.grid_idx = tuple(x if isinstance(x, Lanes) else int(x[0]) for x in indices)
     try:
@@ -138,7 +140,7 @@ def run_programs(builder: Any, function: Any, given: dict[str, Any], places: np.
 
 
 def lane_range(*given: Any) -> Iterable[Any]:
-    """Replace `range` in kernels. Programs may begin at different numbers, but take equally many steps."""
+    """Replace `range` in kernels. Programs may have different starts, but must have the same number of steps."""
     if not any(hasattr(x, "handle") and isinstance(x.handle.data, Lanes) for x in given):
         return builtins.range(*given)
     return _lane_range(*(given if len(given) > 1 else (0, *given)))
@@ -151,7 +153,6 @@ def _lane_range(start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
 
 
 def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter compute with lanes."""
     builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
     load, store, splat = builder.create_masked_load, builder.create_masked_store, builder.create_splat
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float

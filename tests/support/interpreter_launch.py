@@ -1,4 +1,4 @@
-"""Launch kernels of Triton's interpreter without its work per launch.
+"""Launch interpreted Triton kernels without copies and signature checks.
 
 The interpreter copies the storage of every argument, also of CPU tensors, and inspects the kernel's signature. For tiny
 tensors this takes longer than the kernel.
@@ -27,7 +27,6 @@ class Launches:
         self._one_by_one: set[Any] = set()
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        """Run all programs of a launch."""
         if warmup:
             return
         known = all(x.is_cpu if isinstance(x, torch.Tensor) else _is_number(x) for x in (*args, *named.values()))
@@ -64,7 +63,6 @@ class Launches:
             function(**given)
 
     def _kernel(self, kernel: Any) -> tuple[Any, frozenset[str], tuple[str, ...], dict[str, Any]]:
-        """Return the function, its constants, the names of its arguments and their defaults."""
         if kernel not in self._kernels:
             function = kernel.rewrite()
             self.patch.setitem(function.__globals__, "range", lane_range)
@@ -94,6 +92,5 @@ def _is_number(value: Any) -> bool:
 
 
 def launch_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Install the launches."""
     launches = Launches(interpreter, patch)
     patch.setattr(interpreter.InterpretedFunction, "run", lambda *args, **named: launches.run(*args, **named))

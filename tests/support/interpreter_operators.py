@@ -1,8 +1,7 @@
 """Run operators, loads and stores of Triton's interpreter as one numpy operation each.
 
-The interpreter makes some thirty calls per operator to determine the types and shapes of the result. If both operands
-have the same type or are signed integers, numpy broadcasts and promotes like Triton. All other cases, including errors,
-use the interpreter's own code.
+The interpreter makes about thirty calls per operator to determine types and shapes. For operands of the same type or
+signed integers, numpy gives the same result. The interpreter handles all other cases, including errors.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ import pytest
 from .interpreter_lanes import Lanes, shape_of
 
 SIGNED = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}
-"""Bytes of signed integers. The result of two has the wider type."""
+"""Bytes of signed integer types. The result of an operation has the wider type."""
 
 FLOATS = ("fp16", "fp32", "fp64")
 """Types that numpy supports. It has no bfloat16."""
 
 
 class Operators:
-    """Create fast versions of the operators of `interpreter`."""
-
     def __init__(self, interpreter: Any) -> None:
         from triton import language as tl
 
@@ -56,7 +53,7 @@ class Operators:
         return made
 
     def operands(self, lhs: Any, rhs: Any) -> tuple[Any, Any, Any, bool] | None:
-        """Return both arrays in the result's type, that type, and whether it is a block.
+        """Return both arrays converted to the result's type, this type, and whether the result is a block.
 
         Return None if Triton must determine the type.
         """
@@ -76,7 +73,7 @@ class Operators:
         return None
 
     def constant(self, value: float, name: str) -> np.ndarray[Any, Any]:
-        """Return a shared array `[1]`, which must not be written to."""
+        """Return a read-only shared array `[1]`."""
         if (value, name) not in self.constants:
             self.constants[value, name] = np.array([value], dtype=self.numpy_types[name])
         return self.constants[value, name]
@@ -103,7 +100,6 @@ class Operators:
         return operator
 
     def sum(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an addition operator that also supports a pointer and a signed integer."""
         of_numbers = self.arithmetic("__add__", usual, np.add)
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
@@ -138,8 +134,6 @@ class Operators:
         return operator
 
     def logic(self, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
-        """Return an operator on masks."""
-
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             if type(rhs) is self.tensor and lhs.dtype.name == rhs.dtype.name == "int1":
                 try:
@@ -152,8 +146,6 @@ class Operators:
         return operator
 
     def index(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an indexing operator that supports new axes, such as `[:, None]`."""
-
         def operator(block: Any, at: Any, _semantic: Any = None) -> Any:
             plain = type(at) is tuple and all(one is None or one == slice(None) for one in at)
             if plain and block.type.is_block():
@@ -164,8 +156,6 @@ class Operators:
         return operator
 
     def cast(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a cast operator between signed integers, between floats, and from integers to floats."""
-
         def operator(value: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
             name, to = value.dtype.name, getattr(dtype, "name", None)
             known = (name in SIGNED and (to in SIGNED or to in FLOATS)) or (name in FLOATS and to in FLOATS)
@@ -227,7 +217,6 @@ class Operators:
         )
 
     def _seen(self, mask: Any, shape: tuple[int, ...]) -> Any:
-        """Return a mask handle broadcast to `shape`. Raise ValueError if the shapes do not match."""
         if mask is None:
             return self._filled(True, self.tl.int1, shape)
         data = mask.handle.data
@@ -240,7 +229,7 @@ class Operators:
         return None
 
     def _filled(self, value: float, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a shared constant handle, which must not be written to."""
+        """Return a read-only shared handle with a constant."""
         key = value, dtype.name, shape
         if key not in self.filled:
             self.filled[key] = self.handle(np.full(shape, value, dtype=self.numpy_types[dtype.name]), dtype)
@@ -248,7 +237,7 @@ class Operators:
 
 
 def operate_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Install the operators. Must run before the interpreter wraps those of the language."""
+    """Install the operators. Call this before the interpreter wraps the operators of `tl.tensor`."""
     operators = Operators(interpreter)
     tensor, tl = operators.tensor, operators.tl
     patch.setattr(tensor, "__add__", operators.sum(tensor.__add__))

@@ -8,7 +8,7 @@ import pytest
 
 
 def interrupt_call(patches: pytest.MonkeyPatch, target: Any, name: str, number: int) -> None:
-    """Raise KeyboardInterrupt in place of call `number` (from 1 on) of the function `name` of `target`."""
+    """Raise KeyboardInterrupt in call number `number` (from 1) of `target.name`."""
     real, calls = getattr(target, name), 0
 
     def stop(*args: Any) -> Any:

@@ -1,12 +1,11 @@
-"""Count which code attention on a CPU takes: C kernels that read KV in place, or torch functions that replace them.
+"""Count which code attention on a CPU runs: C kernels that read KV in place, or torch functions.
 
-Decode: `attend_in_c` if `decode_attention.library` is not None, else `attention_weights` and `KVPart.mix`, with
-    `_Scratch.gather` before them for selected KV.
-Scores, selection and approximate KV: `NativeQuery` if `low_bit_sequence.library` is not None, else `LowBitQuery`.
-Prefill: `causal_cpu._attend` if `causal_cpu.library_for` the queries, else torch in `causal.py` and `causal_blocks.py`.
+Decode: `attend_in_c`, or `attention_weights` and `KVPart.mix`, with `_Scratch.gather` before them for selected KV.
+Scores, selection and approximate KV: `NativeQuery`, or `LowBitQuery`. Prefill: `causal_cpu._attend`, or `causal.py` and
+`causal_blocks.py`.
 
-All need a head dimension that 32 divides, and float32 or bfloat16 (queries of low-bit KV are always float32). Shared
-prefixes of dense layers (`attend_runs`) and attention weights (`group_weights`, for H2O) have no C code.
+C kernels need a head dimension that is a multiple of 32, and float32 or bfloat16. Shared prefixes of dense layers
+(`attend_runs`) and attention weights (`group_weights`, for H2O) have no C code.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FALLBACKS = ("mix", "gather", "approximate_attention")
 
 
 def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return a counter of calls from now on, by the names of the functions above, until `patch` is undone."""
+    """Return a counter of calls by function name, which is updated until `patch` is undone."""
     calls = Counter[str]()
 
     def count(owner: Any, name: str, attribute: str | None = None) -> None:
@@ -52,7 +51,7 @@ def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def assert_in_place(calls: Counter[str], *needed: str) -> None:
-    """Assert that the kernels `needed` ran (without names one of `IN_PLACE`) and that torch replaced none."""
+    """Assert that the kernels `needed`, or else any of `IN_PLACE`, ran and that torch replaced none."""
     if needed:
         assert all(calls[name] for name in needed), f"{needed} must run: {dict(calls)}"
     else:

@@ -19,13 +19,13 @@ def runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
 
 
 def spellings(run: tuple[int, ...]) -> list[bytes]:
-    """Return a run of token ids as little-endian int64 and int32, as hexadecimal text, and as JSON."""
+    """Return all byte patterns of consecutive token ids: int64 and int32, hexadecimal text, and JSON."""
     packed = [np.asarray(run, dtype).tobytes() for dtype in ("<i8", "<i4")]
     texts = [json.dumps(run).strip("[]"), json.dumps(run, separators=(",", ":")).strip("[]")]
     return [*packed, *(data.hex().encode() for data in packed), *(text.encode() for text in texts)]
 
 
-def said(pattern: bytes, data: bytes) -> bool:
+def contains(pattern: bytes, data: bytes) -> bool:
     """Return whether `data` contains `pattern`. JSON numbers must match as a whole (7 is not in 78)."""
     whole = rb"(?<!\d)" + re.escape(pattern) + rb"(?!\d)" if b"," in pattern else re.escape(pattern)
     return pattern in data and re.search(whole, data) is not None
@@ -36,7 +36,7 @@ def leftovers(
 ) -> dict[Path, bytes]:
     """Return files that contain deleted data in their content or name, with the matching bytes.
 
-    Deleted data are runs of tokens in `gone` that occur in none of `kept`, and `texts`.
+    Deleted data are `texts`, and consecutive tokens of `gone` that do not occur in `kept`.
     """
     wanted = runs(gone) - {run for tokens in kept for run in runs(tokens)}
     patterns = [spelling for run in wanted for spelling in spellings(run)]
@@ -49,6 +49,6 @@ def leftovers(
             data = name.encode("utf-8", "surrogateescape")
             if path.is_file() and not path.is_symlink():
                 data += b"\n" + path.read_bytes()
-            if (pattern := next((one for one in patterns if said(one, data)), None)) is not None:
+            if (pattern := next((one for one in patterns if contains(one, data)), None)) is not None:
                 found[path] = pattern
     return found

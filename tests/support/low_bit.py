@@ -15,14 +15,14 @@ from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, Pag
 def approximate(
     asked: LowBitQuery | NativeQuery, skip: torch.Tensor, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of the approximate KV alone, in the stored basis."""
+    """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of approximate KV alone, without the change of basis."""
     q = asked.q if isinstance(asked, LowBitQuery) else asked.inputs[0]
     nothing, identity = (torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)), torch.eye(q.shape[2])
     return asked.merge(nothing, skip, (identity, identity), softcap)
 
 
 def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
-    """Return pages of random low-bit KV in the second of two layers. All other data is garbage."""
+    """Return pages of random low-bit KV in the second of two layers. The first layer contains garbage."""
     count = -(-tokens // PAGE_TOKENS)
     tensors = torch.randint(0, 256, (count, 2, heads, PAGE_BLOCKS, layout.block_bytes), dtype=torch.uint8)
     blocks, slots = tensors[:, 1].transpose(0, 1).flatten(1, 2).clone(), torch.arange(tokens)
@@ -35,19 +35,18 @@ def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.dev
 
 
 def joined(pages: Pages) -> torch.Tensor:
-    """Return a copy of all blocks of the layer, uint8 `[Hkv, blocks, block_bytes]`."""
     return torch.cat([tensor[pages.layer] for tensor in pages.tensors], 1)
 
 
 def copied(pages: Pages) -> Pages:
-    """Return a copy in new pages."""
     return Pages.of([tensor.clone() for tensor in pages.tensors], pages.layer)
 
 
 def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any, ...]:
     """Return arguments of `low_bit_lists.merge_approximate` for three sequences with two KV heads.
 
-    The candidates of the first end within a block, the second has none, and all those of the third were selected.
+    The first has candidates up to the middle of a block, the second has none, and the third selected all its
+    candidates.
     """
     d, spans = layout.head_dim, ((5, 600), (4, 4), (60, 70))
     table = PageTable.of([stored_rows(layout, 2, tokens, device) for tokens in (620, 6, 130)])

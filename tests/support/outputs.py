@@ -8,5 +8,4 @@ from offload_rt.outputs import CompletionOutput, RequestOutput
 
 
 def completed(outputs: Iterable[RequestOutput]) -> list[CompletionOutput]:
-    """Return all completions of all prompts in order."""
     return [completion for output in outputs for completion in output.outputs]

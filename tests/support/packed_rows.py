@@ -20,7 +20,6 @@ FORMATS = [
 
 
 def random_rows(form: PackedFormat, outs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed rows and their weights in float64."""
     groups = form.ins // form.group
     codes = torch.randint(1 << form.bits, (outs, form.ins), dtype=torch.uint8)
     kinds = 2 if form.has_minima else 1

@@ -15,10 +15,7 @@ Kept = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
 
 
 def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Kept) -> torch.Tensor:
-    """Append `tokens` at `position` to `kept` and return the logits `[V]` of the last one.
-
-    Each token attends to itself and to the earlier KV of `kept`, in sliding-window layers only inside the window.
-    """
+    """Append `tokens` at `position` to `kept` and return the logits `[V]` of the last token, with exact attention."""
     geometry, at = adapter.geometry, torch.arange(position, position + len(tokens))
     ids = torch.tensor(tokens)
     x = adapter.embed(ids, at)
@@ -50,7 +47,9 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
 def assert_evicts_oldest(
     runner: Runner, tokens: list[int], prefilled: int, assert_near: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """Decode in a pool of two blocks. Full-attention layers keep the newest KV, sliding-window layers their windows."""
+    """Check decoding in a pool of two blocks. Full-attention layers evict the oldest KV, sliding layers keep their
+    windows.
+    """
     geometry = runner.adapter.geometry
     kept: Kept = [[] for _ in range(geometry.layers)]
     plain_step(runner.adapter, tokens[:prefilled], 0, kept)

@@ -1,7 +1,7 @@
 """Reference of sparse decoding: every decoded token attends to its selection by one masked softmax per layer.
 
-Selections come from the policy itself. All other operations are plain: KV is in one tensor per layer, indexed by
-token, and is rounded as the pool stores it. A bounded pool is simulated layer by layer with the runtime's slot table.
+The policy makes the selections. All other operations are plain: one KV tensor per layer, indexed by token and rounded
+like the pool's format. A bounded pool is simulated layer by layer with the runtime's slot table.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from offload_rt.transfer.plan import attended_tokens
 
 @dataclass(frozen=True)
 class PlainScore:
-    """Log-probabilities of the scored tokens, and by position and layer the attended and fetched fractions of the
-    visible tokens and the missed attention mass."""
+    """Log-probabilities of scored tokens. Attended and fetched fractions and missed mass are listed by position and
+    layer.
+    """
 
     logprobs: list[float]
     is_greedy: list[bool]
@@ -40,7 +41,7 @@ class PlainScore:
 
 
 class _Slots:
-    """Tokens by slot of one layer in a separate pool, and the KV `[Hkv, N, d]` of all tokens, exact and as stored."""
+    """One layer's slots in a separate pool, and the KV `[Hkv, N, d]` of all tokens, exact and as stored."""
 
     def __init__(
         self, geometry: ModelGeometry, layer: int, policy: Policy, config: EngineConfig, prefix: KVPart
@@ -105,7 +106,7 @@ def plain_scores(
     start: int,
     engine: Mapping[str, Any] | None = None,
 ) -> PlainScore:
-    """Score `ids[start + 1 :]`: the first `start` tokens are prefilled exactly, the others decoded under the policy."""
+    """Score `ids[start + 1 :]`. The first `start` tokens are prefilled, all others decoded under the policy."""
     adapter, geometry, config = loaded.adapter, loaded.adapter.geometry, EngineConfig(**engine or {})
     made = make_policy(
         policy, options, geometry=geometry, device=adapter.device, dtype=adapter.dtype,
@@ -137,7 +138,6 @@ def plain_scores(
 def _step(
     loaded: LoadedModel, policy: Policy, state: PolicyState, layers: list[_Slots], token: int, t: int, found: PlainScore
 ) -> torch.Tensor:
-    """Decode one token and return its logits `[V]`."""
     adapter, at = loaded.adapter, torch.tensor([t])
     x, guess = adapter.embed(torch.tensor([token]), at), None
     for one in (found.attended, found.fetched, found.missed):
@@ -167,7 +167,9 @@ def _step(
 
 
 def _select(state: PolicyState, layer: int, q: torch.Tensor, guess: torch.Tensor, slots: _Slots) -> torch.Tensor:
-    """Return the selected slots `[Hkv, n]`, repaired with the true query q `[H, d]`."""
+    """Return the slots `[Hkv, n]` selected with the predicted query `guess`, plus those added for the true query q `[H,
+    d]`.
+    """
     selection = state.select(layer, guess, slots.visible).known()
     slots.selected(selection.tokens)
     extra = state.repair(layer, q, slots.visible, selection)
@@ -184,7 +186,6 @@ def _attend(
     chosen: torch.Tensor | None,
     found: PlainScore,
 ) -> torch.Tensor:
-    """Return the attention output `[H, d]` of q `[H, d]`; record fractions and missed mass."""
     geometry, visible = loaded.adapter.geometry, slots.visible
     scale, softcap, heads = geometry.scales[layer], geometry.softcap, len(slots.exact.k)
     n = slots.exact.k.shape[1]

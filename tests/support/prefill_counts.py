@@ -33,16 +33,12 @@ class PrefillCounts:
 
 @cache
 def count_prefill(tokens: int, **settings: Any) -> PrefillCounts:
-    """Return the counts of one layer of a prefill of `tokens` tokens, in an `LLM` with these settings.
-
-    The prompt is the second one, so that the first use of memory and kernels is not counted.
-    """
+    """Return the counts of one layer of a prefill of `tokens` tokens, after a warm-up, in an `LLM` with `settings`."""
     one, two = (_measure(tokens, layers, settings) for layers in (1, 2))
     return PrefillCounts(*(b - a for a, b in zip(astuple(one), astuple(two), strict=True)))
 
 
 def _measure(tokens: int, layers: int, settings: dict[str, Any]) -> PrefillCounts:
-    """Return the counts of the prefill of a model with `layers` layers."""
     with simulated(Late()) as sim:
         model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=2 * tokens)
         llm = LLM(

@@ -25,7 +25,7 @@ HEAD_STEP = {
 FIXED_HEADS = ("qwen2_vl", "qwen2_5_vl", "mimo_v2_flash", *LATENT)
 """Families with other options that depend on the head size."""
 HEAD_SIZES = (8, 18, 32, 32, 64)
-"""Half of the models have one of these instead of any size. C kernels take multiples of 32."""
+"""Head sizes of half of the models. C kernels support multiples of 32."""
 PLAIN_ROPE = ("mistral", "qwen2", "qwen3", "granite", "olmo2", "starcoder2")
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
@@ -42,7 +42,6 @@ ROPES: tuple[dict[str, Any], ...] = (
 
 
 def random_model(rng: random.Random) -> tuple[str, PreTrainedModel]:
-    """Return a description and a model: in float32, which C kernels take, or in float64 if transformers has it."""
     name = rng.choice([name for name in RUNS if name not in RECURRENT])
     kind = RUNS[name]
     text = kind.options.get("text_config", kind.options)
@@ -60,7 +59,6 @@ def random_model(rng: random.Random) -> tuple[str, PreTrainedModel]:
 
 
 def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any]:
-    """Choose head size, number of heads, and number of KV heads."""
     if name in FIXED_HEADS:
         return {}
     kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 5))
@@ -83,7 +81,6 @@ def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any
 
 
 def _layers(rng: random.Random, text: dict[str, Any]) -> dict[str, Any]:
-    """Choose the number of layers, the sliding-window layers, and the window."""
     if "num_kv_shared_layers" in text:  # its patterns are limited: each kind of layer must store KV before it is shared
         return {}
     count = rng.randint(1, 4)

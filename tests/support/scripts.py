@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def load_example(name: str) -> ModuleType:
-    """Load `scripts/examples/NAME.py` as a module."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "scripts" / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

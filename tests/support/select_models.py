@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: int = 16) -> ModelGeometry:
-    """Return a model shape. Each layer has another scale, so that a missing or repeated scale is detected."""
+    """Return a model shape. All layers have different scales, so that tests detect a wrong scale."""
     return ModelGeometry(
         layers=layers,
         hidden=kv_heads * group * head_dim,
@@ -50,12 +50,12 @@ def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tenso
 
 
 def pass_keys(state: PolicyState, layer: int, k: torch.Tensor, start: int) -> None:
-    """Pass keys `[Hkv, m, d]` to a state in tests that do not depend on values."""
+    """Pass keys `[Hkv, m, d]` with zero values to a state."""
     state.on_kv(layer, k, torch.zeros_like(k), start)
 
 
 def no_keys(layer: int, wanted: range) -> torch.Tensor:
-    """Fail in place of a KeyReader, for policies that must not read full keys."""
+    """KeyReader that fails, for policies that must not read full keys."""
     raise AssertionError("this policy reads no full keys")
 
 

@@ -56,8 +56,11 @@ def claude_client(url: str, key: str = "none") -> anthropic.Anthropic:
 class ScriptedEngine:
     """Replace `AsyncLLM` in server tests.
 
-    Every answer is the text `say(prompt)`, one token every `pause` seconds. `begun` and `aborted` count requests.
-    `fails` is raised after `fails_after` tokens.
+    Attributes:
+        say: Returns the answer to a prompt.
+        pause: Seconds per token.
+        begun: Number of requests, of which `aborted` were aborted.
+        fails: Error that is raised after `fails_after` tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], str], pause: float = 0.0) -> None:
@@ -139,7 +142,6 @@ class ScriptedEngine:
 
 @contextmanager
 def served(engine: Any, **options: Any) -> Iterator[str]:
-    """Run a server with `engine` during the block. Yield its address."""
     chosen = ServerOptions(**({"port": 0, "grace": 5} | options))
     with answering(make_app(engine, chosen), chosen) as (url, _):
         yield url
@@ -164,7 +166,6 @@ def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until the condition holds. Fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

@@ -7,7 +7,6 @@ from offload_rt.sessions.session import Session
 
 
 def answer(session: Session, turn: list[int], params: SamplingParams) -> list[int]:
-    """Return the tokens of an answer. Check the integrity of the session and of its runner."""
     found = [event.token_id for event in session.send(turn, params)]
     session.check_integrity()
     session.kv.runner.check_integrity()

@@ -1,4 +1,4 @@
-"""Create float32 runtimes with small pools in which every shared block counts as a shared prefix."""
+"""Create float32 runtimes with small pools for tests of shared prefixes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def greedy(count: int) -> SamplingParams:
 
 
 def make(name: str = "llama", *, blocks: int = 200, staged: bool = False, **options: Any) -> LLM:
-    """Create a float32 runtime in which every shared block counts as a shared prefix."""
     model = tiny_model(name, dtype=torch.float32, **depth(name, LAYERS))
     llm = LLM(model, **({"policy": "full", "dtype": "float32", "host_memory": blocks * BLOCK_BYTES} | options))
     runner = llm.runner

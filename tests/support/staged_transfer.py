@@ -1,4 +1,4 @@
-"""Replace a runtime's transfers, for example with those of a machine with device memory, simulated on the CPU."""
+"""Replace a runtime's transfers, for example to simulate device memory on the CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from offload_rt.transfer.cuda import CudaTransfer
 from offload_rt.transfer.streams import InlineStream
 
 
-def linked(llm: LLM, transfer: Transfer) -> LLM:
-    """Return a runtime with the same parts but other transfers. `llm` must be unused."""
+def with_transfer(llm: LLM, transfer: Transfer) -> LLM:
+    """Return a copy of the unused runtime `llm` that uses `transfer`."""
     old = llm.runner
     other = LLM.__new__(LLM)
     other._begin(Runner(old.model, old.policy, old.pool, transfer, old.config, old.plan, old.weights), llm._family)
@@ -22,4 +22,4 @@ def linked(llm: LLM, transfer: Transfer) -> LLM:
 def staged(llm: LLM) -> LLM:
     """Return the runtime with transfers to device memory. Their streams run inline on the CPU."""
     runner, inline = llm.runner, (InlineStream(), InlineStream())
-    return linked(llm, CudaTransfer(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=inline))
+    return with_transfer(llm, CudaTransfer(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=inline))

@@ -1,7 +1,7 @@
 """Count the Python calls of one decode step on a CPU: `python tests/support/step_calls.py [POLICY]`.
 
-Only functions of this project count. A crossing is a call from one file to another. The reference model continues a
-prompt of 700 tokens. The results are means over 20 steps.
+Only functions of this project count. A crossing is a call from one file to another. The prompt has 700 tokens, and the
+results are means over 20 steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class CallCounter:
         self.crossings += caller is not None and self._file(caller) != name
 
     def _file(self, frame: FrameType) -> str | None:
-        """Return the file of a frame below the project's folder, or None."""
         path = frame.f_code.co_filename
         if path not in self._names:
             resolved = Path(path).resolve()

@@ -37,7 +37,6 @@ def llama(layers: int) -> PreTrainedModel:
 
 
 def gemma3(layers: int) -> PreTrainedModel:
-    """Every third layer has full attention."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * (layers // 3)
     return architecture("gemma3", num_hidden_layers=layers, layer_types=kinds)
 
@@ -47,17 +46,16 @@ def mixtral(layers: int) -> PreTrainedModel:
 
 
 def gpt_oss(layers: int) -> PreTrainedModel:
-    """Every other layer has full attention."""
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     return architecture("gpt_oss", num_hidden_layers=layers, layer_types=kinds)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Define a decode step.
+    """A decode step to measure.
 
     Attributes:
-        period: Layers after which the kinds of layers repeat.
+        period: Number of layers after which the pattern of layer types repeats.
         lengths: Prompt lengths, one per request.
         stem: Number of tokens that all prompts share.
     """
@@ -111,7 +109,7 @@ class StepCounts:
 
 
 def _measure(case: Case, layers: int) -> StepCounts:
-    """Return the counts of a step of the engine, with `nodes` of all layers together."""
+    """Return the counts of one engine step. `nodes` is the sum over all layers."""
     with simulated(Late()) as sim:
         llm = LLM(
             case.model(layers).to("cuda"), policy_options=LOW_BITS, device="cuda", host_memory="4MiB",
@@ -139,14 +137,13 @@ def _measure(case: Case, layers: int) -> StepCounts:
 
 
 def count_step(case: Case) -> StepCounts:
-    """Return the counts of a step of `case`. Launches are those of a model with two periods of layers."""
+    """Return the counts of a step of `case`. Launches are measured with two periods of layers."""
     one, two = (_measure(case, case.period * periods) for periods in (1, 2))
     assert one.replayed == two.replayed
     return replace(two, nodes=round((two.nodes - one.nodes) / case.period))
 
 
 def table(counts: Mapping[str, StepCounts]) -> str:
-    """Return the counts by name as a Markdown table."""
     head = "step | CUDA graph | nodes per layer | launches | allocations | host waits"
     rows = [[name, *(_shown(getattr(each, one.name)) for one in fields(each))] for name, each in counts.items()]
     lines = [f"| {head} |", f"|---|---|{'---:|' * (len(fields(StepCounts)) - 1)}"]
@@ -158,7 +155,6 @@ def _shown(value: bool | int) -> str:
 
 
 def on_page() -> dict[str, StepCounts]:
-    """Return the counts of the page by name."""
     rows = [line.strip("| ").split(" | ") for line in _section(PAGE.read_text("utf-8")).splitlines()[2:]]
     return {name: StepCounts(graph == "yes", *map(int, numbers)) for name, graph, *numbers in rows}
 
@@ -168,7 +164,6 @@ def _section(page: str) -> str:
 
 
 def main() -> None:
-    """Write the table to the page."""
     text = PAGE.read_text("utf-8")
     before, rest = text.split(BEGIN)
     counts = {}

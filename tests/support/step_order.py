@@ -15,9 +15,9 @@ from offload_rt.engine.engine import Engine
 
 
 def run_in_rounds(engines: Seq[Engine], seed: int, rounds: int, after_step: Callable[[], None] = lambda: None) -> int:
-    """Step each engine that has work once per round, in random order, until all are idle. Return the rounds.
+    """Step all engines once per round, in random order, until all are idle. Return the number of rounds.
 
-    Raises AssertionError if they are not idle after `rounds` rounds.
+    Raises AssertionError after `rounds` rounds.
     """
     order = random.Random(seed)
     with ExitStack() as ends:

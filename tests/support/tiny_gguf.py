@@ -33,13 +33,12 @@ PARTS = {
 def write_tiny_gguf(
     path: Path, kind: str = "F32", *, architecture: str = "qwen2", output: bool = False, **config: Any
 ) -> PreTrainedModel:
-    """Write the file and return the model in it, in float32.
+    """Write the file and return its model in float32, before quantisation.
 
     Args:
-        path: The file.
-        kind: Type of its matrices, such as "Q4_1". The model that is returned is not rounded.
-        architecture: "qwen2" or "llama", whose loaders change the order of rows of the file.
-        output: Whether the head has its own weights instead of those of the embedding.
+        kind: GGUF type of the matrices, such as "Q4_1".
+        architecture: "qwen2" or "llama". Loaders reorder the rows of "llama" files.
+        output: Whether the head has its own weights, not tied to the embedding.
         config: Changes of the configuration.
     """
     tokens = [*sorted(ByteLevel.alphabet()), "he", "Ġt", END]

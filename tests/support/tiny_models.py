@@ -1,8 +1,7 @@
 """Tiny random models shared by all tests: `tiny_model("llama")`.
 
-Their head dimension is 32, which C kernels need (`support.kernel_calls`); some have 16 or 24, which they do not take.
-They avoid trivial values: norm gains are not 1, biases are not 0, and Qwen3's QK-norm is not uniform. Attention is
-peaked (scores spread by about two nats) and greedy continuations vary. No token ends a text (no EOS) unless requested.
+Most have a head dimension of 32, which C kernels support. Norm gains, biases and QK-norms are not trivial. Attention
+scores spread by about two nats, and greedy continuations vary. There is no EOS token unless requested.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         Qwen2Config,
         _ROPE | {"hidden_size": 128, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 48},
     ),
-    # QK-norm; head_dim 24, which the C kernels do not take
+    # QK-norm; head_dim 24, which the C kernels do not support
     "qwen3": (Qwen3Config, _ROPE | {"head_dim": 24, "sliding_window": 48}),
     # learned positions with offset 2; pre-norm
     "opt": (OPTConfig, _OPT),
@@ -77,7 +76,7 @@ NAMES = tuple(CONFIGS)
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Return a random model in eval mode, without gradients, on the CPU. `overrides` change its configuration.
 
-    The same arguments give the same weights with every version of transformers. They are drawn in float32, then cast.
+    The weights depend only on the arguments. They are drawn in float32 and then cast.
     """
     config_class, defaults = CONFIGS[name]
     config = config_class(**(defaults | overrides))
@@ -129,7 +128,7 @@ def fill(model: nn.Module, seed: int) -> None:
 
 
 def _gain(path: str) -> float:
-    """Return a gain that peaks queries and keys. Large outputs keep a tied head from repeating its input."""
+    """Return a gain. It makes attention uneven, and outputs large enough that a tied head does not repeat its input."""
     leaf = path.rsplit(".", 1)[-1]
     if leaf in ("q_proj", "k_proj", "c_attn", "q_b_proj", "kv_b_proj"):
         return 1.6
@@ -137,7 +136,6 @@ def _gain(path: str) -> float:
 
 
 def depth(name: str, layers: int) -> dict[str, int]:
-    """Return the override that gives the tiny model `name` this many layers."""
     return {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
 
 
@@ -147,12 +145,11 @@ def tiny_prompt(length: int, *, seed: int = 0) -> list[int]:
 
 
 def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
-    """Check that `tokens` are transformers' greedy continuation, with one forward pass over prompt and tokens."""
+    """Check that `tokens` are transformers' greedy continuation of `prompt`."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Change entries of a saved model's configuration."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

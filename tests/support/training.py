@@ -29,7 +29,6 @@ TINY = TrainConfig(
 
 
 def write_books(folder: Path) -> Path:
-    """Write three generated books with a word of their own, and both held-out books."""
     rng = np.random.default_rng(0)
     words = ("the", "a", "of", "and", "river", "house", "walked", "slowly", "spoke", "with", "door", "letter", "never")
     for name, own in (("one.txt", "heron"), ("two.txt", "lantern"), ("three.txt", "quarry")):

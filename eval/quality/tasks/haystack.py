@@ -29,7 +29,10 @@ def multiquery(**metadata: Any) -> Any:
 
 
 def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
-    """Create documents for each length in `max_seq_lengths` (tokens) with RULER's generator, which gets `needles`."""
+    """Create documents with RULER's generator for each length in `max_seq_lengths` (tokens).
+
+    `needles` are arguments of the generator.
+    """
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
     from lm_eval.tasks.ruler.common_utils import DEFAULT_SEQ_LENGTHS, get_tokenizer, resolve_tokenizer_name
 
@@ -53,7 +56,6 @@ def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
 
 
 def process_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return RULER's score of a document as {length of the document: score}."""
     from lm_eval.tasks.ruler.common_utils import process_results as score
 
     found: dict[str, float] = score(document, results)

@@ -14,7 +14,7 @@ Documents = dict[str, Any]
 def _folder() -> Path:
     folder = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data")) / "tasks"
     if not folder.is_dir():
-        raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that holds tasks/")
+        raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that contains tasks/")
     return folder
 
 
@@ -25,7 +25,6 @@ def _dataset(documents: list[dict[str, Any]]) -> Any:
 
 
 def lines(file: str, **metadata: Any) -> Documents:
-    """Load a JSON-lines file as the split "validation"."""
     text = (_folder() / file).read_text(encoding="utf-8")
     return {"validation": _dataset([json.loads(line) for line in text.splitlines() if line.strip()])}
 

@@ -15,7 +15,7 @@ def _load(task: str) -> tuple[str, list[dict[str, Any]], Path]:
     """Return the prompt template, the items and the folder of a task. Raises FileNotFoundError if there are none."""
     folder = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data")) / "longproc" / task
     if not folder.is_dir():
-        raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that holds longproc/")
+        raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that contains longproc/")
     template = yaml.safe_load((folder / "prompts.yaml").read_text(encoding="utf-8"))["USER_PROMPT"]
     return template, json.loads((folder / f"{task}_0.5k.json").read_text(encoding="utf-8")), folder
 

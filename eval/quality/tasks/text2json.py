@@ -1,8 +1,7 @@
-"""A task whose answer needs most of its context: convert records that are described in prose to JSON.
+"""Task that needs most of its context: convert records that are described in prose to JSON.
 
-The task is modelled on Text2JSON in "KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426). Texts and
-records are generated here. A document describes `records` people, one paragraph each, with filler sentences between the
-paragraphs.
+It is modelled on Text2JSON in "KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426), with generated
+texts: one paragraph per person, with filler sentences in between.
 """
 
 from __future__ import annotations

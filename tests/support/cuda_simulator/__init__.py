@@ -3,10 +3,9 @@
     with simulated(Seeded(1)) as sim:
         LLM(tiny_model("llama").to("cuda"), policy="infinigen").generate(...)
 
-The package runs unchanged. Operations of torch (`dispatch`) and interpreted Triton kernels (`triton_queue`) are queued,
-and `torch_cuda` replaces `torch.cuda`. The schedule (`engine`) decides how far each stream lags behind the host. A
-missing wait, a block that is reused too early (`memory`), or a host that reads too early causes other tokens or an
-error. `Simulator.syncs` lists where the host waited.
+The package runs unchanged. Operations of torch and interpreted Triton kernels are queued. A schedule decides how far
+each stream lags behind the host. If a wait is missing, or a block is reused too early, tokens differ or an error is
+raised. `Simulator.syncs` lists all waits of the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Copies between host and device, and the log of host waits.
 
-A copy is queued if it is non-blocking and its host memory is page-locked and contiguous. It then accesses host memory
-when it runs. For all other copies the host waits.
+A copy is queued if it is non-blocking and its host memory is page-locked and contiguous. A queued copy accesses host
+memory when it runs. For all other copies, the host waits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sync:
 
 
 def place() -> str:
-    """Return the innermost line outside torch and the simulator."""
+    """Return `file:line` of the innermost caller outside torch and the simulator."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -82,10 +82,7 @@ def _reason(what: str, non_blocking: bool, dense: bool) -> str:
 
 
 def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `copy_` or `_to_copy` between host and device. Return NotImplemented for copies within either.
-
-    A copy to "meta" has no effect.
-    """
+    """Run `copy_` or `_to_copy` between host and device. Return NotImplemented for other copies."""
     if name == "copy_":
         into, source = args[0], args[1]
         if into.is_cuda == source.is_cuda:
@@ -116,7 +113,7 @@ def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -
 
 @cache
 def register() -> None:
-    """Implement two operations that bypass dispatch modes, in `torch.tensor(..., device="cuda")` and list indices."""
+    """Implement operations that bypass dispatch modes, as in `torch.tensor(..., device="cuda")`."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty_strided", _empty, "CUDA")
     library.impl("copy_", _copied, "CUDA")

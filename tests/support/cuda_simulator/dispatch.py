@@ -1,8 +1,8 @@
 """Queue torch operations on device tensors in streams.
 
-Views are created immediately. For all other operations, meta tensors determine the shape of the output, which is
-allocated with poison. The operation is queued in the current stream. It runs later on the host, with host views that do
-not keep the memory alive. Host and device tensors cannot be mixed, except for host scalars.
+Views are created immediately. All other operations allocate a poisoned output, whose shape meta tensors determine, and
+are queued in the current stream. They run later on the host, with host views that do not keep memory alive. Host and
+device tensors cannot be mixed, except for host scalars.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def find_tensors(tree: Any) -> list[torch.Tensor]:
-    """Return all tensors in arguments or results."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, (tuple, list)):
@@ -71,7 +70,6 @@ def find_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(tree: Any, change: Any) -> Any:
-    """Return `tree` with `change` applied to every tensor."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, (tuple, list)):
@@ -131,7 +129,7 @@ class DeviceMode(TorchDispatchMode):
         return self._sim.new_pinned(out) if name in EMPTY else self._sim.new_pinned(out).copy_(out)
 
     def _numbers_now(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Copy host scalars at launch. Raise RuntimeError for other host tensors."""
+        """Copy host scalars when an operation is queued. Raise RuntimeError for other host tensors."""
 
         def now(x: torch.Tensor) -> torch.Tensor:
             if x.is_cuda or name in EMPTY:
@@ -145,8 +143,6 @@ class DeviceMode(TorchDispatchMode):
         return map_tensors(args, now), map_tensors(named, now)
 
     def _indices_on_device(self, args: Any) -> Any:
-        """Copy host indices to the device. The host waits."""
-
         def copied(x: torch.Tensor) -> torch.Tensor:
             return x if x.is_cuda else copy_between(self._sim, "_to_copy", (x,), {"device": args[0].device})
 
@@ -191,7 +187,6 @@ class DeviceMode(TorchDispatchMode):
         return outs
 
     def _outputs(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
-        """Allocate the results of an operation."""
         key = (func, _signature(args), _signature(named))
         try:
             like = SHAPES.get(key)

@@ -23,10 +23,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(eq=False)
 class Point:
-    """A position in a queue, reached once all earlier entries have run.
-
-    A point that was recorded during a `capture` belongs to the graph and is never reached itself.
-    """
+    """A position in a queue, reached once all earlier entries have run. A point with `capture` is never reached."""
 
     queue: Queue
     reached: bool = False
@@ -35,14 +32,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Wait:
-    """Later entries of the queue do not run before `point` is reached."""
+    """Entry that delays later entries of its queue until `point` is reached."""
 
     point: Point
 
 
 @dataclass(frozen=True)
 class Poisoning:
-    """Work of the simulator itself. A captured stream may end with it."""
+    """Entry that poisons memory. CUDA has no such work, so it may be the last entry of a captured stream."""
 
     work: Work
 
@@ -59,7 +56,7 @@ class Queue:
 
     Attributes:
         number: Number of the stream in order of creation. 0 is the default stream.
-        capture: If set, new entries go there instead.
+        capture: Captured graph that receives new entries, if any.
     """
 
     number: int
@@ -75,7 +72,7 @@ class Capture:
     Attributes:
         origin: Stream that began the capture.
         pool: Memory pool of the graph.
-        thread: Only thread that must not wait for the device during the capture. None for all threads.
+        thread: Thread that must not wait for the device during the capture. None means all threads.
         queues: Entries by the stream in which they were captured.
     """
 
@@ -85,13 +82,12 @@ class Capture:
     queues: dict[Queue, list[Entry]] = field(default_factory=dict)
 
     def add(self, queue: Queue, entry: Entry) -> None:
-        """Capture an entry, and from now on all entries of its stream."""
+        """Capture an entry and all later entries of its stream."""
         self.queues.setdefault(queue, []).append(entry)
         queue.capture = self
 
     @property
     def nodes(self) -> int:
-        """Number of kernels and copies."""
         return sum(
             not isinstance(entry, (Point, Wait, Poisoning)) for entries in self.queues.values() for entry in entries
         )
@@ -127,7 +123,7 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Late:
-    """Run streams as soon as possible, except for those with these numbers, which run only when waited for."""
+    """Run all streams as soon as possible, except the given ones. Those run only if the host waits for them."""
 
     numbers: tuple[int, ...] = ()
 
@@ -168,7 +164,6 @@ class Engine:
         return queue
 
     def replay(self, capture: Capture, behind: Queue) -> None:
-        """Queue a captured graph in a stream."""
         with self.lock:
             start = self.record(behind)
             points: dict[Point, Point] = {}
@@ -213,7 +208,6 @@ class Engine:
             return point
 
     def wait(self, queue: Queue, point: Point) -> None:
-        """Let later entries of the queue run after `point`."""
         with self.lock:
             if point.capture is not None:
                 if point.capture is not point.queue.capture:
@@ -225,7 +219,7 @@ class Engine:
                 queue.entries.append(Wait(point))
 
     def finish(self, point: Point) -> None:
-        """Let the host wait for `point`: run required entries one by one, and others as the schedule decides."""
+        """Let the host wait for `point`. Run the required entries, and others as the schedule decides."""
         with self.lock:
             self._check_may_wait(point)
             while not point.reached:
@@ -244,12 +238,11 @@ class Engine:
                 raise CaptureError("the host waits for the device while a stream is captured")
 
     def finish_all(self) -> None:
-        """Let the host wait for all streams."""
         for queue in list(self.queues):
             self.finish(self.record(queue))
 
     def run(self, queue: Queue, entries: int = 1 << 30, until: Point | None = None) -> bool:
-        """Run up to `entries` entries of a queue, at most up to a point. Return whether any ran."""
+        """Run up to `entries` entries of a queue, or until a point is reached. Return whether any entry ran."""
         ran = 0
         with ExitStack() as modes:
             on_host = False

@@ -41,7 +41,6 @@ def _kept() -> Path:
 
 
 def _build(target: Path) -> None:
-    """Build in a private folder, because other processes may build at the same time."""
     if shutil.which(os.environ.get("CXX", "c++")) is None or shutil.which("ninja") is None:
         pytest.skip("the simulator of CUDA is compiled: it needs a C++ compiler and ninja")
     from torch.utils import cpp_extension

@@ -1,8 +1,8 @@
 """Device memory with a caching allocator, and page-locked host memory.
 
-Freed blocks are poisoned in stream order, with NaN in floats and a large number in integers. A freed block returns to
-the stream of its allocation, after the pending work of the streams passed to `record_stream`. It is reused only after
-poisoning, by the same stream and for the same size, so that a reader that did not wait never finds correct old values.
+Freed blocks are poisoned in stream order: floats with NaN, integers with a large number. A freed block returns to the
+stream of its allocation, after the pending work of the streams passed to `record_stream`. Only this stream reuses it,
+after poisoning and for the same size. A reader that did not wait therefore never finds correct old values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from .engine import Engine, Point, Poisoning, Queue
 
 POISON = np.uint16(0x7FFF)
-"""Repeated, NaN as float16, bfloat16, float32 and float64, and larger than any index as an integer."""
+"""Repeated pattern that is NaN in every float type, and larger than any index as an integer."""
 
 MOST_POISONED = 1 << 26
 """Largest part of registered memory that is poisoned, in bytes."""
@@ -35,8 +35,6 @@ _numbers = itertools.count()
 
 
 class Region:
-    """Address space for consecutive blocks."""
-
     def __init__(self, size: int) -> None:
         self._memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
         self.start = self._memory.ctypes.data
@@ -83,7 +81,7 @@ class Usage:
 
     Attributes:
         allocated: Bytes of existing tensors.
-        active: `allocated`, blocks that a stream still uses, and all memory of graphs.
+        active: `allocated` plus blocks that a stream still uses plus all memory of graphs.
     """
 
     allocated: int = 0
@@ -155,20 +153,18 @@ class Memory:
         return self._module.over(address, nbytes, number, queue.device)
 
     def drop_pool(self, pool: int) -> None:
-        """Free the memory of a pool whose last graph was deleted."""
         self.usage.active -= self._of_pools.pop(pool, 0)
         for key in [key for key in self._free if key[0] == pool]:
             del self._free[key]
 
     def use(self, address: int, queue: Queue) -> None:
-        """Implement `record_stream`: do not reuse the block at `address` before `queue` has run the work that is
-        pending when the block is freed."""
+        """Implement `record_stream`: `queue` also delays the reuse of the block at `address`."""
         block = self._blocks[self._at[address]]
         if block.queue is not queue:
             block.users.add(queue)
 
     def collect(self) -> None:
-        """Take back the blocks of deleted tensors that no stream uses."""
+        """Free the blocks of deleted tensors that no stream uses."""
         for number in self._module.take_returned():
             if (place := self._host_blocks.pop(number, None)) is not None:
                 self.host.poison(*place)
@@ -209,7 +205,7 @@ class Memory:
     def register(self, address: int, size: int) -> bool:
         """Implement cudaHostRegister. Poison the memory, which must be new.
 
-        Return False if a part is already registered or the memory exceeds `lockable`.
+        Return False if any of it is already registered or the total exceeds `lockable`.
         """
         held = sum(stop - start for start, stop in self.registered)
         if held + size > self.lockable or any(
@@ -222,11 +218,9 @@ class Memory:
         return True
 
     def unregister(self, address: int) -> None:
-        """Implement cudaHostUnregister."""
         self.registered = [place for place in self.registered if place[0] != address]
 
     def is_pinned(self, address: int) -> bool:
-        """Return whether the device can access the host memory at `address`."""
         if self.host.start <= address < self.host.stop:
             return True
         at = bisect_right(self.registered, (address, 1 << 62)) - 1
@@ -236,7 +230,6 @@ class Memory:
         return self.device.start <= low and high < self.device.stop
 
     def reachable(self, low: int, high: int) -> bool:
-        """Return whether a kernel can access the addresses from `low` to `high`."""
         if self.on_device(low, high):
             return True
         return self.in_place and self.is_pinned(low) and self.is_pinned(high)

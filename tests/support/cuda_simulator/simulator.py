@@ -51,13 +51,11 @@ class Simulator:
         self._module.set_device(device)
 
     def stream(self, device: int | None = None) -> Queue:
-        """Return this thread's current stream of a device."""
         device = self.device if device is None else device
         found: Queue = self._streams.get(device, self.defaults[device])
         return found
 
     def set_stream(self, queue: Queue) -> None:
-        """Make `queue` this thread's current stream, and its device the current device."""
         self._streams[queue.device] = queue
         self.set_device(queue.device)
 
@@ -71,7 +69,7 @@ class Simulator:
     # ------------------------------------------------------------------------------------------------------- work
 
     def queue_work(self, name: str, work: Work, device: int | None = None) -> None:
-        """Queue a kernel or copy in the current stream of a device (None: the current device)."""
+        """Queue a kernel or copy in the current stream of `device`, by default the current device."""
         if self.error is not None:
             error, self.error = self.error, None
             raise RuntimeError(f"CUDA error (simulated): {error}")
@@ -94,7 +92,6 @@ class Simulator:
         return self._shaped(self.memory.allocate(queue, _extent(like), pool), like)
 
     def new_pinned(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a page-locked tensor with the shape, strides and dtype of `like`."""
         return self._shaped(self.memory.allocate_host(_extent(like)), like)
 
     def _shaped(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -103,7 +100,7 @@ class Simulator:
     def part(
         self, base: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
     ) -> torch.Tensor:
-        """Return a view of any shape and dtype of the memory of `base`. It is an inference tensor if `base` is one."""
+        """Return a view of any shape and dtype of the memory of `base`. Inference tensors give inference tensors."""
         out: torch.Tensor
         if base.is_inference() == torch.is_inference_mode_enabled():  # entering a mode takes longer than the call
             out = self._module.part(base, dtype, list(size), list(stride), offset)
@@ -113,8 +110,7 @@ class Simulator:
         return out
 
     def host_view(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a host tensor over the memory of a device tensor, without keeping it alive. Return host tensors
-        unchanged."""
+        """Return a host view of `x` that does not keep its memory alive. A host tensor is returned as it is."""
         if not x.is_cuda:
             return x
         out: torch.Tensor = self._module.seen(x)
@@ -122,7 +118,6 @@ class Simulator:
 
 
 def _extent(like: torch.Tensor) -> int:
-    """Return the number of bytes from a tensor's first to its last element."""
     if like.numel() == 0:
         return 0
     last = sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))

@@ -21,7 +21,6 @@ from .simulator import Simulator
 
 
 def index_of(sim: Simulator, device: Any) -> int:
-    """Return the index of a device that is given in any form that torch accepts."""
     if device is None:
         return sim.device
     if isinstance(device, int):
@@ -41,7 +40,6 @@ class Event:
         self._point = self._sim.engine.record(self._sim.stream() if stream is None else stream.queue)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for the event, unless it was never recorded."""
         if self._point is not None:
             self._sim.engine.wait(self._sim.stream() if stream is None else stream.queue, self._point)
 
@@ -143,7 +141,6 @@ def ignore_late_unregistration() -> None:
 
 
 def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
-    """Replace functions and classes of torch until the patch is undone."""
     cuda, memory = torch.cuda, sim.memory
     pools = itertools.count(1)
 
@@ -257,7 +254,6 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
 
 
 def _accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
-    """Return the same functions under their names in `torch.accelerator`."""
     same = (
         "is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache",
         "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
@@ -284,8 +280,6 @@ def _used(sim: Simulator, x: torch.Tensor, stream: Stream) -> None:
 
 
 class _Generator(torch.Generator):
-    """Generate random numbers of the device on the host."""
-
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, "cpu")
 
@@ -299,12 +293,11 @@ class _Bias:
 
 
 def _flash(params: Any, debug: bool = False) -> bool:
-    """Return whether the flash attention kernels of a GPU support these inputs, including grouped queries."""
     return params.query.dtype in (torch.float16, torch.bfloat16) and params.query.shape[-1] <= 256
 
 
 def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a `scaled_dot_product_attention` that is one launch on the device and allocates only its result."""
+    """Return a `scaled_dot_product_attention` that counts as one launch and allocates only its result."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, **named: Any) -> torch.Tensor:
         if not q.is_cuda:
@@ -320,7 +313,6 @@ def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callabl
 
 
 def _defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **named: Any) -> torch.Tensor:
-    """Compute attention of host tensors by definition."""
     if named.get("enable_gqa"):
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
     m, n = q.shape[-2], k.shape[-2]

@@ -1,6 +1,6 @@
-"""Queue Triton kernels in the simulated device's streams.
+"""Queue Triton kernels in the simulated device's streams, where Triton's interpreter runs them.
 
-Triton's interpreter runs them later. They can access only device memory and page-locked host memory.
+Kernels can access only device memory and page-locked host memory.
 """
 
 from __future__ import annotations

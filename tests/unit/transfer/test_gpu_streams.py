@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.outputs import completed
-from support.staged_transfer import linked
+from support.staged_transfer import with_transfer
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -66,7 +66,7 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
         return LateLane(DeviceStream(device), delay) if name in late else DeviceStream(device)
 
     streams = (stream("prefetch"), stream("write-back"))
-    llm = linked(llm, CudaTransfer(runner.pool, runner.adapter.geometry, device, streams=streams))
+    llm = with_transfer(llm, CudaTransfer(runner.pool, runner.adapter.geometry, device, streams=streams))
     if "compute" in late:
         for name in ("qkv", "after_attention", "mlp"):
             slow = getattr(runner.adapter, name)
