@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests."""
+"""Fixtures for tests of the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.commands import Cli, command_line
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the calibrations of these tests out of the user's cache."""
+    """Write calibrations to a temporary cache folder instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

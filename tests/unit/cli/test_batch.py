@@ -1,4 +1,4 @@
-"""Test `offload-rt batch`: every request is answered once, even if the process is killed, or gets an error message."""
+"""Test `offload-rt batch`: every request gets one result or an error message, also after an interruption."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def written(path: Path, requests: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first run ends in the middle of a line. The second completes the file with the answers of `generate`."""
+def test_an_interrupted_batch_continues(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output ends in the middle of a line. A second run completes it with the answers of `generate`."""
     requests = read_requests(
         written(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]), {}
     )
@@ -74,7 +74,7 @@ def test_a_batch_that_was_killed_goes_on(llm: LLM, tmp_path: Path, monkeypatch: 
     assert found == {f"q{i}": each.outputs[0].text for i, each in enumerate(wanted)}
 
 
-def test_what_cannot_be_answered_says_why_and_the_others_are_answered(llm: LLM, tmp_path: Path) -> None:
+def test_invalid_requests_get_an_error_and_the_others_an_answer(llm: LLM, tmp_path: Path) -> None:
     wrong = [{"prompt": PROMPTS[0]}, {"prompt": [10**6]}, {"prompt": PROMPTS[1], "max_tokens": 2}]
     answers = Results(tmp_path / "out")
     assert answer_all(llm, read_requests(written(tmp_path / "in", wrong), DEFAULTS), answers) == 1
@@ -83,8 +83,8 @@ def test_what_cannot_be_answered_says_why_and_the_others_are_answered(llm: LLM, 
     assert "vocabulary" in found["2"]["error"] and (found["1"]["new_tokens"], found["3"]["new_tokens"]) == (4, 2)
 
 
-def test_any_text_of_json_is_a_request(llm: LLM, tmp_path: Path) -> None:
-    """Texts may contain other line ends (U+2028, U+0085), ids half a character. Options may replace defaults."""
+def test_unusual_json_texts_are_valid_requests(llm: LLM, tmp_path: Path) -> None:
+    """Prompts contain Unicode line separators, an id is a lone surrogate, and a request overrides a default."""
     asked = [{"id": "a", "prompt": "one\u2028two\u0085three"}, {"id": "\ud800", "prompt": PROMPTS[0], "num_beams": 2}]
     (tmp_path / "in").write_text(
         f"{json.dumps(asked[0], ensure_ascii=False)}\r\n{json.dumps(asked[1])}\n", encoding="utf-8", newline=""
@@ -95,8 +95,8 @@ def test_any_text_of_json_is_a_request(llm: LLM, tmp_path: Path) -> None:
     assert {each["id"] for each in lines(tmp_path / "out")} == {"a", "\ud800"}
 
 
-def test_what_nobody_says_is_as_the_model_has_it(tmp_path: Path) -> None:
-    """`generation_config.json` gives the defaults. Options of the command line and of the request override it."""
+def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
+    """`generation_config.json` gives the defaults. Options of the command line and of the request override them."""
     folder = Path(tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2))
     said = {"do_sample": True, "top_k": 1, "max_new_tokens": 3}
     (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")
@@ -115,7 +115,7 @@ def test_a_checkpoint_without_defaults_samples_as_in_other_commands(llm: LLM) ->
     assert request["outputs"][0]["text"] == expected.outputs[0].text
 
 
-def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_prompts_with_a_common_prefix_are_grouped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[str] = []
     monkeypatch.setattr(
         batch, "_generate_group", lambda llm, group, defaults: [told.append(one.id) or {"id": one.id} for one in group]
@@ -168,8 +168,8 @@ def openai_line(id: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": id, "method": "POST", "url": "/v1/completions", "body": {"model": "gpt"} | body}
 
 
-def test_openais_format(tmp_path: Path) -> None:
-    """The results are those of `generate` and of the server. A second run computes nothing again."""
+def test_openai_format(tmp_path: Path) -> None:
+    """Results equal those of `generate` and of the server. A second run computes nothing."""
     folder = tiny_checkpoint(tmp_path / "model", "llama", head_dim=32)
     requests = [openai_line(f"q{i}", prompt=prompt, n=1 + i) for i, prompt in enumerate(PROMPTS[:3])]
     wrong = openai_line("wrong", prompt="x", temperature="hot")
@@ -203,6 +203,6 @@ def test_openais_format(tmp_path: Path) -> None:
         ({"body": {"stream": True}}, "stream"),
     ],
 )
-def test_invalid_lines_of_openais_format(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_invalid_lines_in_openai_format(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         read_requests(written(tmp_path / "in", [openai_line("a", prompt="x") | change]), {})

@@ -35,7 +35,7 @@ def talk(store: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *more: str) -
     assert main([*arguments, *more]) == 0
 
 
-def test_a_chat_comes_back_with_all_that_was_said(
+def test_a_chat_continues_with_its_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, paste = tmp_path / "store", tmp_path / "two lines.txt"
@@ -82,10 +82,10 @@ def test_turns_are_undone_and_answered_again(
     assert "not saved: no messages" in err, "a chat without turns is not stored"
 
 
-def test_what_is_not_used_for_its_time_to_live_is_given_up(
+def test_kv_is_deleted_after_its_time_to_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`sessions list` shows in advance which KV a time to live would delete. The text is kept."""
+    """`sessions list` shows which KV a time to live would delete. The text is kept."""
     text = "Once upon a time there was a king, and his name was Richard. " * 8
     talk(tmp_path, f"{text}\n", monkeypatch, "--store-policy", "lru", "--store-ttl", "2w")
     for path in tmp_path.rglob("*.*"):
@@ -111,10 +111,10 @@ def test_what_is_not_used_for_its_time_to_live_is_given_up(
     assert not list(tmp_path.rglob("*.kv"))
 
 
-def test_an_interrupt_that_python_drops_still_ends_the_answer(
+def test_an_interrupt_in_a_destructor_ends_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python drops a KeyboardInterrupt in a destructor. The chat must stop at the next token and reset the handler."""
+    """Python ignores a KeyboardInterrupt raised in a destructor. The chat must stop at the next token all the same."""
 
     class Deaf:
         def __del__(self) -> None:
@@ -150,7 +150,7 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
 
 
 class Terminal:
-    """Run a command on a pseudo-terminal and kill it at the end of the block."""
+    """Run a command on a pseudo-terminal and kill it when the `with` block ends."""
 
     def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()
@@ -199,7 +199,6 @@ def test_a_chat_without_a_store_is_not_saved_and_an_abandoned_one_leaves_nothing
 
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
-    """The test waits for output, never for a time."""
     command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
     command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
     with Terminal(command) as terminal:
@@ -218,7 +217,7 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path)
 
 
 class Plain:
-    """Imitate a tokenizer without a chat template, with one token per character."""
+    """Tokenizer without a chat template, with one token per character."""
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in ("^" if add_special_tokens else "") + text]}

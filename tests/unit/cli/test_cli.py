@@ -30,7 +30,7 @@ SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
 
 @pytest.fixture
 def generate(cli: Cli, pages: Path) -> Cli:
-    """Run `offload-rt generate reference` on pages of the packaged book with `full`. Later flags override these."""
+    """Run `offload-rt generate reference` on pages of the bundled book with `full`. Later flags override these."""
     given = ("generate", "reference", "--prompt-file", str(pages), *SHORT, "--policy", "full")
     return lambda *flags: cli(*given, *flags)
 
@@ -170,7 +170,7 @@ def test_stats_of_infinigen(generate: Cli, tmp_path: Path) -> None:
     assert str(stats_file) in run.err.replace("\n", "")
 
 
-def test_a_text_is_taken_whole_or_shortened_as_was_said(cli: Cli, pages: Path, tmp_path: Path) -> None:
+def test_a_text_is_used_whole_or_truncated(cli: Cli, pages: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
     stats = tmp_path / "stats.json"
     given = ("generate", model, "--prompt-file", str(pages), "--policy", "full", "--max-new-tokens", "5")
@@ -253,7 +253,7 @@ def test_info_prints_the_plan_and_the_working_set(cli: Cli) -> None:
 
 
 def test_reader_that_leaves_early_is_no_error(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output is a pipe that nobody reads. Python flushes stdout again at exit, which must not fail either."""
+    """The reader of the pipe is closed. Python flushes stdout again at exit, which must not fail either."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stdout:
@@ -304,7 +304,7 @@ def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.Monkey
 # -------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_prompt_file_that_is_no_text(cli: Cli, tmp_path: Path) -> None:
+def test_prompt_file_that_is_not_text(cli: Cli, tmp_path: Path) -> None:
     bad = {
         "nul": (b"Once upon\0a time", "binary"),
         "latin": ("Fräulein".encode("latin-1"), "UTF-8"),
@@ -421,7 +421,7 @@ def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_model_is_looked_up_on_the_hub_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would retry for half a minute if the hub cannot be reached."""
+    """If the hub cannot be reached, transformers would retry for half a minute."""
     tried: list[str] = []
 
     def refused(url: str, **options: Any) -> None:

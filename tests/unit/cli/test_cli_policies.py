@@ -1,4 +1,4 @@
-"""Test `offload-rt generate` with every policy, its options and pool settings. Unknown policy options are refused."""
+"""Test `offload-rt generate` with every policy, policy options and pool settings. Unknown options are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Cli) ->
 
 
 @pytest.mark.parametrize("eviction", ["fifo", "lru", "counter"])
-def test_a_bounded_pool_goes_on_with_eviction(generate: Cli, tmp_path: Path, eviction: str) -> None:
+def test_a_bounded_pool_evicts(generate: Cli, tmp_path: Path, eviction: str) -> None:
     stats = tmp_path / "stats.json"
     llm = LLM("reference", policy="full")
     limit = 5 * llm.runner.pool.block_bytes + 1

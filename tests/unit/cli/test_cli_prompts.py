@@ -1,4 +1,4 @@
-"""Test prompt sources of the command line, chat templates, and several completions."""
+"""Test how the command line reads prompts, applies chat templates and returns several completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ QUESTION = "Who is Dick Shelton?"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Create a tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("instruct")
     tiny_checkpoint(folder, "llama", num_hidden_layers=2, max_position_embeddings=256)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -60,8 +59,8 @@ def test_an_instruct_model_is_asked_through_its_template(cli: Cli, model: str, l
     cli("generate", "reference", QUESTION, "--chat", *FEW).fails_with("chat template")
 
 
-def test_a_question_behind_a_text_that_is_too_long(cli: Cli, model: str) -> None:
-    """`--truncate head` removes the start of the text and keeps the template whole."""
+def test_a_question_after_a_text_that_is_too_long(cli: Cli, model: str) -> None:
+    """`--truncate head` removes the start of the message, not parts of the chat template."""
     long = "It was a dark night. " * 90 + QUESTION
     cli("generate", model, long, "--chat", *FEW).fails_with("--truncate")
     asked = cli("generate", model, long, "--chat", "--truncate", "head", *FEW)
@@ -79,10 +78,10 @@ def test_several_texts(cli: Cli, model: str, llm: LLM) -> None:
     cli("generate", model, QUESTION, *flags, "--stats-json", "x").fails_with("--stats-json", "remove -n")
 
 
-def test_a_chat_is_told_something_first(
+def test_a_system_message_is_stored_with_the_chat(
     cli: Cli, model: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stored system message cannot change. A backslash continues a message on the next line."""
+    """The system message of a stored session cannot change. A backslash continues a message on the next line."""
 
     def talk(*flags: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("Who is\\\nDick Shelton?\n"))
@@ -97,7 +96,7 @@ def test_a_chat_is_told_something_first(
     assert code == 2 and "the system message 'Be brief.'" in said and "new session" in said
 
 
-def test_a_chat_says_what_it_forgets(cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_reports_truncated_turns(cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(("It was a dark night. " * 5 + "\n") * 6))
     run = cli("chat", model, "--session", "s", "--store", str(tmp_path), *FEW)
     assert run.code == 0 and "the conversation exceeded the context length: its oldest" in run.err

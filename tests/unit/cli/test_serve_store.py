@@ -1,4 +1,4 @@
-"""Test the store of `offload-rt serve`: the default one, a second server, and refusals before the port is bound."""
+"""Test the store of `offload-rt serve`: default location, second server, and refusals before the port is bound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = ("--policy", "full", "--verify", "off", "--host-memory", "16MiB", "--por
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that returns the service of a `serve` command line."""
+    """Return a function that runs `serve` with `flags`, without listening, and returns its service."""
     found: list[Any] = []
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setattr(run, "serve", lambda make_app, options, listener: found.append((make_app(), listener.close())))
@@ -31,7 +31,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]
 
 
 def test_stores_of_servers(serve: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Start servers with the default store, beside another one, without a store, and with a policy it cannot serve."""
+    """Cover the default store, a second server on it, no store, and a policy whose KV cannot be stored."""
     caplog.set_level(logging.WARNING, "offload_rt.server")
     first = serve()
     assert first.stores_sessions and (tmp_path / "offload-rt" / "store" / "lock").exists()

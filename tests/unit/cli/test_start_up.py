@@ -1,4 +1,4 @@
-"""Test that imports load no heavy module before it is needed. Modules are counted, as times depend on the machine."""
+"""Test which modules an import loads, because imports of heavy modules slow down the start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPORT = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules
 
 
 def heavy_after(code: str, **variables: str) -> str:
-    """Return the heavy modules that a fresh interpreter has imported after `code`. Output of `code` goes to stderr."""
+    """Return the heavy modules that a fresh interpreter has imported after it ran `code`."""
     whole = f"import sys; out, sys.stdout = sys.stdout, sys.stderr\n{code}\nsys.stdout = out\n{REPORT}"
     done = subprocess.run(
         [sys.executable, "-c", whole], capture_output=True, text=True, timeout=120, env=os.environ | variables
@@ -67,7 +67,6 @@ for command, expected in {COMMANDS!r}.items():
 
 
 def test_nothing_heavy_is_imported_before_a_model_is_loaded() -> None:
-    """All commands run in one process. If it fails, the output shows which one imports a heavy module first."""
     assert heavy_after(RUN_ALL) == ""
 
 
@@ -79,7 +78,7 @@ def test_stored_files_are_listed_without_torch(command: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("options", ["", " --device-memory 30MiB --dtype float32", " --context 1k --policy quest"])
 def test_plain_models_are_planned_without_transformers(options: str) -> None:
-    """A first call takes a third of the time that it would take with transformers."""
+    """Importing transformers would triple the time of the first call."""
     code = f"from offload_rt.cli import main; assert main({('info reference' + options).split()!r}) == 0"
     assert "transformers" not in heavy_after(code)
 
@@ -101,7 +100,7 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
 
 
 def environment_after(name: str, given: dict[str, str], before: str) -> str:
-    """Return environment variable `name` in a process that runs `before` and imports the package."""
+    """Return environment variable `name` of a process that ran `before` and imported the package."""
     kept = {key: value for key, value in os.environ.items() if key != name}
     code = f"import os, sys; {before}\nimport offload_rt; print(os.environ.get({name!r}), end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)

@@ -1,4 +1,6 @@
-"""Test long documents: an interrupted one gets the text of an uninterrupted one, and other settings are refused."""
+"""Test `offload-rt write`: an interrupted document gets the text of an uninterrupted one, and changed settings are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,21 @@ TOKENS = 150
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of 320 positions, so that documents outgrow it."""
+    """Return a model with 320 positions, fewer than most documents need."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     return tiny_checkpoint(folder, "llama", num_hidden_layers=2, max_position_embeddings=320)
 
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of 4,096 positions."""
+    """Return a model with 4,096 positions."""
     return tiny_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", num_hidden_layers=2)
 
 
 def write(
     model: str, path: Path, stop_at: int | None = None, policy: str = "infinigen", **given: Any
 ) -> Document | None:
-    """Write a document with a model that knows no earlier text. Ctrl-C comes after token `stop_at`."""
+    """Write a document with a newly loaded model. Simulate Ctrl-C after token `stop_at`."""
 
     def on_progress(progress: WritingProgress) -> None:
         if stop_at is not None and progress.new_tokens >= stop_at and progress.prefilled == 1:
@@ -66,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
     case: str, tmp_path: Path, pages: Path, small: str, roomy: str
 ) -> None:
-    """After Ctrl-C at any place, and with a truncated file or lost progress. Half of the cases outgrow the model."""
+    """Cover Ctrl-C at several tokens, a truncated file and lost progress, within and beyond the model's positions."""
     model = small if case in ("chapters", "beginning") else roomy
     given = CASES[case] | {"sampling_params": SAMPLED, "beginning": pages.read_text()[:600]}
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
@@ -92,8 +94,8 @@ def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
         assert text.count(f"\n\n{title}\n\n") == 1, number
 
 
-def test_a_longer_document_is_that_of_one_run(tmp_path: Path, roomy: str) -> None:
-    """The end of a document that is complete is no place where a turn ends."""
+def test_an_extended_document_equals_one_run(tmp_path: Path, roomy: str) -> None:
+    """The last tokens of a shorter document must not end a turn when the document is extended."""
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given = {"beginning": "It was a dark night", "sampling_params": SAMPLED}
     write(roomy, whole, max_tokens=60, **given)
@@ -103,8 +105,7 @@ def test_a_longer_document_is_that_of_one_run(tmp_path: Path, roomy: str) -> Non
 
 
 def test_chapters_that_the_model_ends(tmp_path: Path, roomy: str) -> None:
-    """An end token or the chapter's length ends a chapter; it is not part of the text. Interrupts come in the first
-    turns of the first and second chapter, and later."""
+    """An end token or the length limit ends a chapter and is not part of the text."""
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 60, "beginning": "It was a dark night"}
     write(roomy, tmp_path / "free.txt", sampling_params=SAMPLED, **given)
@@ -136,7 +137,7 @@ sys.exit(main())
 
 @pytest.mark.slow
 def test_a_killed_process_loses_nothing(tmp_path: Path, cli: Cli, roomy: str) -> None:
-    """kill -9 in the middle of a text: the file holds a prefix, and the same command gives the text of one run."""
+    """After SIGKILL, the file contains a prefix of the text. The same command then completes it."""
     (tmp_path / "begin.txt").write_text("It was a dark night, and nobody was on the road.")
     flags = ("--beginning", str(tmp_path / "begin.txt"), "--max-new-tokens", "90", "--seed", "5", "--policy", "full")
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
@@ -231,7 +232,7 @@ def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli, r
 
 
 def test_a_document_that_can_never_be_complete_is_refused_at_once(tmp_path: Path) -> None:
-    """Absolute positions cannot be truncated, and a KV cache that is too small is no use either."""
+    """Cover a model with learned positions, which cannot truncate its context, and a KV cache that is too small."""
     model = tiny_checkpoint(tmp_path / "opt", "opt")
     with pytest.raises(ModelError, match="1024"):
         write(model, tmp_path / "a.txt", policy="full", prompt="It was", max_tokens=2000)

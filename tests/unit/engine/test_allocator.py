@@ -1,4 +1,4 @@
-"""Test that `RecycledMemory` reuses freed memory, never memory in use, and allocates no more than the peak use."""
+"""Test that `RecycledMemory` reuses only freed memory and allocates no more than the peak use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ DROP = st.tuples(st.just("drop"), st.integers(0, 9), st.booleans())
 @given(st.lists(st.one_of(TAKE, TAKE, DROP), max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_no_two_tensors_have_the_same_memory(steps: list[tuple[str, int, int]]) -> None:
-    """A view keeps the memory of its tensor in use."""
     memory, held, most, largest = RecycledMemory(least=0), list[tuple[torch.Tensor, int]](), 0, 0
     for number, (kind, a, b) in enumerate(steps):
         if kind == "take":
@@ -39,7 +38,7 @@ def test_no_two_tensors_have_the_same_memory(steps: list[tuple[str, int, int]]) 
     assert memory.nbytes == 0
 
 
-def test_the_next_tensor_has_the_memory_of_the_last() -> None:
+def test_freed_memory_is_reused() -> None:
     memory = RecycledMemory(least=0)
     first = memory.empty((9, 100), torch.bfloat16)
     at = first.data_ptr()

@@ -1,4 +1,4 @@
-"""Test `AsyncLLM` with concurrent requests: each gets the tokens it gets alone, and aborted requests free their KV."""
+"""Test concurrent requests of `AsyncLLM`: tokens equal those of a request alone, and aborted requests free their KV."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_llm(blocks: int = 40, **options: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
-    """Return the tokens of a request that runs alone."""
+    """Return a function that returns the tokens of a request that runs alone."""
     with make_llm() as llm:
         known: dict[str, list[list[int]]] = {}
 
@@ -48,7 +48,7 @@ def alone() -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
 
 
 def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None = None, **options: Any) -> Any:
-    """Run `asks` with an engine and return its result. Check that the engine is idle and its pool empty afterwards."""
+    """Run `asks` with an engine and return its result. Check that all requests have ended and the pool is empty."""
 
     async def run() -> Any:
         async with AsyncLLM(llm or make_llm(), **options) as engine:
@@ -64,7 +64,7 @@ def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None 
 
 
 async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
-    """Enumerate from 1. Close `items` when the caller stops iterating."""
+    """Enumerate `items` from 1. Close `items` if the caller stops iterating."""
     count = 0
     async with aclosing(items):
         async for item in items:
@@ -73,7 +73,7 @@ async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
 
 
 async def answer(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **more: Any) -> list[list[int]]:
-    """Return the tokens of all completions. Check that each output extends the one before."""
+    """Return the tokens of all completions. Check that each output extends the previous one."""
     before: list[list[int]] = []
     async for output in engine.generate(prompt, params, **more):
         found = [one.token_ids for one in output.outputs]
@@ -84,7 +84,7 @@ async def answer(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY,
     return before
 
 
-def test_many_callers_get_what_each_gets_alone(alone: Any) -> None:
+def test_concurrent_requests_get_the_tokens_of_each_alone(alone: Any) -> None:
     kinds = [GREEDY, SamplingParams(max_tokens=9, seed=5), SamplingParams(max_tokens=7, seed=1, n=3)]
     kinds.append(SamplingParams(max_tokens=6, temperature=0, num_beams=3, n=2))
     asked = [(tiny_prompt(20 + 9 * i, seed=i // 3), kinds[i % 4]) for i in range(16)]
@@ -120,7 +120,7 @@ def test_an_abort_ends_an_answer_and_no_other(alone: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["break", "cancel", "before it starts"])
-def test_who_leaves_takes_the_rows_along(how: str, alone: Any) -> None:
+def test_a_cancelled_request_frees_its_kv(how: str, alone: Any) -> None:
     async def asks(engine: AsyncLLM) -> Any:
         if how == "break":
             async for _ in engine.generate(tiny_prompt(70), LONG):
@@ -210,7 +210,7 @@ def test_callers_in_any_order_that_leave_at_any_time(callers: Any, blocks: int, 
     serve(asks, make_llm(blocks, max_num_seqs=batch))
 
 
-def test_an_error_is_one_requests_own(alone: Any) -> None:
+def test_an_error_fails_only_its_request(alone: Any) -> None:
     async def asks(engine: AsyncLLM) -> Any:
         mine = asyncio.create_task(answer(engine, tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0)))
         with pytest.raises(PoolFullError):
@@ -233,7 +233,7 @@ def test_an_error_is_one_requests_own(alone: Any) -> None:
     assert serve(asks, make_llm(4)) == alone(tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0))
 
 
-def test_a_step_that_fails_fails_those_who_run_and_the_next_is_answered(alone: Any) -> None:
+def test_a_failed_step_fails_running_requests_but_not_later_ones(alone: Any) -> None:
     async def asks(engine: AsyncLLM) -> Any:
         step, runner = engine._engine.step, engine.llm.runner
         engine._engine.step = lambda: (step(), 1 / 0)  # type: ignore[method-assign, assignment, return-value]
@@ -246,7 +246,7 @@ def test_a_step_that_fails_fails_those_who_run_and_the_next_is_answered(alone: A
     assert serve(asks) == alone(tiny_prompt(70), GREEDY)
 
 
-def test_one_too_many_is_told_to_come_again() -> None:
+def test_a_request_beyond_the_queue_limit_is_refused() -> None:
     async def asks(engine: AsyncLLM) -> None:
         with engine.llm.runner.pool.lock:  # keeps the engine from starting requests
             tasks = [asyncio.create_task(answer(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
@@ -285,7 +285,7 @@ def test_callers_may_be_on_several_event_loops(alone: Any) -> None:
 
 
 def go_away(engine: AsyncLLM) -> None:
-    """Close an event loop before the stream on it has ended."""
+    """Close an event loop while a stream on it is active."""
     loop = asyncio.new_event_loop()
     outputs = engine.generate(tiny_prompt(20), LONG)
     loop.run_until_complete(anext(outputs))
@@ -309,14 +309,14 @@ asyncio.new_event_loop().run_until_complete(anext(outputs))
 
 
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="needs a separate process: make stress PART=requests")
-def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
+def test_a_process_ends_without_close() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORGETS], cwd=Path(__file__).parents[2], capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_closing_ends_what_runs_and_nothing_begins_afterwards() -> None:
+def test_closing_ends_running_requests_and_refuses_new_ones() -> None:
     async def run() -> None:
         engine = AsyncLLM(make_llm())
         outputs = engine.generate(tiny_prompt(70), LONG)

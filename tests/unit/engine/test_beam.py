@@ -1,4 +1,4 @@
-"""Test beam search against transformers, `n` completions from one prefill, and refused combinations of parameters."""
+"""Test beam search against transformers, several completions of one prompt, and refused parameters."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ CASES = [*(("llama", *rule) for rule in RULES), ("gpt2", True, -1.0), ("gpt2", F
     ("name", "early_stopping", "length_penalty", "widths"),
     [(*case, WIDTHS if "OFFLOAD_RT_STRESS" in os.environ else [WIDTHS[i % 3]]) for i, case in enumerate(CASES)],
 )
-def test_beams_are_those_of_transformers(
+def test_beams_equal_transformers(
     name: str, early_stopping: Any, length_penalty: float, widths: list[tuple[int, int]]
 ) -> None:
-    """Several end-of-text tokens make beams end at different lengths and stop some searches early."""
+    """Several end-of-text tokens end beams at different lengths and some searches early."""
     model, llm = make(name, eos=EOS)
     rule = {"early_stopping": early_stopping, "length_penalty": length_penalty}
     for seed, width in widths:
@@ -80,7 +80,7 @@ def test_beams_with_a_repetition_penalty() -> None:
 
 
 def test_beams_share_the_prompt_and_copy_no_full_block() -> None:
-    """Four beams store the ten full blocks of the prompt once, plus one last block each."""
+    """Four beams store the ten full blocks of the prompt once, and one last block each."""
     _, llm = make(eos=[])
     pool = llm.runner.pool
     engine = Engine(llm.runner, max_num_seqs=8)
@@ -94,7 +94,7 @@ def test_beams_share_the_prompt_and_copy_no_full_block() -> None:
 
 
 def test_a_policy_state_forks_with_its_beam() -> None:
-    """A budget of all tokens must give the output of `full`, however often beams fork and drop policy states."""
+    """With a budget of all tokens, the output must equal that of `full`."""
     _, full = make(eos=EOS)
     options = {"alpha": float("inf"), "max_fraction": 1.0, "dense_layers": (), "recent": 8, "sinks": 2}
     _, sparse = make(eos=EOS, policy="infinigen", policy_options=options)
@@ -106,7 +106,7 @@ def test_a_policy_state_forks_with_its_beam() -> None:
 
 
 def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
-    """The first of four completions equals n=1. All differ, the seed reproduces them, and prefill runs once."""
+    """The first completion equals that of n=1. All differ, a seed reproduces them, and the prompt is prefilled once."""
     _, llm = make()
     prompts = [tiny_prompt(130, seed=1), tiny_prompt(70, seed=2)]
     params = SamplingParams(max_tokens=12, seed=5, n=4)

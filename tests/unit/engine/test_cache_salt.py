@@ -1,4 +1,4 @@
-"""Test that KV computed under one cache salt is never reused under another: prompts, forks, beams, swap, sessions."""
+"""Test that KV computed with one cache salt is never reused with another."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_completions_and_beams_carry_the_salt() -> None:
         assert llm.generate([longer], greedy(2), cache_salt="a")[0].num_cached_tokens == 4 * BLOCK_SIZE
 
 
-def test_where_a_prompt_diverges_says_nothing_of_other_salts() -> None:
+def test_the_reported_divergence_ignores_other_salts() -> None:
     llm = make()
     llm.generate([PROMPT], greedy(2), cache_salt="a")
     other = [*PROMPT[: BLOCK_SIZE + 7], 1, 2, 3]
@@ -80,7 +80,7 @@ def test_preempted_sequences_share_no_file_across_salts(tmp_path: Path, monkeypa
 
 def test_sessions_share_no_block_on_disk_across_salts(tmp_path: Path) -> None:
     def run(*turns: tuple[str, str]) -> list[int]:
-        """Return the cached tokens of each turn (session, salt). An empty session name means no session."""
+        """Return the number of cached tokens of each turn (session, salt). An empty session name means no session."""
 
         async def answered() -> list[int]:
             llm = LLM(tiny_model("llama"), policy="full", host_memory="16MiB")

@@ -1,7 +1,6 @@
-"""Test chats with the templates of model families.
+"""Test multi-turn chats with the templates of several model families.
 
-Each turn adds the text that the template puts after an answer, answers stay as the model wrote them, and no KV is
-computed twice, wherever an answer ended.
+Each turn adds the text that the template puts after an answer. Answers are not changed, and no KV is computed twice.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def ends(name: str) -> frozenset[int]:
 
 
 def conversation(name: str, answers: list[list[int]]) -> History:
-    """Return a session whose model wrote `answers`, built with `turn_tokens` alone."""
+    """Return a session with the given answers, built with `turn_tokens` alone."""
     history = History("s", "m")
     for answer in answers:
         turn = turn_tokens(tokenizer_of(name), history, "U", ends(name))
@@ -118,8 +117,8 @@ def conversation(name: str, answers: list[list[int]]) -> History:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_that_ends_anywhere_stays_as_it_was_written(name: str) -> None:
-    """An answer may be cut at any token (Ctrl-C, length limit) or end with any of the end tokens. Its KV must stay."""
+def test_an_answer_is_kept_wherever_it_ends(name: str) -> None:
+    """An answer may stop at any token (Ctrl-C, length limit) or at any of the end tokens. Its KV must stay valid."""
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     written = ids(name, family.written)
     answers = [written[:size] for size in range(1, len(written) + 1)]
@@ -161,7 +160,7 @@ def hiding(name: str, template: str) -> Any:
 SHOUTING = "{% for m in messages %}<|im_start|>{{ m.content | upper }}<|im_end|>{% endfor %}<|im_start|>"
 
 
-def test_what_a_template_rewrites_is_computed_again_and_that_is_said() -> None:
+def test_rewritten_turns_are_recomputed_with_a_warning() -> None:
     tokenizer = hiding("qwen25", SHOUTING)
     history = History("s", "m", tokens=ids("qwen25", "<|im_start|>A<|im_end|><|im_start|>Yes."))
     history.turns = [("user", "a"), ("assistant", "Yes.")]
@@ -206,8 +205,8 @@ def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Pa
     session.close()
 
 
-def test_a_token_that_ended_an_answer_gives_way_to_the_templates_own(tmp_path: Path) -> None:
-    """The end token has no KV yet, so nothing is recomputed. Closing the turn early restores the token."""
+def test_an_end_token_is_replaced_by_the_templates_text(tmp_path: Path) -> None:
+    """The template's text replaces the end token, which has no KV yet. Closing the turn early restores the token."""
     llm, params = make_llm("llama3"), SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
     end = [event.token_id for event in llm.session("other", tmp_path).send("U", params)][3]
@@ -224,8 +223,8 @@ def test_a_token_that_ended_an_answer_gives_way_to_the_templates_own(tmp_path: P
     session.check_integrity()
 
 
-def test_a_session_computes_again_what_a_template_rewrites(tmp_path: Path) -> None:
-    """A turn that is closed before its first token must lose no tokens of the session."""
+def test_a_session_recomputes_rewritten_turns(tmp_path: Path) -> None:
+    """If a turn is closed before its first token, the session keeps its earlier tokens."""
     llm = make_llm("qwen25", hiding("qwen25", SHOUTING))
     params = SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
@@ -275,8 +274,8 @@ WEATHER = {
 }
 
 
-def test_chat_sends_what_the_template_says_once() -> None:
-    """Only the template may add special tokens. Test one conversation and several."""
+def test_chat_adds_special_tokens_once() -> None:
+    """Only the template may add special tokens. Cover one conversation and several."""
     llm, params, tokenizer = make_llm("llama3"), SamplingParams(max_tokens=4, temperature=0), tokenizer_of("llama3")
     talks = [
         [{"role": "user", "content": "U"}],
@@ -319,7 +318,7 @@ def test_chat_gives_tools_and_variables_to_the_template() -> None:
         ([{"role": "user", "content": "U"}], {"tools": [3]}, "refuses this conversation"),
     ],
 )
-def test_what_no_template_can_say_is_an_input_error(messages: Any, options: Any, message: str) -> None:
+def test_messages_that_the_template_cannot_render_are_input_errors(messages: Any, options: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_llm("mistral").chat(messages, **options)
 

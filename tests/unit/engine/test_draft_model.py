@@ -23,7 +23,7 @@ PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save tiny models without tokenizers. "other" and "small" are llamas with other weights and another vocabulary."""
+    """Save tiny models without tokenizers. "other" is a smaller Llama, and "small" has a smaller vocabulary."""
     place = tmp_path_factory.mktemp("drafts")
     for name in ("llama", "mistral"):
         tiny_model(name).save_pretrained(place / name)
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runtime(model: str, draft: str | None, folder: Path, **fields: Any) -> LLM:
-    """Create a runtime with the draft model `draft` and 4 draft tokens. `fields` override `DraftOptions`."""
+    """Create a runtime that drafts 4 tokens with the model `draft`. `fields` override `DraftOptions`."""
     exact = None if draft is None else {"model": str(folder / draft), "adaptive": False, "tokens": 4} | fields
     return LLM(tiny_model(model), policy="full", host_memory="16MiB", exact=exact)
 
@@ -55,16 +55,16 @@ def texts(llm: LLM, params: Any) -> list[list[int]]:
         ("mistral", "mistral", {"tokens": 8}),
     ],
 )
-def test_the_text_is_that_of_full_attention(model: str, draft: str, fields: dict[str, Any], folder: Path) -> None:
-    """Three sequences end at different times. Whole texts can be compared: tiny float32 models have no near ties."""
+def test_the_text_equals_full_attention(model: str, draft: str, fields: dict[str, Any], folder: Path) -> None:
+    """Three sequences end at different times. Texts can be compared because tiny float32 models have no near ties."""
     llm, plain = runtime(model, draft, folder, **fields), runtime(model, None, folder)
     sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 9, 1)]
     for params in (GREEDY, sampled):
         assert texts(llm, params) == texts(plain, params)
 
 
-def test_the_same_model_is_always_right_and_another_one_hardly_ever(folder: Path) -> None:
-    """A correct draft of four tokens gives five tokens per pass. The KV bytes of the draft model are counted."""
+def test_drafts_of_the_same_model_are_always_accepted(folder: Path) -> None:
+    """Four accepted draft tokens give five tokens per pass. Statistics include the KV bytes of the draft model."""
     same, other, plain = (
         completed(runtime("llama", draft, folder).generate(PROMPTS[0], GREEDY))[0].stats
         for draft in ("llama", "other", None)
@@ -76,8 +76,8 @@ def test_the_same_model_is_always_right_and_another_one_hardly_ever(folder: Path
     assert same.h2d_bytes > 0.9 * plain.h2d_bytes, "12 drafts and 3 passes read all rows too"
 
 
-def test_it_is_asked_where_nothing_is_found(folder: Path) -> None:
-    """With three allowed tokens, n-grams recur. Lookup drafts are sometimes wrong, those of the same model never."""
+def test_the_model_drafts_if_lookup_finds_no_match(folder: Path) -> None:
+    """Three allowed tokens make n-grams recur, so that lookup proposes drafts, some of them wrong."""
     few = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, allowed_token_ids=[3, 50, 101])
     both, alone, plain = (
         completed(llm.generate(PROMPTS[0], few))[0]
@@ -92,7 +92,7 @@ def test_it_is_asked_where_nothing_is_found(folder: Path) -> None:
     assert both.stats.drafted_tokens > both.stats.accepted_tokens > 0
 
 
-def test_sessions_and_forks_go_on_exactly(folder: Path, tmp_path: Path) -> None:
+def test_sessions_and_forks_continue_exactly(folder: Path, tmp_path: Path) -> None:
     said = []
     for draft in ("other", None):
         answers, llm = [], runtime("llama", draft, folder)
@@ -110,7 +110,7 @@ def test_sessions_and_forks_go_on_exactly(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_pool_of_the_draft_model_drafts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool has room for two of three sequences. The third is decoded without drafts."""
+    """The draft model's pool has room for two of three sequences. The third is decoded without drafts."""
     llm = runtime("llama", "llama", folder)
     assert llm.runner.draft is not None
     pool = llm.runner.draft.pool
@@ -129,8 +129,8 @@ def test_a_full_pool_of_the_draft_model_drafts_nothing(folder: Path, monkeypatch
 
 @given(st.data())
 @settings(max_examples=6, deadline=None)
-def test_its_rows_follow_the_text(data: st.DataObject) -> None:
-    """Logits must equal transformers' for the current tokens, whatever was drafted and truncated before."""
+def test_kv_of_the_draft_model_follows_the_text(data: st.DataObject) -> None:
+    """Logits of the draft model equal transformers' after any drafts and truncations."""
     llm = _MADE.setdefault("llm", LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False))
     target = _MADE.setdefault("target", LLM(tiny_model("llama"), policy="full", host_memory="16MiB"))
     drafter, tokens = DraftModel(llm.runner, 199), st.integers(0, 198)
@@ -159,8 +159,8 @@ _OTHER = tiny_model("mistral", num_hidden_layers=2)
 _MADE: dict[str, LLM] = {}
 
 
-def test_one_that_is_behind_keeps_its_windows() -> None:
-    """After several lookup drafts, the draft model needs KV that has left the current window to catch up."""
+def test_a_draft_model_that_lags_behind_keeps_its_windows() -> None:
+    """After several lookup drafts, the draft model lacks KV of tokens that are already outside the current window."""
     llm, target = (LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False) for _ in range(2))
     drafter, sequence = DraftModel(llm.runner, 199), target.runner.new_sequence(tiny_prompt(100), 400)
     for more in ([], tiny_prompt(CATCH_UP - 1)):
@@ -198,7 +198,7 @@ def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) 
         ({"exact": {"model": 3}}, "must be a string"),
     ],
 )
-def test_what_cannot_be_drafted_says_so(fields: dict[str, Any], said: str, folder: Path) -> None:
+def test_invalid_draft_options_are_refused(fields: dict[str, Any], said: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(tiny_model("llama"), host_memory="8MiB", **fields)
     with pytest.raises(ConfigError, match=r"150 tokens, and .* has 199"):

@@ -1,7 +1,6 @@
-"""Test transformers' `generate` on the host pool.
+"""Test transformers' `generate` with KV in host memory.
 
-In every mode, tokens equal transformers' with `full` and those of `LLM` with any policy. The model is unchanged
-afterwards.
+In every mode, tokens equal transformers' with `full`, and those of `LLM` with other policies. The model is not changed.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def ours(model: PreTrainedModel) -> Iterator[LLM]:
 
 
 def batch(rows: int = 2) -> dict[str, torch.Tensor]:
-    """Return prompts of 90 and 60 tokens, the second padded on the left."""
+    """Return prompts of 90 and 60 tokens, the second one padded on the left."""
     ids = torch.tensor([tiny_prompt(90), [0] * 30 + tiny_prompt(60, seed=3)])[:rows]
     mask = torch.ones_like(ids)
     mask[1:, :30] = 0
@@ -69,7 +68,7 @@ def generated(model: PreTrainedModel, given: dict[str, torch.Tensor], **mode: An
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_every_mode_gives_what_transformers_gives(model: PreTrainedModel, name: str) -> None:
+def test_every_mode_equals_transformers(model: PreTrainedModel, name: str) -> None:
     given, mode = batch(1 if name in ALONE else 2), dict(MODES[name])
     if name == "assisted":
         mode["assistant_model"] = tiny_model("llama", num_hidden_layers=1)
@@ -107,7 +106,7 @@ def test_a_policy_decodes_as_it_does_in_an_llm(model: PreTrainedModel) -> None:
     assert found != generated(model, given, do_sample=False)[:, new].tolist(), "nothing was left out"
 
 
-def test_a_streamer_and_stopping_are_transformers(ours: LLM) -> None:
+def test_streamers_and_stopping_criteria_work_as_in_transformers(ours: LLM) -> None:
     given, model = batch(1), tiny_model("llama")
     tokenizer = load_model("reference").tokenizer
     assert tokenizer is not None
@@ -120,7 +119,7 @@ def test_a_streamer_and_stopping_are_transformers(ours: LLM) -> None:
     assert "".join(streamer) == tokenizer.decode(out[0, 90:])
 
 
-def test_a_pipeline_says_what_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_generates_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = pipeline("text-generation", tiny_checkpoint(tmp_path / "tiny", "llama"), device="cpu")
     chat.tokenizer.chat_template = TEMPLATE
     asked = [{"role": "user", "content": "It was a dark night, and the river was high."}]
@@ -135,7 +134,7 @@ def test_a_pipeline_says_what_it_would(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_conversation_keeps_its_cache(model: PreTrainedModel, ours: LLM) -> None:
-    """The second turn computes only new tokens. Its output equals that of one prompt with the whole conversation."""
+    """The second turn computes only new tokens. Its output equals that of the whole conversation as one prompt."""
     given, cache = batch(1), OffloadedCache(ours)
     first = generated(model, given, do_sample=False, past_key_values=cache)
     longer = torch.cat([first, torch.tensor([tiny_prompt(25, seed=5)])], dim=1)
@@ -170,7 +169,7 @@ def test_a_crop_is_limited_by_the_shortest_row(model: PreTrainedModel, ours: LLM
     cache.free()
 
 
-def test_what_cannot_be_is_refused(model: PreTrainedModel, ours: LLM) -> None:
+def test_unsupported_calls_are_refused(model: PreTrainedModel, ours: LLM) -> None:
     given = batch()
     right = {name: value.flip(1) for name, value in given.items()}
     with pytest.raises(InputError, match="offloaded already"), offload(model, host_memory=MEMORY):

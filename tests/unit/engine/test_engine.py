@@ -54,7 +54,7 @@ def test_requests_join_and_leave_mid_decode() -> None:
 
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
-    """The first request gets a token every step while the second prompt is prefilled layer by layer."""
+    """A running request gets a token every step while another prompt is prefilled layer by layer."""
     # The prompt has 200 tokens and the model three layers: one layer per step.
     llm = make_llm(max_num_batched_tokens=66)
     engine = Engine(llm.runner, max_num_seqs=2)
@@ -89,7 +89,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
     assert llm.runner.pool.sequence_bytes == 0
 
 
-def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
+def test_cancelling_frees_everything_in_any_state_of_a_request() -> None:
     llm = make_llm()
     engine = Engine(llm.runner, max_num_seqs=2)
     running = engine.add(tiny_prompt(5), greedy(50))
@@ -124,8 +124,8 @@ def test_closing_a_stream_keeps_its_statistics() -> None:
     assert llm.last_stats is None, "a generate is not the stream before it"
 
 
-def test_statistics_count_what_full_moves() -> None:
-    """With N tokens in context, each layer transfers N - 1 KV entries per step: the newest is on the device."""
+def test_statistics_count_the_transfers_of_full() -> None:
+    """With N tokens in context, each layer copies N - 1 KV entries per step: the newest is on the device."""
     llm = make_llm()
     [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
     stats = completion.stats
@@ -138,8 +138,8 @@ def test_statistics_count_what_full_moves() -> None:
     assert set(stats.to_dict()) >= {"prefill_seconds", "decode_seconds", "peak_device_bytes", "scoring_bytes_device"}
 
 
-def test_generation_runs_for_as_long_as_the_pool_holds() -> None:
-    """Compare 260 tokens across many blocks with transformers: no buffer may have a fixed size."""
+def test_generation_continues_while_the_pool_has_room() -> None:
+    """260 tokens across many blocks equal transformers': no buffer may have a fixed size."""
     model = tiny_model("llama")
     llm = LLM(model, policy="full", host_memory="4MiB")
     [done] = completed(llm.generate(tiny_prompt(3), greedy(260)))
@@ -147,7 +147,7 @@ def test_generation_runs_for_as_long_as_the_pool_holds() -> None:
     assert_greedy(model, tiny_prompt(3), done.token_ids)
 
 
-def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
+def test_bad_prompts_are_refused_before_memory_is_allocated() -> None:
     llm = make_llm()
     with pytest.raises(InputError, match="empty"):
         llm.stream([])
@@ -173,13 +173,10 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["infinigen", "full"])
-def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
+def test_memory_is_allocated_at_admission_and_never_in_a_decode_step(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory must be allocated at admission, as pinning a slab stalls a decode step. Slabs have two blocks here.
-
-    Forked samples, beams and requests that join later are admitted. Some end early, others fill their last block.
-    """
+    """Pinning a slab during decode would delay all requests. Cover forks, beams and requests that join later."""
     fit, activate, admit = ArenaLayout.fit, Arena.activate, Scheduler.admit
     monkeypatch.setattr(
         ArenaLayout, "fit", lambda geometry, dtype, limit, _: fit(geometry, dtype, limit, slab_tokens=2 * BLOCK_SIZE)

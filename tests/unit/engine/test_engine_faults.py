@@ -54,7 +54,7 @@ def tokens(llm: LLM, i: int) -> list[list[int]]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list[list[list[int]]]) -> None:
-    """A random call raises. One exception must fail at most one request."""
+    """A random call raises once."""
     rng, called = random.Random(f"{place} {llm.config.policy} {llm.config.exact}"), 0
     for make_error in rng.sample(ERRORS, 2 if "OFFLOAD_RT_CELLS" in os.environ else 1):
         failed: dict[Request, Exception] = {}
@@ -76,10 +76,10 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list
 
 
 @pytest.mark.parametrize("method", ["on_kv", "reserve", "accept", "stats"])
-def test_only_the_request_that_fails_again_and_again_ends(
+def test_a_request_that_always_fails_ends_alone(
     method: str, llm: LLM, alone: list[list[list[int]]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One request raises from a given length on. In a batched decode step, the engine must find out which one."""
+    """One request raises from a given length on. After a failed batch, the engine must find this request."""
     if method == "on_kv" and llm.config.policy == "full":
         pytest.skip("policy 'full' keeps no state")
     failed: dict[Request, Exception] = {}
@@ -144,7 +144,7 @@ def test_generate_raises_the_error_of_its_request(llm: LLM, alone: list[list[lis
 
 
 async def ask_all(engine: AsyncLLM) -> list[Any]:
-    """Return the tokens or the errors of four requests, two of which are turns of sessions."""
+    """Return the tokens or the errors of four requests, two of them turns of sessions."""
 
     async def answer(prompt: list[int], session: str | None) -> Any:
         params = SamplingParams(max_tokens=7, temperature=0)
@@ -158,7 +158,7 @@ async def ask_all(engine: AsyncLLM) -> list[Any]:
 
 
 async def ask_with_fault(store: Path, place: str, call: int) -> tuple[list[Any], list[Any]]:
-    """Return the answers of a runtime in which a call raises, and of a second attempt."""
+    """Return the results of requests while one call raises, and of a second attempt without a fault."""
     llm = LLM(MODEL, policy="infinigen", policy_options={"recent": 8}, host_memory="8MiB", verify="off")
     async with AsyncLLM(llm, store=store) as engine:
         with fault(llm, place, call, AssertionError("an invariant is broken")):
@@ -176,7 +176,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_other_clients_and_sessions_go_on(place: str, expected: list[Any], tmp_path: Path) -> None:
+def test_other_clients_and_sessions_continue(place: str, expected: list[Any], tmp_path: Path) -> None:
     """A session whose turn failed must be unchanged and answer again."""
     first, again = asyncio.run(ask_with_fault(tmp_path, place, random.Random(place).randrange(4)))
     assert again == expected and sum(isinstance(one, Exception) for one in first) <= 1
@@ -184,7 +184,7 @@ def test_other_clients_and_sessions_go_on(place: str, expected: list[Any], tmp_p
 
 
 def test_an_error_of_an_idle_session_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Sessions past their time to live leave host memory between steps. An error there must fail no request."""
+    """Idle sessions are evicted from host memory between steps, which may raise an error."""
 
     async def run() -> list[int]:
         llm = LLM(MODEL, policy="full", host_memory="8MiB", verify="off")

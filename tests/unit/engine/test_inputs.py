@@ -1,7 +1,6 @@
-"""Test the checks of public arguments.
+"""Test how public functions check their arguments.
 
-Error messages contain the invalid value and the expected one. Tensors, arrays, numpy numbers and a tokenizer's output
-are accepted. `test_fuzz_api.py` passes any value to any argument.
+Error messages contain the invalid value and the expected one. `test_fuzz_api.py` passes any value to any argument.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ IDS = [3, 1, 4, 1]
         BatchEncoding({"input_ids": [[0, 0, *IDS]], "attention_mask": [[0, 0, 1, 1, 1, 1]]}),
     ],
 )
-def test_what_is_one_prompt(prompt: Any) -> None:
+def test_values_that_are_one_prompt(prompt: Any) -> None:
     assert each_prompt(prompt) == [IDS] and one_prompt(prompt) == token_ids(prompt) == IDS
 
 
@@ -90,7 +89,7 @@ def test_what_is_one_prompt(prompt: Any) -> None:
         (range(3), [[0, 1, 2]]),
     ],
 )
-def test_what_are_several_prompts(prompts: Any, expected: Any) -> None:
+def test_values_that_are_several_prompts(prompts: Any, expected: Any) -> None:
     assert each_prompt(prompts) == expected
 
 
@@ -109,7 +108,7 @@ def test_what_are_several_prompts(prompts: Any, expected: Any) -> None:
         ([IDS, 7], "prompt"),
     ],
 )
-def test_what_is_no_prompt(prompt: Any, said: str) -> None:
+def test_values_that_are_not_prompts(prompt: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         each_prompt(prompt)
 
@@ -129,8 +128,8 @@ def test_the_runtime_says_what_it_cannot_read() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 9), st.sampled_from(["head", "tail", "middle"]))
-def test_what_is_too_long_is_shortened_as_was_said(ids: list[int], room: int, truncate: str) -> None:
-    """`head`, `tail` and `middle` name the part that is removed. A text that fits is not changed."""
+def test_truncation_removes_the_chosen_part(ids: list[int], room: int, truncate: str) -> None:
+    """`head`, `tail` and `middle` name the removed part. A text that fits is not changed."""
     kept = shortened(ids, room, truncate, "it")
     if len(ids) <= room:
         assert kept == ids == shortened(ids, room, None, "it")
@@ -195,15 +194,15 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Sessio
         yield llm, session
 
 
-def test_half_of_a_character_is_no_text() -> None:
-    """Programs that cut texts leave lone surrogates. The tokenizer raised its own TypeError for them."""
+def test_lone_surrogates_are_refused() -> None:
+    """A text cut within a character may contain a lone surrogate. The tokenizer would raise a TypeError."""
     with pytest.raises(InputError, match=r"unpaired surrogate at character 2 \('.ud83d'\)"):
         encode_rendered(AutoTokenizer.from_pretrained(find_source("reference").name_or_path), "hi\ud83d")
 
 
 @pytest.mark.parametrize("token", [-1, 97, 2**40, 2**70])
 def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
-    """A tokenizer's `decode` overflows on some of these."""
+    """The tokenizer's `decode` would overflow on some of these ids."""
     llm = LLM("reference", host_memory="16MiB", policy="full")
     beyond = token if token != 97 else llm.geometry.vocab
     for call in (llm.generate, llm.stream, llm.encode):

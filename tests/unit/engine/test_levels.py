@@ -28,7 +28,7 @@ def reference(folder: str) -> PreTrainedModel:
 
 
 def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[int]:
-    """Return greedy tokens after PROMPT. C code computes everything that it supports."""
+    """Return the greedy tokens after PROMPT, with C code for all supported operations."""
     own = getattr(torch, dtype)
     row = torch.empty(1, 32, dtype=own)
     if None in (causal_cpu.library_for(row), decode_attention.library(32, own), dense.library(own)):
@@ -46,8 +46,8 @@ def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[
     return list(output.outputs[0].token_ids)
 
 
-def test_code_is_that_of_the_level(level: str) -> None:
-    """Otherwise a test at this level would run the code of an earlier test's level."""
+def test_libraries_of_the_level_are_loaded(level: str) -> None:
+    """No library of another test's level may be loaded."""
     row = torch.empty(1, 32)
     loaded = [
         causal_cpu.library_for(row),
@@ -67,7 +67,7 @@ def test_float32_gives_greedy_tokens(threads: int, level: str, checkpoint: str) 
 
 
 def test_bfloat16_gives_likely_tokens(level: str, checkpoint: str) -> None:
-    """Rounding decides between nearly equal logits, so each chosen logit may be 2 % of the range below the largest."""
+    """Rounding may swap nearly equal logits, so a chosen logit may be 2 % of the logits' range below the largest."""
     tokens = generated(checkpoint, level, "bfloat16", 2)
     model = reference(checkpoint)
     logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]

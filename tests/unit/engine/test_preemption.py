@@ -1,6 +1,6 @@
-"""Test that preempted requests give the same tokens, restored from disk with their KV and state or recomputed.
+"""Test that preempted requests generate the same tokens.
 
-A request is recomputed if that is cheaper or if the disk fails.
+KV and state are restored from disk, or recomputed if that is faster or the disk fails.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PARAMS = [greedy(20), SamplingParams(max_tokens=16, seed=3), greedy(14)]
 
 
 def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
-    """Create a pool that holds all prompts with their shared block, but not all answers.
+    """Create a runtime whose pool holds all prompts, but not all answers.
 
-    `worth` makes the disk count as infinitely fast, otherwise as very slow.
+    With `worth`, the disk counts as infinitely fast, otherwise as very slow.
     """
     llm = make(**({"blocks": 6} | options))
     swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
@@ -82,7 +82,7 @@ ROOMY: dict[str, list[list[int]]] = {}
     ],
     ids=["full in place", "infinigen staged", "int4 in place", "tail staged", "quest in place"],
 )
-def test_what_comes_back_from_disk_goes_on_as_if_nothing_had_been(
+def test_restored_requests_continue_unchanged(
     tmp_path: Path, policy: str, options: dict[str, Any], staged: bool
 ) -> None:
     llm, swap = tight(tmp_path, policy=policy, policy_options=options, staged=staged)
@@ -92,21 +92,21 @@ def test_what_comes_back_from_disk_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
-def test_what_is_cheaper_computed_again_is_not_written(tmp_path: Path, policy: str) -> None:
+def test_kv_that_is_cheaper_to_recompute_is_not_written(tmp_path: Path, policy: str) -> None:
     llm, swap = tight(tmp_path, worth=False, policy=policy)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy) and scheduler.restored == 0
 
 
 @pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "int8"), ("infinigen", "int4")])
-def test_rounded_rows_are_computed_again(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
+def test_quantised_kv_is_recomputed(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
     memory = 5 * make(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.block_bytes
     llm, swap = tight(tmp_path, policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy, kv_cache_dtype=kv_cache_dtype) and scheduler.restored == 0
 
 
-def test_a_state_that_is_not_made_from_keys_alone_is_computed_again(tmp_path: Path) -> None:
+def test_a_state_that_depends_on_queries_is_recomputed(tmp_path: Path) -> None:
     llm, swap = tight(tmp_path, policy="h2o")
     runner = llm.runner
     sequence = runner.new_sequence([*PROMPTS[0], 5], len(PROMPTS[0]) + 1)
@@ -116,7 +116,7 @@ def test_a_state_that_is_not_made_from_keys_alone_is_computed_again(tmp_path: Pa
     runner.free(sequence)
 
 
-def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_leads_to_recomputation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, swap = tight(tmp_path)
     swap_in = swap.swap_in
 
@@ -131,7 +131,7 @@ def test_a_damaged_file_means_computing_again(tmp_path: Path, monkeypatch: pytes
     assert tokens == roomy() and scheduler.restored == 0
 
 
-def test_a_full_disk_means_computing_again(tmp_path: Path) -> None:
+def test_a_full_disk_leads_to_recomputation(tmp_path: Path) -> None:
     llm, swap = tight(tmp_path, limit=2 * make().runner.pool.block_bytes - 1)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy() and scheduler.restored < scheduler.preemptions
@@ -150,7 +150,7 @@ def test_a_failed_snapshot_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: p
 
 
 def hybrid(folder: Path) -> tuple[Swap, Sequence]:
-    """Return a swap folder, and a sequence of a hybrid model that is worth swapping."""
+    """Return a swap folder and a sequence of a hybrid model for which swapping is faster than computing."""
     runner = LLM(architecture("qwen3_5"), policy="full", host_memory="8MiB", verify="off").runner
     swap = Swap(runner, folder)
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
@@ -234,8 +234,8 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
         runner.free(sequence)
 
 
-def test_a_swap_file_has_no_name_at_any_moment(tmp_path: Path) -> None:
-    """An unnamed file cannot outlive the process. Files of the user are kept."""
+def test_a_swap_file_never_has_a_name(tmp_path: Path) -> None:
+    """The system deletes an unnamed file when the process ends. Files of the user are kept."""
     (tmp_path / "notes.kv").write_text("the user's own")
     llm, swap = tight(tmp_path)
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
@@ -259,8 +259,8 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
     assert swapped
 
 
-def test_policies_over_one_model_swap_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each policy uses its own folder until it is closed."""
+def test_policies_of_one_model_have_separate_swap_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each policy uses its own folder until the runtime is closed."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     first = make(blocks=6, swap=tmp_path)
     for _ in range(2):
@@ -272,7 +272,7 @@ def test_policies_over_one_model_swap_beside_each_other(tmp_path: Path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == [FOLDER, "under-1"]
 
 
-def test_the_youngest_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_youngest_request_is_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preempt, choices = Scheduler.preempt, []
 
     def noted(self: Scheduler, request: Request) -> None:
@@ -286,8 +286,8 @@ def test_the_youngest_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(choice[-1] for choice in choices)
 
 
-def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
-    """KV of decoded tokens depends on the policy's selection, so no other sequence may find it by its tokens."""
+def test_decoded_kv_is_not_shared_between_sequences(tmp_path: Path) -> None:
+    """KV of decoded tokens depends on the policy's selection, so other sequences with these tokens must not find it."""
     llm, swap = tight(tmp_path, blocks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
     sequence = llm.runner.new_sequence(PROMPTS[0], len(PROMPTS[0]) + BLOCK_SIZE)
     llm.runner.prefill(sequence, len(PROMPTS[0]))
@@ -302,7 +302,7 @@ def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", [BLOCK_SIZE + 10, BLOCK_SIZE + 11, BLOCK_SIZE + 12])
 def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position: int) -> None:
-    """The block table keeps a block of sliding layers until the next step. A restored table has no such block."""
+    """The block table keeps a block of sliding layers until the next step. A restored table must not contain it."""
     model = architecture("gemma3", dtype=torch.float32)
     with LLM(
         model, policy="full", dtype="float32", host_memory="4MiB", verify="off", enable_prefix_caching=False

@@ -1,4 +1,4 @@
-"""Test sampling with transformers' processors, seeds, stop strings, and text without incomplete characters."""
+"""Test sampling against transformers' logits processors, seeds, stop strings, and text of incomplete characters."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     ids=str,
 )
 def test_sampled_tokens_follow_the_filtered_distribution(options: dict[str, float]) -> None:
-    """Tokens outside transformers' filtered distribution are never drawn.
-
-    Frequencies in 2,000 draws agree with it within five standard errors.
-    """
+    """Frequencies in 2,000 draws agree with transformers' filtered distribution within five standard errors."""
     model = tiny_model("llama")
     prompt = tiny_prompt(5)
     out = model.generate(
@@ -67,7 +64,7 @@ def test_sampled_tokens_follow_the_filtered_distribution(options: dict[str, floa
     assert ((counts / 2000 - expected).abs() <= 5 * error + 1e-3).all()
 
 
-def test_the_same_seed_gives_the_same_text_whatever_is_beside_it() -> None:
+def test_the_same_seed_gives_the_same_text_in_any_batch() -> None:
     llm = LLM(tiny_model("llama", dtype=torch.float32), policy="full", host_memory="8MiB", dtype="float32")
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
     alone = completed(llm.generate([tiny_prompt(9)], params))[0].token_ids
@@ -109,7 +106,7 @@ def test_streamed_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokeniz
 def llama_tokenizer() -> PreTrainedTokenizerFast:
     """Create a tokenizer like Llama 2's.
 
-    Spaces are part of tokens, bytes are the fallback, and the leading space of a decoded text is stripped.
+    Spaces are part of tokens, unknown characters become bytes, and decoding strips the leading space.
     """
     tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -127,7 +124,7 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def metaspace_tokenizer(llama_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Create the same tokenizer with the non-legacy decoder, which strips the space of the first token."""
+    """Create the same tokenizer with the newer decoder, which strips the space of the first token."""
     tokenizer = Tokenizer.from_str(llama_tokenizer.backend_tokenizer.to_str())
     steps = [decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -136,13 +133,13 @@ def metaspace_tokenizer(llama_tokenizer: PreTrainedTokenizerFast) -> PreTrainedT
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_prompt_and_streamed_text_are_the_decoded_whole(
+def test_prompt_and_streamed_text_add_up_to_the_decoded_text(
     llama_tokenizer: PreTrainedTokenizerFast,
     metaspace_tokenizer: PreTrainedTokenizerFast,
     tokenizer: PreTrainedTokenizerBase,
     data: st.DataObject,
 ) -> None:
-    """The prompt may end before a space, after special tokens, or inside a character."""
+    """The prompt may end before a space, after special tokens, or within a character."""
     used = data.draw(st.sampled_from([llama_tokenizer, metaspace_tokenizer, tokenizer]))
     words = st.sampled_from(["the", "arrow", " ", "é", "\N{SNOWMAN}\N{GRINNING FACE}", "<s>", "</s>", "\n"])
     text = data.draw(st.sampled_from(["", " "])).join(data.draw(st.lists(words, min_size=1, max_size=12)))
@@ -156,7 +153,7 @@ def test_prompt_and_streamed_text_are_the_decoded_whole(
 
 
 class CountingTokenizer:
-    """Record the number of tokens in each call of `decode`."""
+    """Tokenizer that records the number of tokens in each call of `decode`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -169,10 +166,10 @@ class CountingTokenizer:
 
 @pytest.mark.parametrize("token", ["</s>", "<0x80>", "<0xE2>", "▁"])
 @pytest.mark.parametrize("before", [[], ["</s>"] * 500, ["<0x80>"] * 500, ["▁", "t"]])
-def test_a_token_is_decoded_with_few_others(
+def test_decoding_a_token_reads_few_earlier_tokens(
     llama_tokenizer: PreTrainedTokenizerFast, before: list[str], token: str
 ) -> None:
-    """Test also after special tokens, which have no text, and bytes that never complete a character."""
+    """Cover special tokens, which have no text, and bytes that never complete a character."""
     counting: Any = CountingTokenizer(llama_tokenizer)
     prompt = llama_tokenizer.convert_tokens_to_ids(before)
     stream = TextStream(counting, (), prompt=prompt)
@@ -205,7 +202,7 @@ def test_stop_strings_may_begin_with_a_space(llama_tokenizer: PreTrainedTokenize
     text=st.text(alphabet="ab ", max_size=40),
     stop=st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_nothing_of_a_stop_string_is_ever_shown(tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str]) -> None:
+def test_no_part_of_a_stop_string_is_shown(tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str]) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     stream, shown = TextStream(tokenizer, stop), ""
     for token in ids:
@@ -223,8 +220,8 @@ def test_nothing_of_a_stop_string_is_ever_shown(tokenizer: PreTrainedTokenizerBa
         assert shown == whole
 
 
-def test_each_of_n_completions_has_a_seed_of_its_own() -> None:
-    """The first completion uses the request's seed. Eight draws from 500 equal logits never agree by chance."""
+def test_each_of_n_completions_has_its_own_seed() -> None:
+    """Eight draws from 500 equal logits never agree by chance."""
     params, even = SamplingParams(seed=3, n=3), torch.zeros(500)
     drawn = []
     for sampler in (Sampler(params), *(Sampler(params, sample) for sample in range(3))):
@@ -234,8 +231,9 @@ def test_each_of_n_completions_has_a_seed_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_random_numbers_depend_on_the_absolute_position_alone() -> None:
-    """Continuing a text with another request gives the text of one request. Counts of pairs are those of independent
-    draws, also for neighbouring seeds."""
+    """A text continued by a second request equals the text of one request. Draws of neighbouring positions and seeds
+    are independent.
+    """
     even = torch.zeros(500)
     sampler = Sampler(SamplingParams(seed=3))
     assert sampler.pick(even, [1] * 9) == sampler.pick(even, [1] * 9) == sampler.pick(even, [2] * 4, shift=5)

@@ -1,4 +1,4 @@
-"""Test `SamplingParams` against transformers' `generate` and against explicit formulas."""
+"""Test `SamplingParams` against transformers' `generate` and explicit formulas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEAMS = {"num_beams": 2, "temperature": 0}
 
 @cache
 def runtime(exact: str | None = None) -> LLM:
-    """Return a two-layer float32 runtime. With `exact`, its policy drafts poorly, which must not change the tokens."""
+    """Return a two-layer float32 runtime. With `exact`, many of its drafts are rejected."""
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     options: dict[str, Any] = {"policy": "full"}
     if exact is not None:
@@ -53,7 +53,7 @@ def theirs(tokens: int = 16, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("exact", [None, "sparse", "lookup"])
-def test_constraints_are_transformers_own_also_of_drafts(exact: str | None) -> None:
+def test_constraints_equal_transformers_with_and_without_drafts(exact: str | None) -> None:
     free = theirs()
     assert ask(exact).token_ids == free
     most = Counter(free).most_common(1)[0][0]
@@ -67,8 +67,8 @@ def test_constraints_are_transformers_own_also_of_drafts(exact: str | None) -> N
 
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
-def test_penalties_are_of_what_was_written(exact: str | None) -> None:
-    """Recompute tokens from transformers' logits. The presence penalty counts once, and prompt tokens do not count."""
+def test_penalties_apply_to_generated_tokens(exact: str | None) -> None:
+    """Tokens equal those computed from transformers' logits. Prompt tokens are not penalised."""
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     few = sorted({*PROMPT[:4], 3, 4})
 
@@ -90,7 +90,7 @@ def test_penalties_are_of_what_was_written(exact: str | None) -> None:
 
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
-def test_logprobs_are_the_models_before_any_filter(exact: str | None) -> None:
+def test_logprobs_are_computed_before_any_filter(exact: str | None) -> None:
     done = ask(exact, logprobs=3, logit_bias={9: 30.0}, max_tokens=5)
     assert done.token_ids == [9] * 5 and done.logprobs is not None
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
@@ -108,8 +108,8 @@ def test_logprobs_are_the_models_before_any_filter(exact: str | None) -> None:
     assert ask(exact).logprobs is None and ask(exact).cumulative_logprob is None
 
 
-def test_prompt_logprobs_are_of_every_token_also_of_those_known() -> None:
-    """The second request finds the prompt in the prefix tree. The answer equals that without `prompt_logprobs`."""
+def test_prompt_logprobs_include_cached_tokens() -> None:
+    """The second request must not skip tokens that the prefix cache contains."""
     llm, prompt = runtime(), tiny_prompt(200, seed=4)
     params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2)
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
@@ -128,7 +128,7 @@ def test_prompt_logprobs_are_of_every_token_also_of_those_known() -> None:
     llm.runner.check_integrity()
 
 
-def test_a_stop_token_ends_an_answer_after_the_least_tokens() -> None:
+def test_a_stop_token_ends_an_answer_after_min_tokens() -> None:
     free = theirs()
     done = ask(stop_token_ids=[free[3], 1])
     assert (done.token_ids, done.finish_reason, done.stop_reason) == (free[: free.index(free[3]) + 1], "stop", free[3])
@@ -147,7 +147,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return loaded
 
 
-def test_stop_strings_are_kept_or_late_where_that_is_asked_for(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_stop_strings_are_kept_or_delayed_if_requested(tokenizer: PreTrainedTokenizerBase) -> None:
     text = "It was a dark and stormy night"
     ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
@@ -166,7 +166,7 @@ def test_stop_strings_are_kept_or_late_where_that_is_asked_for(tokenizer: PreTra
     assert shown(["dark"], late=len(ids)) == (whole, None)
 
 
-def test_bad_words_are_never_written(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_bad_words_are_never_generated(tokenizer: PreTrainedTokenizerBase) -> None:
     """The likeliest token would complete the word, with or without a leading space."""
     vocab, word = len(tokenizer), "night"
     for spelled in (word, f" {word}"):
@@ -178,8 +178,8 @@ def test_bad_words_are_never_written(tokenizer: PreTrainedTokenizerBase) -> None
         assert Sampler(params, 0, (), tokenizer).pick(logits, [1, *ids[:-1]]) != ids[-1]
 
 
-class Remembers(LogitsProcessor):
-    """Force consecutive token ids, one per call, starting at 10. Raise an error after `most`."""
+class CountingProcessor(LogitsProcessor):
+    """Force consecutive token ids, one per call, from 10 to `most`. Then raise an error."""
 
     def __init__(self, most: int = 99) -> None:
         self.next, self.most = 10, most
@@ -193,15 +193,15 @@ class Remembers(LogitsProcessor):
 
 
 @pytest.mark.parametrize("exact", [None, "sparse", "lookup"])
-def test_a_callers_processor_is_asked_once_a_token(exact: str | None) -> None:
-    assert ask(exact, logits_processors=[Remembers()]).token_ids == list(range(10, 26))
+def test_a_logits_processor_is_called_once_per_token(exact: str | None) -> None:
+    assert ask(exact, logits_processors=[CountingProcessor()]).token_ids == list(range(10, 26))
 
 
 def test_a_processor_that_raises_ends_its_own_request() -> None:
     failed: list[Exception] = []
     llm = runtime()
     engine = Engine(llm.runner, max_num_seqs=4, on_failure=lambda _, error: failed.append(error))
-    wild = engine.add(PROMPT, SamplingParams(max_tokens=16, temperature=0, logits_processors=[Remembers(13)]))
+    wild = engine.add(PROMPT, SamplingParams(max_tokens=16, temperature=0, logits_processors=[CountingProcessor(13)]))
     none = engine.add(PROMPT, SamplingParams(logits_processors=[lambda _, scores: scores - torch.inf]))
     calm = engine.add(PROMPT, SamplingParams(max_tokens=16, temperature=0))
     while not engine.idle:
@@ -213,13 +213,13 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
     assert calm.completions()[0].token_ids == theirs() and wild.completions()[0].token_ids == [10, 11, 12]
     assert llm.runner.pool.sequence_bytes == 0
     with pytest.raises(EngineError, match="no more numbers"):
-        llm.generate(PROMPT, SamplingParams(logits_processors=[Remembers(10)]))
+        llm.generate(PROMPT, SamplingParams(logits_processors=[CountingProcessor(10)]))
 
 
 @pytest.mark.parametrize(
     "options", [{"policy": "full"}, {}, {"policy_options": {"preset": "rows"}}, {"exact": "sparse"}]
 )
-def test_a_text_in_which_the_model_overflows_ends_alone(options: dict[str, Any]) -> None:
+def test_a_text_with_nan_logits_fails_alone(options: dict[str, Any]) -> None:
     """A token with a NaN embedding is in the prompt of one request and in the answer of another."""
     model, failed = tiny_model("llama", **NEVER_ENDS), list[Exception]()
     llm = LLM(model, host_memory="8MiB", **options)
@@ -245,7 +245,7 @@ def test_a_text_in_which_the_model_overflows_ends_alone(options: dict[str, Any])
         ({"bad_words": ["no"]}, "need a tokenizer"),
     ],
 )
-def test_what_the_model_has_not_is_refused(params: dict[str, Any], message: str) -> None:
+def test_parameters_beyond_the_model_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ask(**params)
 
@@ -381,7 +381,7 @@ def test_beams_return_no_token_that_is_forbidden(allowed: list[int], length_pena
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_beam_that_only_forbidden_tokens_continue_is_no_answer(beams: int) -> None:
+def test_a_beam_with_only_forbidden_continuations_is_dropped(beams: int) -> None:
     def only_once(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores if ids.shape[1] == 20 else torch.where(scores == scores.max(), 0.0, -torch.inf)
 

@@ -1,4 +1,4 @@
-"""Test how the engine measures up to which length full attention is as fast as token selection."""
+"""Test how the engine measures up to which context length full attention is as fast as token selection."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_the_crossing_follows_from_two_lengths(
 
 
 def fake_clock(durations: list[float]) -> Callable[[], float]:
-    """Return a clock that measures `durations`, one after the other. Each is the difference of two readings."""
+    """Return a clock whose successive pairs of readings differ by `durations`."""
     readings: Iterator[float] = iter([reading for duration in durations for reading in (0.0, duration)])
     return lambda: next(readings)
 
 
 def test_the_time_of_a_layer_is_its_fastest_repeat() -> None:
-    """Each repeat runs two layers with full attention, then with selection. The first repeat is not counted."""
+    """Each repeat runs two layers with full attention, then with selection. The first repeat is a warm-up."""
     repeats = [[1, 1, 1, 1], [5, 60, 3, 3], [70, 5, 40, 2], [6, 7, 30, 30]]
     clock = fake_clock([float(each) for repeat in repeats for each in repeat])
     full, selecting = layer_seconds(AutoOptions(), synthetic(2), torch.float32, 256, clock)
@@ -73,7 +73,6 @@ def test_the_time_of_a_layer_is_its_fastest_repeat() -> None:
     ],
 )
 def test_steps_with_selection_attend_to_fewer_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two measured steps differ as "full" and "infinigen" do."""
     shares = []
 
     class Observed(selection_cost.Runner):
@@ -97,7 +96,7 @@ def test_measuring_does_not_change_random_numbers(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
-    """Return the list of measurements. They are replaced by the result 1,024, in an empty cache folder."""
+    """Use an empty cache folder, and replace measurements by the result 1,024. Return the list of measurements."""
     calls: list[object] = []
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     monkeypatch.setattr(selection_cost, "_measure", lambda *inputs: calls.append(inputs) or 1024)
@@ -105,7 +104,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
 
 
 def test_a_processor_is_measured_once(measured: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the result depends on has its own entry in the cache."""
+    """Everything that affects the result is part of the cache key."""
     options = AutoOptions()
     for _ in range(2):
         assert measured_dense_until(options, GEOMETRY, torch.float32) == 1024
@@ -161,7 +160,7 @@ def test_all_processes_use_the_first_value(
 def test_a_policy_beside_an_engine_is_measured_between_its_steps(
     measured: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the steps of the engine would distort the measured times, which are stored for all later processes."""
+    """Steps of the engine would distort the measured times, which later processes reuse."""
     llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full", verify="off")
     entered: list[bool] = []
 

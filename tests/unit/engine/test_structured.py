@@ -75,7 +75,7 @@ def test_every_answer_has_the_structure_and_ends(structure: dict[str, Any]) -> N
     assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
 
 
-def test_many_answers_at_once_keep_to_themselves() -> None:
+def test_concurrent_answers_follow_their_own_structures() -> None:
     """Forked completions run beside requests without a structure and one with an invalid structure."""
 
     async def run() -> list[Any]:
@@ -103,13 +103,13 @@ def test_many_answers_at_once_keep_to_themselves() -> None:
     [{}, {"json": SCHEMA, "regex": "a"}, {"choice": []}, {"choice": [3]}, {"json": "{"}, {"json": [1]}, {"regex": 3}],
     ids=str,
 )
-def test_what_is_no_structure_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_structures_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         StructuredOutputs(**wrong)
 
 
 def chain(length: int, **base: str) -> dict[str, Any]:
-    """Return a schema whose definitions form a chain of `length` references."""
+    """Return a JSON schema with `length` definitions, each of which refers to the next one."""
     ref = "x/" if base else ""
     links = {
         f"d{i}": {"type": "object", "properties": {"a": {"$ref": ref or f"#/$defs/d{i + 1}"}}} | base
@@ -128,7 +128,7 @@ def chain(length: int, **base: str) -> dict[str, Any]:
         ({"choice": ["a" * 1000 + str(i) for i in range(300)]}, "bytes"),
     ],
 )
-def test_what_could_overflow_the_stack_is_refused(structure: dict[str, Any], says: str) -> None:
+def test_structures_that_could_overflow_the_stack_are_refused(structure: dict[str, Any], says: str) -> None:
     """Without the limits, some of these structures crash the process."""
     with pytest.raises(InputError, match=says):
         ask(**structure)
@@ -142,7 +142,7 @@ def test_large_structures_within_the_limits_are_followed() -> None:
     assert found.allowed().any()
 
 
-def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_structures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="are invalid"):
         ask(json={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})
     with pytest.raises(InputError, match="are invalid"):
@@ -156,8 +156,8 @@ def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
-def test_an_answer_that_cannot_go_on_is_an_error_of_its_own(exact: str | None) -> None:
-    """With `exact`, the draft meets the error first."""
+def test_an_answer_without_allowed_tokens_is_an_error(exact: str | None) -> None:
+    """With `exact`, the error already occurs while drafting."""
     llm = runtime(exact)
     [a] = llm.encode("a", special_tokens=False)
     asked = SamplingParams(temperature=0, allowed_token_ids=[a], structured_outputs=StructuredOutputs(regex="aaaab"))
@@ -171,8 +171,8 @@ def test_a_schema_may_be_text() -> None:
     assert StructuredOutputs(json=json.dumps(SCHEMA)) == StructuredOutputs(json=SCHEMA)
 
 
-def test_a_structure_is_understood_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated requests and their completions share one token table."""
+def test_the_token_table_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests share one token table of the tokenizer."""
     understood: list[str] = []
     table = guided_decoding._tokenizer_table
 

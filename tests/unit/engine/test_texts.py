@@ -1,4 +1,4 @@
-"""Test reading texts by name: plain files, tables and data sets from `datasets`, and errors for unreadable ones."""
+"""Test reading texts from plain files, tables and data sets of `datasets`, and errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [{"text": "One.", "id": 1}, {"text": "Two.\n", "id": 2}, {"text": " ", "i
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Write the same rows as JSON lines, CSV and Parquet. Return the paths by format."""
+    """Write the same rows as JSON lines, CSV and Parquet. Return the path for each format."""
     pyarrow, csv, parquet = (pytest.importorskip(f"pyarrow{name}") for name in ("", ".csv", ".parquet"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = pyarrow.Table.from_pylist(ROWS)
@@ -108,7 +108,7 @@ def test_a_long_data_set_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_text("a:b") == "12345\n" * 4
 
 
-def test_nothing_to_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_texts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: [])
     with pytest.raises(InputError, match="'a:b' has no rows"):
@@ -127,7 +127,7 @@ def test_a_minus_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_text("-") == "One.\n\nTwo."
 
 
-def test_what_cannot_be_written_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_output_is_reported_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_writable(None)
     check_writable(str(tmp_path / "new.json"))
     with pytest.raises(InputError, match="there is no folder"):

@@ -11,7 +11,7 @@ from offload_rt.engine.thread_choice import ThreadChoice
 
 
 def run(choice: ThreadChoice, steps: int, several: float, one: float, noise: float = 0.1) -> list[bool]:
-    """Run steps that take `several` or `one` seconds. Return for each whether it used several threads."""
+    """Run steps that take `several` or `one` seconds. Return for each step whether it used several threads."""
     rng, modes = random.Random(1), []
     for _ in range(steps):
         mode = choice._several ^ (choice._trying > 0)
@@ -28,13 +28,13 @@ def test_the_faster_mode_is_kept() -> None:
 
 
 def test_several_threads_must_be_clearly_faster() -> None:
-    """Several threads vary more, and use more processor time."""
+    """Times with several threads vary more, and cost more processor time."""
     choice = ThreadChoice()
     assert sum(run(choice, 1000, several=0.049, one=0.05)) < 60
 
 
 def test_a_mode_with_slow_steps_now_and_then_is_not_kept() -> None:
-    """Two of three steps of several threads are faster than one thread's, but their mean is slower."""
+    """Two of three steps are faster with several threads, but their mean is slower."""
     choice, used = ThreadChoice(), 0
     for step in range(1000):
         mode = choice._several ^ (choice._trying > 0)
@@ -50,7 +50,7 @@ def test_the_first_step_of_a_batch_size_does_not_count() -> None:
 
 
 def test_a_busy_machine_is_noticed() -> None:
-    """Another process starts, and ends later."""
+    """Several threads become slower while another process runs."""
     choice = ThreadChoice()
     run(choice, 600, several=0.03, one=0.05)
     assert sum(run(choice, 100, several=0.15, one=0.05)) < 40
@@ -58,7 +58,7 @@ def test_a_busy_machine_is_noticed() -> None:
     assert sum(run(choice, 600, several=0.03, one=0.05)[300:]) > 280
 
 
-def test_another_batch_is_measured_anew() -> None:
+def test_another_batch_size_is_measured_separately() -> None:
     choice = ThreadChoice()
     run(choice, 200, several=0.15, one=0.05)
     assert not choice._several
@@ -67,7 +67,7 @@ def test_another_batch_is_measured_anew() -> None:
     assert choice._several and choice._interval <= thread_choice.SHORTEST_INTERVAL
 
 
-def test_a_device_is_left_alone() -> None:
+def test_a_device_is_not_measured() -> None:
     choice, before = ThreadChoice(), torch.get_num_threads()
     torch.set_num_threads(2)  # a step on a CPU would set one thread
     try:

@@ -1,4 +1,4 @@
-"""Test threads that share a runtime and take turns on it step by step. Each gets the tokens that it gets alone.
+"""Test threads that share a runtime step by step. Each gets the tokens that it gets alone.
 
 `adversary/interleavings.py` runs random requests on engines that share a pool.
 """
@@ -34,7 +34,7 @@ def make_llm(**options: Any) -> LLM:
 
 
 def work(llm: LLM, folder: Path, number: int) -> list[Any]:
-    """Make every kind of call. The results depend on `number` alone."""
+    """Make every kind of call. The results depend only on `number`."""
     prompts = [tiny_prompt(90 + 7 * number + i, seed=10 * number + i) for i in range(2)]
     found: list[Any] = [completion.token_ids for completion in completed(llm.generate(prompts, SHORT))]
     found.append([event.token_id for event in llm.stream(prompts[1], SHORT)])
@@ -61,8 +61,8 @@ def test_threads_get_the_tokens_that_they_would_get_alone(
     llm.runner.check_integrity()
 
 
-def test_threads_wait_for_the_room_that_others_free() -> None:
-    """The pool has four blocks, each request needs three. Requests without memory are preempted and finish later."""
+def test_threads_wait_for_memory_that_others_free() -> None:
+    """The pool has four blocks, and each request needs three. Preempted requests finish later."""
     params, prompts = SamplingParams(max_tokens=40, temperature=0), [tiny_prompt(100, seed=i) for i in range(3)]
     expected = [output.outputs[0].token_ids for output in tight(40).generate(prompts, params)]
     llm = tight(4)
@@ -73,8 +73,8 @@ def test_threads_wait_for_the_room_that_others_free() -> None:
     assert llm.runner.pool.sequence_bytes == 0
 
 
-def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused stream keeps its KV. For lack of memory, its own thread fails at once, another one after `PATIENCE`."""
+def test_no_thread_waits_long_for_a_paused_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paused stream keeps its KV. Its own thread fails at once, other threads after `PATIENCE`."""
     llm = tight(3)
     stream = llm.stream(tiny_prompt(100), SHORT)
     next(stream)
@@ -88,13 +88,12 @@ def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def tight(blocks: int) -> LLM:
-    """Create a runtime with a pool of `blocks` blocks."""
     model = tiny_model("llama", num_hidden_layers=2)
     return LLM(model, policy="full", host_memory=blocks * 2 * 2 * 2 * 32 * BLOCK_SIZE * 4, verify="off")
 
 
 def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
-    """In the child, every call that computes or writes raises. The parent's state does not change."""
+    """In the child process, every call that computes or writes raises. The parent is not affected."""
     llm, prompt = make_llm(policy="full"), tiny_prompt(70)
     session = llm.session("s", tmp_path)
     first = [event.token_id for event in session.send(prompt, SHORT)]
@@ -132,7 +131,7 @@ def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool has four blocks and each of two requests needs three. The younger one is preempted."""
+    """The pool has four blocks, and each of two requests needs three. The younger one is preempted."""
     monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
     llm, params = tight(4), SamplingParams(max_tokens=40, temperature=0)
     older, younger = engines = [Engine(llm.runner, max_num_seqs=2) for _ in range(2)]
@@ -146,7 +145,7 @@ def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.Monke
 
 
 def test_beam_searches_of_two_threads_end_in_a_tight_pool() -> None:
-    """Each search fits alone. Both used to preempt themselves and restart forever."""
+    """Regression test: both searches, each of which fits alone, preempted themselves and restarted forever."""
     model, params = architecture("gemma3"), SamplingParams(max_tokens=12, temperature=0, num_beams=3)
     prompts = [[token % 90 + 1 for token in tiny_prompt(count, seed=count)] for count in (63, 64)]
     llm = LLM(model, policy="full", host_memory=27 * 12_288, verify="off")

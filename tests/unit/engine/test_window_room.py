@@ -1,7 +1,7 @@
-"""Test that sequences of sliding-window models fit after cached tokens in a pool that has room for them alone.
+"""Test that a sequence with sliding windows fits into a pool after a cached prefix if it fits alone.
 
-A prefill needs the windows at both of its ends. Here, 64 tokens are prefilled after a prefix with two blocks of sliding
-layers, and all tokens only with three. The pool has two.
+A prefill needs the windows of its first and last token. The pool has two blocks of sliding layers. Prefilling all new
+tokens at once would need three, so the prefill must be split.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREFIX = 2 * BLOCK_SIZE + 2
 
 
 def make(tokens: int | None = None, spare: int = 0) -> LLM:
-    """Create a runtime. Its pool has blocks for a sequence of `tokens` tokens, and for `spare` further ones to grow."""
+    """Create a runtime whose pool has blocks for `tokens` tokens and `spare` more blocks."""
     options: dict[str, Any] = {"policy": "full", "dtype": "float32", "verify": "off"}
     model = architecture("gemma3", dtype=torch.float32)
     llm = LLM(model, host_memory="4MiB", **options)
@@ -77,7 +77,7 @@ def test_a_score_fits_after_a_cached_prefix() -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_turn_fits_after_its_session(restarts: bool, tmp_path: Path) -> None:
-    """The first turn ends in the middle of a block. The second turn continues in memory, or after a restart."""
+    """The first turn ends within a block. The second turn continues in memory or after a restart."""
 
     def answer(llm: LLM, prompt: list[int]) -> list[int]:
         session = llm.session("talk", tmp_path / str(llm.runner.pool.block_count))
@@ -97,7 +97,7 @@ def test_a_turn_fits_after_its_session(restarts: bool, tmp_path: Path) -> None:
 
 
 def test_a_swapped_sequence_fits_after_a_cached_prefix(tmp_path: Path) -> None:
-    """It needs only its own windows, not those at the end of the prefix."""
+    """The sequence needs only its own windows, not those at the end of the prefix."""
     llm = make(len(PROMPT) + 1)
     swap = Swap(llm.runner, tmp_path)
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
@@ -135,7 +135,7 @@ def test_a_failed_score_frees_its_sequence(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("window", [1, 2, 12, 63, 64, 65, 66, 128, 129, 200])
 def test_parts_of_a_prefill_need_no_more_blocks_than_a_window(window: int) -> None:
-    """The shortest parts, one after the other, compute all tokens. None needs more than `window_blocks`."""
+    """The shortest parts compute all tokens in order, and each needs at most `window_blocks` blocks."""
     groups = LayerGroups(1, (0, 1), (0, 0), 1, window)
     for start in range(0, 330, 3):
         position, stop = start, 700
@@ -155,7 +155,7 @@ def test_a_prefill_without_sliding_windows_has_one_part(start: int) -> None:
 
 @pytest.mark.parametrize("start", [64_000, 64_001, 64_100])
 def test_a_long_prefill_has_few_ends(start: int) -> None:
-    """Each end needs fewer window blocks than the previous one. Complete prefill chunks come first."""
+    """Each end needs fewer window blocks than the one before. Ends of whole prefill chunks come first."""
     groups, chunk = LayerGroups(1, (0, 1), (0, 0), 1, 1024), 512
     stop = start + 128_000
     for ends in (list(groups.prefill_ends(start, stop)), list(groups.prefill_ends(start, stop, slice_tokens=chunk))):

@@ -1,5 +1,5 @@
-"""Test the parts of the speed benchmark: planted tokens are selected, and every baseline decodes the same context. No
-time is measured here.
+"""Test the speed benchmark without measuring time: planted tokens are selected, and all baselines decode the same
+context.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def inputs(request: pytest.FixtureRequest) -> BenchInputs:
 
 @pytest.fixture(params=SHAPES, scope="module")
 def uneven(request: pytest.FixtureRequest) -> BenchInputs:
-    """Heads with half as many and half again as many, two sequences."""
+    """Return inputs of two sequences whose heads have 50 % to 150 % of the mean number of planted tokens."""
     model = SHAPES[request.param].model(LENGTH + 256, torch.device("cpu"))
     return make_inputs(model, LENGTH, LENGTH + 128, FRACTION, spread=0.5, batch=2)
 
@@ -59,7 +59,7 @@ def filled(inputs: BenchInputs, name: str) -> Any:
 
 
 def recorded_selections(ours: OffloadBaseline, steps: int) -> list[tuple[int, torch.Tensor]]:
-    """(layer, tokens) of every selection of `steps` steps."""
+    """Run decode steps, and return (layer, tokens) of every selection."""
     found: list[tuple[int, torch.Tensor]] = []
     state: Any = ours._batch[0].state
     select = state.select
@@ -86,8 +86,10 @@ def test_the_planted_tokens_are_selected_and_no_others(inputs: BenchInputs, name
         assert torch.equal(tokens.sort(1).values, torch.stack(inputs.synthetic.tokens[layer])), f"layer {layer}"
 
 
-def test_of_uneven_heads_each_takes_its_planted_tokens_first(uneven: BenchInputs) -> None:
-    """The layer's count is the mean; a head with fewer fills up from what other heads have planted."""
+def test_each_head_selects_its_planted_tokens_first(uneven: BenchInputs) -> None:
+    """All heads of a layer select the mean count. A head with fewer planted tokens adds tokens
+    planted for other heads.
+    """
     for layer, tokens in recorded_selections(filled(uneven, "infinigen"), 2):
         planted = [set(rows.tolist()) for rows in uneven.synthetic.tokens[layer]]
         n = tokens.shape[1]
@@ -97,7 +99,7 @@ def test_of_uneven_heads_each_takes_its_planted_tokens_first(uneven: BenchInputs
             assert len(taken) == n and (taken <= own if len(own) >= n else own <= taken <= set().union(*planted))
 
 
-def test_counts_by_head_are_what_was_asked_for(uneven: BenchInputs) -> None:
+def test_counts_by_head_are_as_requested(uneven: BenchInputs) -> None:
     geometry = uneven.synthetic.geometry
     n = round(FRACTION * (LENGTH - sum(RESIDENT)))
     for heads in uneven.synthetic.tokens:
@@ -106,7 +108,7 @@ def test_counts_by_head_are_what_was_asked_for(uneven: BenchInputs) -> None:
         assert counts[0] == round(n / 2) and abs(counts[-1] - 1.5 * n) <= 2
 
 
-def test_planted_tokens_differ_between_heads_and_spare_what_is_resident(inputs: BenchInputs) -> None:
+def test_planted_tokens_differ_between_heads_and_are_not_resident(inputs: BenchInputs) -> None:
     tokens = inputs.synthetic.tokens
     assert not torch.equal(tokens[0][0], tokens[0][1]) and not torch.equal(tokens[0][0], tokens[1][0])
     for row in (row for heads in tokens for row in heads):
@@ -134,8 +136,8 @@ def logits_of(ours: OffloadBaseline) -> torch.Tensor:
     return ours.runner.decode(ours._batch)
 
 
-def test_full_decodes_what_transformers_decodes_on_the_same_context(inputs: BenchInputs) -> None:
-    """Without the planted vector (transformers' queries do not have it) both see the same keys and values."""
+def test_full_decodes_the_same_logits_as_transformers(inputs: BenchInputs) -> None:
+    """The planted vector is left out of the queries, because transformers' queries lack it."""
     ours: Any = filled(inputs, "full")
     ours.runner.adapter = adapter_for(inputs.model)
     peer: Any = filled(inputs, "dynamic")
@@ -147,7 +149,7 @@ def test_full_decodes_what_transformers_decodes_on_the_same_context(inputs: Benc
     assert difference < 2e-5  # the project's bound for logits of `full`
 
 
-def test_a_batch_decodes_what_its_sequences_decode_alone(inputs: BenchInputs, uneven: BenchInputs) -> None:
+def test_a_batch_decodes_the_logits_of_each_sequence_alone(inputs: BenchInputs, uneven: BenchInputs) -> None:
     for name in ("full", "infinigen"):
         rows = logits_of(filled(uneven, name))
         assert rows.shape[0] == 2
@@ -184,7 +186,7 @@ def test_the_floor_has_no_context(inputs: BenchInputs) -> None:
         assert facts.get("h2d_bytes_per_token", 0) == 0
 
 
-def test_what_cannot_run_here_is_skipped_with_its_reason(inputs: BenchInputs) -> None:
+def test_unavailable_baselines_are_skipped_with_a_reason(inputs: BenchInputs) -> None:
     said: list[str] = []
     skipped: list[str] = []
     for _ in range(2):  # each reason is reported once

@@ -1,4 +1,4 @@
-"""Test `offload-rt eval`: its arguments, its files, and one clear line for every mistake."""
+"""Test `offload-rt eval`: arguments, written files, and one-line errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_perplexity_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two artifacts of one model are two measurements; one of another model is refused before anything is measured."""
+    """Two artifacts of one model give separate measurements. An artifact of another model is refused at the start."""
     model, text, out = tiny_checkpoint(tmp_path / "tiny", "llama"), tmp_path / "text.txt", tmp_path / "out"
     text.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
     flags = ["--text", str(text), "--context", "96", "--windows", "2", "--policies", "infinigen", "--budgets"]
@@ -136,7 +136,7 @@ def test_mistakes_are_one_line(
     assert output.out == ""
 
 
-def test_no_measure_and_help_name_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_benchmark_name_lists_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval"]) == 2
     asked = capsys.readouterr().err
     assert main(["eval", "--help"]) == 0
@@ -146,8 +146,8 @@ def test_no_measure_and_help_name_them_all(capsys: pytest.CaptureFixture[str]) -
         assert "\n" not in measure.help
 
 
-def test_every_measure_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """A percent sign in a list of names once ended it."""
+def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression test: a percent sign in a list of names ended the help text."""
     assert main(["eval"]) == 2
     for name in MEASURES:
         with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""Divergence from full attention: its definition, the distributions it compares, and resuming."""
+"""Test the divergence from full attention: its definition, the compared distributions, and resumed measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = BOOK.read_text(encoding="utf-8")[:40_000]
 CONFIG = PerplexityConfig(512, 2, 496)
 
 
-def test_divergence_is_that_of_torch_and_counts_equal_top_tokens() -> None:
+def test_divergence_equals_torch_and_counts_equal_top_tokens() -> None:
     full = torch.log_softmax(torch.tensor([[2.0, 1.0, -3.0], [0.0, 0.0, 5.0]]), -1)
     policy = torch.log_softmax(torch.tensor([[2.5, 1.0, 0.0], [6.0, 0.0, 5.0]]), -1)
     found = Divergence()
@@ -44,7 +44,7 @@ def test_summary_weights_windows_by_their_tokens() -> None:
     assert (found["sparse_fetched"], found["fetched"]) == (0.25, None)
 
 
-def test_distributions_are_those_of_transformers() -> None:
+def test_distributions_equal_transformers() -> None:
     tested = ModelUnderTest("reference")
     text = cut_windows(tested, TEXT, CONFIG)[0].text
     model = AutoModelForCausalLM.from_pretrained(find_source("reference").name_or_path, dtype=torch.float32)
@@ -54,7 +54,7 @@ def test_distributions_are_those_of_transformers() -> None:
     torch.testing.assert_close(FullAttention(tested, text).logprobs, expected, rtol=0, atol=2e-4)
 
 
-def test_rows_are_measured_once_and_tell_policies_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_measured_once_and_differ_between_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluation = Evaluation(ModelUnderTest("reference"), TEXT, "book", tmp_path)
     window = {"sinks": 4, "recent": 16, "dense_layers": (0,)}
     variants = [Variant(policy, window | {"budget": 0.08}) for policy in ("infinigen", "streaming")]

@@ -1,4 +1,4 @@
-"""The LM Evaluation Harness with our runtime: its own class' log-likelihoods, our tasks, its own command line."""
+"""Test the LM Evaluation Harness with our runtime: log-likelihoods, our own tasks, and its command line."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def only_our_tasks() -> Iterator[None]:
-    """The harness reads its own thousands of task files for each manager, which takes five seconds, and with each
-    result queries the versions of pip, gcc and ten others.
-    """
+    """Skip the harness's own task files and its queries of system information, which take seconds."""
     whole = TaskManager.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TaskManager, "__init__", functools.partialmethod(whole, include_defaults=False))
@@ -90,8 +88,8 @@ def task_requests(name: str, documents: int, fewshot: int) -> list[Instance]:
 
 @needs_data
 @pytest.mark.parametrize("name", LOCAL)
-def test_log_likelihoods_are_those_of_the_harness_own_class(ours: OffloadLM, theirs: Any, name: str) -> None:
-    """float32: both sum tens of token log-probabilities with rounding of 1e-6 each; 1e-3 is the issue's bound."""
+def test_log_likelihoods_equal_the_harness_own_class(ours: OffloadLM, theirs: Any, name: str) -> None:
+    """Both sum tens of float32 log-probabilities with rounding errors of 1e-6, far below the tolerance of 1e-3."""
     asked = task_requests(name, 3, 1)
     expected = theirs.loglikelihood(asked, disable_tqdm=True)
     found = ours.loglikelihood(asked, disable_tqdm=True)
@@ -100,7 +98,7 @@ def test_log_likelihoods_are_those_of_the_harness_own_class(ours: OffloadLM, the
 
 
 @needs_data
-def test_local_tasks_say_what_the_harness_tasks_say() -> None:
+def test_local_tasks_equal_the_harness_tasks() -> None:
     context, choice = task_requests("piqa_local", 1, 0)[0].args
     assert context.startswith("Question: How do I ready a guinea pig cage")
     assert context.endswith("\nAnswer:")
@@ -161,7 +159,7 @@ def test_requests_with_one_context_share_its_prefill(ours: OffloadLM, monkeypatc
     assert lengths == [len(ours.tok_encode(context)) - 1]
 
 
-def test_sparse_policies_change_only_what_they_leave_out() -> None:
+def test_sparse_policies_change_results_only_if_they_omit_tokens() -> None:
     asked = requests("loglikelihood", ("The captain of the ship was a man of iron will. " * 8, "He looked at the sea."))
     exact = OffloadLM("reference", policy="full", dtype="float32").loglikelihood(asked, True)
     everything = {"alpha": float("inf"), "max_fraction": 1.0, "recent": 4}
@@ -172,8 +170,8 @@ def test_sparse_policies_change_only_what_they_leave_out() -> None:
     assert sparse.fractions[0][0] < 0.5
 
 
-def test_shares_are_told_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also for text that is generated in batches smaller than the number of requests."""
+def test_attended_fractions_are_reported_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cover text that is generated in batches smaller than the number of requests."""
     few = OffloadLM.around(ours.llm, batch_size=2)
     few.loglikelihood(requests("loglikelihood", ("The captain was", " old"), ("The captain was", " young")), True)
     settings = {"until": ["."], "max_gen_toks": 4}
@@ -266,9 +264,7 @@ def test_a_document_is_prefilled_once_for_all_variants() -> None:
 
 
 def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer's folder is passed to transformers unchanged. A task with a separate generator starts it again. If
-    fewer documents are requested, they are the first ones.
-    """
+    """A repeated load gives the same documents. If fewer documents are requested, they are the first ones."""
     pytest.importorskip("wonderwords", reason="the extra lm_eval[ruler] is not installed")
     from wonderwords import random_word
 

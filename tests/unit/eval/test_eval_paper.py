@@ -1,4 +1,4 @@
-"""Test a small `make paper`: every figure is drawn with its data, and a second run measures no row again."""
+"""Test `make paper` with small settings: it draws every figure with its data, and a second run measures nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_table_and_figure_is_made_once(
 
 
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="own processes: make stress PART=composition")
-def test_steps_run_in_processes_of_their_own(tmp_path: Path) -> None:
+def test_steps_run_in_separate_processes(tmp_path: Path) -> None:
     book = tmp_path / "arrow.txt"
     book.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
     size = PaperSize(256, 1, (0.3,), 1, 1, (64,), 1, 1, 3)

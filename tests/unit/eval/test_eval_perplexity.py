@@ -1,4 +1,4 @@
-"""Perplexity, its bootstrap and its report: through the decode path, resumable, and able to tell policies apart."""
+"""Test perplexity: windows, bootstrap intervals, reports, and resumed measurements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_decoding_blocks_are_means_of_whole_blocks() -> None:
     assert _chunks([2.0, 4.0]) == [3.0]
 
 
-def test_costs_are_means_over_texts_of_what_was_measured() -> None:
+def test_costs_are_means_over_texts() -> None:
     dense = Scored([1.0], [True], 1.0, 0.9, 0.0, 0.0, None, None)
     sparse = [Scored([1.0], [True], 0.2, 0.1, 0.15, 0.05, m, 2 * m) for m in (0.1, 0.2)]
     found = costs([dense, *sparse])
@@ -113,7 +113,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
         PerplexityConfig(**wrong)
 
 
-def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_complete_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = BOOK.read_text(encoding="utf-8")[:20_000]
     config = PerplexityConfig(context=128, windows=3, decode_from=96)
     variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8, "dense_layers": [0]})
@@ -149,8 +149,8 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
         run_perplexity(Evaluation(ModelUnderTest("reference"), text + "x", "arrow", tmp_path), variants, config)
 
 
-def test_a_row_is_known_by_what_its_options_mean() -> None:
-    """Rows measured with other defaults must not be taken for today's."""
+def test_a_row_is_identified_by_the_values_of_its_options() -> None:
+    """Rows that were measured with other defaults must be measured again."""
     tested = ModelUnderTest("reference")
     plain, recent = (tested.key(Variant("infinigen", options)) for options in ({}, {"recent": 5}))
     named = tested.key(Variant("infinigen", {"recent": InfiniGenOptions().recent}))
@@ -158,7 +158,7 @@ def test_a_row_is_known_by_what_its_options_mean() -> None:
     assert tested.key(Variant("full"))["provenance"] == "exact"
 
 
-def test_rows_are_whole_or_absent(tmp_path: Path) -> None:
+def test_rows_are_complete_or_absent(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.put({"a": 1, "b": [1, 2]}, {"x": 0.5})
     assert store.get({"b": [1, 2], "a": 1}) == {"x": 0.5}

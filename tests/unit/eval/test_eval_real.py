@@ -1,5 +1,5 @@
-"""Test `offload-rt eval real`: tables are built from existing rows, a second run measures no row again, late parts do
-not start; and RULER's haystack that needs no download.
+"""Test `offload-rt eval real`: tables from existing rows, resumed runs, the time limit, and RULER's
+bundled haystack.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A held-out novel and Wikipedia, both short."""
+    """Write a short held-out novel and a short Wikipedia text."""
     folder, text = tmp_path_factory.mktemp("data"), BOOK.read_text("utf-8")[20_000:32_000]
     for name in ("books/war_and_peace.txt", "wikitext-2/valid_raw.txt"):
         (folder / name).parent.mkdir()
@@ -44,7 +44,7 @@ def rows(path: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_a_part_goes_on_where_it_stopped(
+def test_a_part_resumes_where_it_stopped(
     model: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -62,7 +62,7 @@ def test_a_part_goes_on_where_it_stopped(
     assert rows(tmp_path / "perplexity.json") == first, "measured rows are shown, late or not"
 
 
-def test_what_is_compared() -> None:
+def test_the_compared_variants() -> None:
     labels = [variant.label for variant in compared()]
     assert labels[0] == "full" and len(set(labels)) == len(labels)
     for budget in ("0.05", "0.02"):
@@ -81,7 +81,7 @@ def small(model: str, data: Path, out: Path, say: Callable[[str], None], *chosen
     return Real(ModelUnderTest(model), size, out, data, time.monotonic() + 600, say, chosen)
 
 
-def test_needles_are_told_kind_by_kind_and_late_ones_not(model: str, data: Path, tmp_path: Path) -> None:
+def test_needles_are_reported_by_kind_and_stop_at_the_time_limit(model: str, data: Path, tmp_path: Path) -> None:
     said: list[str] = []
     real = small(model, data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
     PARTS["needles"](replace(real, size=replace(real.size, contexts=(256,))))
@@ -105,7 +105,7 @@ def test_mistakes_are_one_line(model: str, data: Path, tmp_path: Path, capsys: p
     assert "did you mean 'ruler_cwe'" in capsys.readouterr().err
 
 
-def test_sentences_are_cut_behind_their_marks() -> None:
+def test_sentences_end_after_their_punctuation() -> None:
     text = 'He came. "Who?" said she. It cost 3.50 in all! Then\nhe went.'
     assert sentences(text) == ["He came.", '"Who?" said she.', "It cost 3.50 in all!", "Then\nhe went."]
     assert " ".join(sentences(text)) == text

@@ -1,4 +1,4 @@
-"""Test the speed of a trained model beside transformers.
+"""Test the comparison of a trained model's speed with transformers and llama.cpp.
 
 All competitors get the same prompts. Prompt and tokens are timed separately.
 """
@@ -27,7 +27,7 @@ STATIC, LLAMA = "transformers, StaticCache", "llama.cpp, 16-bit KV"
 
 
 class Scripted:
-    """A competitor that takes a second for a prompt and a quarter of a second for a token, and records its requests."""
+    """Competitor that reports 1 s per prompt and 0.25 s per token, and records its prompts."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
         if name == LLAMA:
@@ -52,8 +52,8 @@ class Scripted:
 MADE: dict[str, Scripted] = {}
 
 
-def test_all_are_asked_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32 runs once for each length. Competitors that do not start are reported and left out."""
+def test_all_competitors_get_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 runs once for each length. Competitors that cannot start are reported and left out."""
     said: list[str] = []
     config = SpeedConfig((40, 64), 3, 2, "float32", 1, (STATIC, LLAMA, "full", FLOAT32))
     monkeypatch.setattr(real_speed, "SubprocessCompetitor", Scripted)
@@ -70,8 +70,8 @@ def test_all_are_asked_the_same_prompts(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "real_speed.md").is_file()
 
 
-def test_time_is_that_of_prompt_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tick of this clock for each token."""
+def test_prompt_and_tokens_are_timed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patched clock advances by 1 s at each reading."""
     clock = iter(range(10**6))
     monkeypatch.setattr(worker.time, "process_time", lambda: float(next(clock)))
     result = worker.timed(COMPETITORS["full"]("reference", SpeedConfig((), 3, 1, "float32")), [5, 6, 7], 3)
@@ -92,7 +92,7 @@ def test_a_process_runs_a_competitor() -> None:
 
 
 class _Llama:
-    """Like llama-cpp-python's class, with a model that returns twice its last token."""
+    """Imitate llama-cpp-python's class with a model that doubles its last token."""
 
     def __init__(self, path: str, **options: Any) -> None:
         assert path == "model.gguf" and options["n_ctx"] > 64 and options["type_k"] == options["type_v"] == "q8"
@@ -127,7 +127,7 @@ def test_llama_cpp_is_asked_token_by_token(monkeypatch: pytest.MonkeyPatch) -> N
             COMPETITORS[name]("reference", SpeedConfig((64,), 4, 1, "float32"))
 
 
-def test_everybody_computes_what_is_timed() -> None:
+def test_all_competitors_generate_the_same_tokens() -> None:
     config = SpeedConfig((), 6, 1, "float32")
     ids = LLM("reference", policy="full").encode(BOOK)[:50]
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

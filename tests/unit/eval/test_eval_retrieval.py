@@ -1,6 +1,6 @@
-"""Test needles: they are at their stated positions, and no name occurs in the training text.
+"""Test the retrieval of needles: positions of needles, separate names for training, and accuracies.
 
-Policies that drop needles do not find them.
+Policies that discard needles do not find them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_needles_are_at_their_reported_positions(
             assert answer.startswith(" ")
 
 
-def test_names_are_nobody_s_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_name_occurs_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "reference"))
     reference_data = pytest.importorskip("data")
     assert len(NAMES) + len(LINKED) == len({*NAMES, *LINKED})
@@ -92,9 +92,7 @@ def test_passages_do_not_depend_on_other_lengths_and_kinds(haystack: Haystack) -
         assert [passage.kind for passage in make_passages(haystack, every, 256, kind)] == [kind, kind]
 
 
-def test_a_kind_told_in_other_words_is_measured_again_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_a_changed_kind_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tested = ModelUnderTest(tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2))
     config, variants = RetrievalConfig(lengths=(256,), passages=1, kinds=("single", "chain")), [Variant("full")]
     asked: list[str] = []
@@ -116,7 +114,7 @@ def test_a_kind_told_in_other_words_is_measured_again_and_no_other(
     assert (first[0]["asked"], changed["asked"], changed["asked chain"]) == (2, 5, 4)
 
 
-def test_what_does_not_fit_is_refused(tested: ModelUnderTest, haystack: Haystack) -> None:
+def test_impossible_passages_and_settings_are_refused(tested: ModelUnderTest, haystack: Haystack) -> None:
     with pytest.raises(InputError, match="does not fit into 64 tokens"):
         haystack.hide(np.random.default_rng(0), "chain", 64)
     with pytest.raises(InputError, match="no sentences"):
@@ -142,8 +140,8 @@ def test_accuracies_by_kind_and_distance() -> None:
     assert (both["attended"], both["missed"], both["right"], both["right a"]) == (0.2, 0.2, 0.5, 1.0)
 
 
-def test_chains_are_told_in_any_order_and_followed_to_their_end(haystack: Haystack, tested: ModelUnderTest) -> None:
-    """Three links, each found by the answer before; with all of the context the shipped model finds most of them."""
+def test_chains_are_in_any_order_and_followed_to_their_end(haystack: Haystack, tested: ModelUnderTest) -> None:
+    """A chain has three links. With all of the context, the bundled model finds most of them."""
     tokenizer: Any = tested.loaded.tokenizer
     passages = [haystack.hide(np.random.default_rng(seed), "chain", 320) for seed in range(6)]
     orders = set()
@@ -162,8 +160,10 @@ def test_chains_are_told_in_any_order_and_followed_to_their_end(haystack: Haysta
 
 
 @pytest.mark.slow
-def test_policies_that_drop_lose_what_full_finds(tested: ModelUnderTest, tmp_path: Path) -> None:
-    """4 sinks and 16 recent tokens see no needle; selecting 20 % finds about what full finds."""
+def test_policies_that_discard_tokens_lose_needles(tested: ModelUnderTest, tmp_path: Path) -> None:
+    """`streaming` attends to 4 sinks and 16 recent tokens, none of them a needle. `infinigen` selects 20 % of the
+    tokens.
+    """
     options = {"budget": 0.2, "recent": 16}
     variants = [Variant("full"), Variant("infinigen", options), Variant("streaming", options)]
     config = RetrievalConfig(lengths=(256,), passages=3, kinds=("several queries",))

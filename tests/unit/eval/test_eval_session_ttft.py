@@ -1,4 +1,6 @@
-"""Test the time to first token of resumed sessions: each repetition computes the turn again, in the given tier."""
+"""Test the measured time to first token of resumed sessions: each repetition computes the turn again from the given
+tier.
+"""
 
 from __future__ import annotations
 

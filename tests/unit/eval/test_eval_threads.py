@@ -1,4 +1,4 @@
-"""The measurement of threads: a row for each case and policy, ratios to the first policy and the first number."""
+"""Test the measurement of thread counts: each case has a row, with ratios to policy "full" and to one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test tuning: the chosen setting keeps the limit, is the cheapest of all trials, and is the one that LLM loads."""
+"""Test tuning: the chosen setting is the cheapest trial within the limit, and LLM loads it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload_rt.skewing.tuned import TunedPolicy, default_options
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ladders of a few rungs."""
+    """Search few values of each option."""
     monkeypatch.setattr(tune, "STAGES", (("scorer", ("int8", "int2")), ("source", ("residual",)), ("recent", (16, 64)),
                                          ("skew", ("balanced",))))  # fmt: skip
     monkeypatch.setattr(tune, "ALPHAS", (1.0, 3.0, 6.0, 20.0))
@@ -114,7 +114,10 @@ def test_a_damaged_choice_or_one_for_another_model_is_refused(tmp_path: Path) ->
 def estimated(
     state: InfiniGenState, layer: int, q: torch.Tensor, visible: VisibleTokens, tokens: torch.Tensor
 ) -> float:
-    """Missed mass by the scoring keys, mean over query heads, if `tokens` `[Hkv, n]` and the residents are attended."""
+    """Return the missed attention mass as estimated from scoring keys, averaged over query heads.
+
+    Attended tokens are `tokens` `[Hkv, n]` and the resident tokens.
+    """
     scores = state._keys.scores(layer, q, visible.all).double()  # [Hkv, G, N]
     mask = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool)
     mask[:, visible.candidates.start : visible.candidates.stop] = False
@@ -124,9 +127,12 @@ def estimated(
 
 
 @pytest.mark.parametrize(("scorer", "slack"), [("partial", 1e-5), ("int4", 0.01), ("int2", 0.04)])
-def test_repair_keeps_the_estimated_contract(scorer: str, slack: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After repair the mass missed by the scoring keys' own estimate is within the limit at every layer and step. With
-    exact keys it is the true missed mass; with rounded keys, the true missed mass is compared with it.
+def test_repair_keeps_the_estimated_missed_mass_within_the_limit(
+    scorer: str, slack: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After repair, the missed mass estimated from the scoring keys is within the limit at every layer and step.
+
+    With exact keys, the estimate is the true missed mass.
     """
     limit, after, before = 0.02, [], []
     repair = InfiniGenState.repair

@@ -1,4 +1,4 @@
-"""Test the summary of a trace of a CUDA device."""
+"""Test the summary of a profiler trace of a CUDA device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks with long outputs: their documents and their scores, without a model."""
+"""Test the documents and scores of tasks with long outputs, without a model."""
 
 from __future__ import annotations
 

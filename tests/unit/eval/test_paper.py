@@ -1,4 +1,4 @@
-"""Preset "paper" against the published method written down plainly: whole matrices, masks, loops over heads."""
+"""Test preset "paper" against a plain implementation of the published method with dense matrices, masks and loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATIO, CAP = 0.3, 0.2
 
 
 class PlainInfiniGen:
-    """InfiniGen on a growing list of tokens: every token's K and V are kept, selection is a mask."""
+    """Plain InfiniGen, which keeps K and V of every token and expresses a selection as a mask."""
 
     def __init__(self, adapter: ModelAdapter, artifact: SkewArtifact, prompt: list[int]) -> None:
         self.adapter, self.geometry = adapter, adapter.geometry
@@ -43,7 +43,7 @@ class PlainInfiniGen:
         self.last = adapter.logits(x[-1:])[0]
 
     def _choose_columns(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Return the columns of each KV head with the largest sum of |Q~| + |K~| over the prompt: `[Hkv, r]`."""
+        """Return the columns `[Hkv, r]` with the largest sum of |Q~| + |K~| over the prompt."""
         kept = max(1, int(RATIO * self.geometry.head_dim))
         chosen = []
         for head in range(self.geometry.kv_heads):
@@ -54,7 +54,7 @@ class PlainInfiniGen:
         return torch.stack(chosen)
 
     def _attention(self, layer: int, q: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """q `[H, T, d]`, seen bool `[H, T, N]`; `[H, T, d]`."""
+        """Attend q `[H, T, d]` to the tokens in `seen`, bool `[H, T, N]`. Return `[H, T, d]`."""
         k, v = (x.repeat_interleave(self.geometry.group, 0) for x in (self.k[layer], self.v[layer]))
         scores = (q @ k.transpose(1, 2) * self.geometry.scales[layer]).masked_fill(~seen, -math.inf)
         return torch.softmax(scores, -1) @ v
@@ -64,7 +64,7 @@ class PlainInfiniGen:
         return self.adapter.mlp(layer, residual, torch.empty(0))  # this model's MLPs ignore the tokens
 
     def decode(self, token: int) -> torch.Tensor:
-        """Logits `[V]` after one more token."""
+        """Return logits `[V]` after one more token."""
         adapter, length = self.adapter, self.k[0].shape[1] + 1
         at = torch.tensor([length - 1])
         x = adapter.embed(torch.tensor([token]), at)
@@ -90,7 +90,7 @@ class PlainInfiniGen:
         return adapter.logits(x)[0]
 
     def _select(self, layer: int, q: torch.Tensor, candidates: range) -> list[torch.Tensor]:
-        """Token indices for each KV head, from the speculated query `[H, d]`."""
+        """Return the token indices of each KV head, selected with the predicted query `[H, d]`."""
         group, scores = self.geometry.group, []
         for head in range(self.geometry.heads):
             kv = head // group
@@ -110,7 +110,7 @@ class PlainInfiniGen:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "opt", "gpt2"])
 def test_preset_paper_is_design_section_6(name: str) -> None:
-    """Logits of 40 decode steps. float64 throughout; 1e-6 is what RMSNorm's own float32 leaves of it."""
+    """Compare logits of 40 decode steps in float64. RMSNorm computes in float32, which causes errors of up to 1e-6."""
     tokens = tiny_prompt(160)
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy_options={"preset": "paper"}, dtype="float64", host_memory="16MiB")

@@ -1,4 +1,4 @@
-"""The demo of an instruct model: a chapter is found in a book, computed once, asked about and continued."""
+"""Test the demo that finds a chapter in a book, computes it once, answers questions about it and continues it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    """Runs the program on the book."""
+    """Return a function that runs the script on the book with the given flags."""
     (tmp_path / "book.txt").write_text(BOOK)
 
     def main(*flags: str) -> None:
@@ -63,7 +63,7 @@ def test_questions_and_the_continuation_read_the_chapter_once(
     assert "Loading" not in err and "Converting" not in err
 
 
-def test_what_cannot_be_read_is_one_line(run: object, instruct: Path) -> None:
+def test_unreadable_documents_are_one_line(run: object, instruct: Path) -> None:
     assert callable(run)
     with pytest.raises(SystemExit, match=r"^read_chapter: no line of the document begins with 'PART'"):
         run("--model", str(instruct), "--chapter", "PART")

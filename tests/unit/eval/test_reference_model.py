@@ -1,4 +1,4 @@
-"""The checkpoints that ship with the package: pinned to the byte, and to what their cards say of them."""
+"""Test the bundled checkpoints: file digests, shapes, and the scores that their cards state."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_scores_are_the_measured_ones(name):
 
 
 @pytest.mark.sampled(2)
-def test_recall_is_looking_back(name):
-    """Where the facts are not told, the same questions fail: nothing is known by heart."""
+def test_questions_cannot_be_answered_without_the_facts(name):
+    """Without the facts in the passage, the model cannot answer the questions."""
     model, tokenizer = load_model(REFERENCE / name)
     ids = np.array(tokenizer.encode(TEXT, add_special_tokens=False).ids, dtype=np.uint16)
     corpus, encoder = Corpus.from_ids(ids, tokenizer), Encoder(tokenizer)
@@ -94,8 +94,9 @@ def test_card_states_the_measurements(name):
 
 
 def test_measured_context_helps(name):
-    """Test the purpose of the reference model: it predicts text better from 2,048 tokens than from 512, and finds facts
-    there. The OPT sibling is trained for less and reaches neither (see the last section of its card).
+    """The reference model predicts text better from 2,048 tokens than from 512, and finds facts there.
+
+    The OPT checkpoint is trained for less and does neither, as its card states.
     """
     found = measured(name)
     _, low, high = found["bits_per_byte"]["difference_from_512"]["2048"]

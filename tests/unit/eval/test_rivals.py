@@ -1,4 +1,4 @@
-"""The selection rules of published systems against their definitions, and batched."""
+"""Test the selection rules of other published systems against their definitions, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ WINDOW: dict[str, Any] = {"budget": 0.4, "sinks": 2, "recent": 8, "dense_layers"
 
 
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
-def test_only_an_evaluation_registers_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Execute the modules again with an empty registry."""
+def test_rivals_are_registered_only_by_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     for name in ("core.rival_options", "core.variants", "quality.rivals", "quality.comparison"):
         runpy.run_module(importlib.import_module(f"offload_rt.eval.{name}").__name__)

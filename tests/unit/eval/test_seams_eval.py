@@ -1,7 +1,4 @@
-"""Test a benchmark from outside the package: one file that registers it, run by the command line.
-
-Listing benchmarks imports no heavy module.
-"""
+"""Test a benchmark that is registered by one file outside the package."""
 
 from __future__ import annotations
 
@@ -71,8 +68,8 @@ def test_its_mistakes_are_one_line(toy: str, tmp_path: Path, capsys: pytest.Capt
         assert words in error and error.count("\n") == 1
 
 
-def test_listing_measures_loads_nothing_heavy() -> None:
-    """Beyond what `import offload_rt` loads."""
+def test_listing_benchmarks_imports_no_heavy_module() -> None:
+    """Listing benchmarks imports no more heavy modules than `import offload_rt`."""
     code = (
         "import sys; import offload_rt; before = set(sys.modules);"
         "from offload_rt.eval.cli import listing; assert 'perplexity' in listing();"

@@ -1,6 +1,6 @@
-"""Test the reference training on small inputs: data, loss weights and refusals.
+"""Test the training of the reference model on small inputs: data, loss weights and refused arguments.
 
-`make test-training` runs the others.
+`make test-training` runs `test_train_reference.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_held_out_books_are_never_read(books, tokenizer, corpus):
     assert TEST_BOOK in HELD_OUT_BOOKS
 
 
-def test_batches_hold_no_held_out_name(tokenizer, corpus):
+def test_batches_contain_no_held_out_name(tokenizer, corpus):
     encoder, seen = Encoder(tokenizer), set()
     for step in range(6):
         ids, _ = make_batch(7, step, 4, 512, Mixture(recall=1.0, copy=0.0), corpus, encoder)

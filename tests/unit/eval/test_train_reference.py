@@ -1,4 +1,6 @@
-"""The reference training: data never leak, passages hold their answers, a killed run resumes bit for bit."""
+"""Test the training of the reference model: held-out data, passages with their answers, and resumed
+runs bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -142,8 +144,8 @@ def test_passages_state_every_answer_before_its_question(seed, length, count, mi
         assert 0 < distance <= at[0]
 
 
-def test_questions_are_answerable_only_by_looking_back():
-    """The same question has different answers in different passages, or the weights could hold them."""
+def test_a_question_has_several_answers():
+    """If a question had the same answer in every passage, the weights could store it."""
     answers: dict[str, set[str]] = {}
     rng = np.random.default_rng(2)
     for _ in range(3000):

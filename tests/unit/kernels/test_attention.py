@@ -1,4 +1,4 @@
-"""Test attention over prefill chunks and scattered parts against a plain softmax in float64."""
+"""Test attention of prefill chunks and its combination from parts, against a softmax in float64."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 5e-6}
 @pytest.mark.parametrize("window", [None, 5, 33, 500])
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 90), (16, 16), (16, 90), (64, 70)])
 @pytest.mark.parametrize("group", [1, 4])
-def test_causal_slices(
+def test_causal_prefill_chunks(
     device: torch.device, dtype: torch.dtype, window: int | None, m: int, n: int, group: int
 ) -> None:
     q, k, v = random_rows(m * n, 2, group, m, n, 32, dtype)
@@ -67,7 +67,7 @@ def test_causal_slices(
 
 
 @pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 1), (torch.float32, 4)], ids=str)
-def test_a_device_reads_keys_once_for_a_group_in_half_precision(dtype: torch.dtype, launches: int) -> None:
+def test_a_device_reads_keys_once_per_group_in_half_precision(dtype: torch.dtype, launches: int) -> None:
     """Cover a prefill chunk after 26 earlier tokens, and one at the start of a text."""
     for m, n in ((64, 90), (90, 90)):
         q, k, v = random_rows(3, 2, 4, m, n, 32, dtype)
@@ -95,8 +95,10 @@ def test_causal_attention_by_c_code(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Cover K and V packed before and during the computation, gaps between rows, and several threads. If the C code
-    takes the shape, compare torch's path as well."""
+    """Cover K and V packed before and during the computation, gaps between rows, and several threads.
+
+    If the C code supports the shape, torch's path is compared as well.
+    """
     q, k, v = (x[:, ::2] for x in random_rows(n, 2, 3, 2 * m, 2 * n, d, dtype))
     monkeypatch.setattr(causal_cpu, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(team, "threads", lambda: threads)
@@ -124,9 +126,11 @@ def test_attention_to_blocks(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Queries attend to blocks of keys, then to the keys after the last edge: 7 earlier tokens and their own. Cover
-    C code and torch. Score ranges differ so that the first block holds nearly all of some softmaxes and none of
-    others. float32 rounds scores of 45 by 2e-6."""
+    """Queries attend to blocks of keys, then to 7 earlier tokens and to their own.
+
+    Score ranges differ, so that the first block has nearly all of some softmaxes and none of others. Scores of 45 in
+    float32 have rounding errors of 2e-6.
+    """
     n = edges[-1] + 7 + m
     q, k, v = random_rows(n, 2, 3, m, n, d, dtype)
     q = q * torch.linspace(0.1, 4, m).to(q.dtype).view(1, m, 1)
@@ -150,7 +154,7 @@ def test_attention_to_blocks(
 @settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 50), max_size=4), group=st.sampled_from([1, 2, 7]), seed=st.integers(0, 99))
 def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: int) -> None:
-    """Check output, LSE and weights of the union for any partition, empty parts included."""
+    """Output, LSE and weights equal those of the union for any partition, also with empty parts."""
     q, k, v = random_rows(seed, 3, group, 1, 50, 16, torch.float64)
     edges = [0, *sorted(cuts), 50]
     parts = [KVPart(k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise(edges)]
@@ -166,7 +170,7 @@ def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: in
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("group", "n"), [(1, 1), (7, 130), (120, 64)])
 def test_bfloat16_parts_by_torch(group: int, n: int, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check output and LSE of a decode step without C code against float64."""
+    """Output and LSE of a decode step without C code are compared with float64."""
     monkeypatch.setattr(decode_attention, "library", lambda *_: None)
     q, k, v = random_rows(n, 2, group, 1, n, 64, torch.bfloat16)
     scores = q.double().view(2, group, 64) @ k.double().mT * 0.3
@@ -186,8 +190,7 @@ def test_scores_far_apart_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("group", [1, 4, 9])
 def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check both orders of the product against float64. The tolerance of 1e-5 is for float32 rounding of 32 products
-    of unit normals."""
+    """Cover both orders of the product. The tolerance of 1e-5 is for rounding of 32 products of unit normals."""
     from offload_rt.kernels import reference
 
     q, k = torch.randn(2, group, 32), torch.randn(2, 100, 40)[:, :, :32]
@@ -204,8 +207,7 @@ def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: py
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover several blocks of rows with a shorter last one. Scores of 20 rounded to bfloat16 would have errors of up
-    to 0.06."""
+    """Cover several blocks of rows with a shorter last one. bfloat16 would round scores of 20 by up to 0.06."""
     from offload_rt.kernels import reference
 
     torch.manual_seed(0)
@@ -222,7 +224,7 @@ def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover torch's path, which a GPU also uses. Only the rounding of outputs and weights may add errors."""
+    """Cover torch's path, which a GPU also uses. Only rounding of outputs and weights may add errors."""
     monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
     q, k, v = random_rows(0, 2, 2, 40, 100, 64, dtype)
     q *= 4
@@ -231,7 +233,7 @@ def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, mo
     assert (out.double() - expected).abs().max() < 2 * torch.finfo(dtype).eps
 
 
-def test_of_a_part_none_may_be_meant() -> None:
+def test_a_part_may_have_no_valid_entries() -> None:
     q, k, v = random_rows(1, 2, 2, 1, 30, 16, torch.float32)
     nothing = KVPart(k * math.nan, v, torch.zeros(2, dtype=torch.int32))
     for cap in (None, 2.0):

@@ -1,5 +1,7 @@
-"""Test selections whose counts stay on the device, as on CUDA. On a CPU, with the torch definitions and with
-interpreted Triton kernels, the results equal those of the path that reads the counts."""
+"""Test selections whose token counts stay on the device, as on CUDA, against the path that reads the counts.
+
+The tests run on a CPU, with torch operations and with interpreted Triton kernels.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set
 
 
 def counts_of(done: list[CompletionOutput]) -> list[Any]:
-    """Return tokens, bytes, hit rate and fractions of each completion. Fractions are rounded, since their last bits
-    may differ."""
+    """Return tokens, bytes, hit rate and fractions of each completion. Fractions are rounded, as their last bits may
+    differ.
+    """
     facts = []
     for one in done:
         s = one.stats
@@ -66,7 +69,7 @@ def counts_of(done: list[CompletionOutput]) -> list[Any]:
 def test_counts_on_the_device_change_nothing(
     options: dict[str, Any], working_set: int, settings: dict[str, Any]
 ) -> None:
-    """Run a ragged batch with a shared prefix and compare tokens, bytes, hits and fractions."""
+    """Compare tokens, bytes, hits and fractions of a ragged batch with a shared prefix."""
     prompts = [tiny_prompt(1), tiny_prompt(150), tiny_prompt(130) + tiny_prompt(9, seed=1)]
     params = SamplingParams(max_tokens=10, temperature=0)
     runs = [
@@ -76,8 +79,8 @@ def test_counts_on_the_device_change_nothing(
     assert counts_of(runs[0]) == counts_of(runs[1])
 
 
-def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a tiny model's sparse steps with all Triton kernels under the interpreter."""
+def test_kernels_give_the_same_tokens_without_host_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run sparse decode steps of a tiny model with all Triton kernels under the interpreter."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled on this machine")

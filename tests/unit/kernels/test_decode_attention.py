@@ -1,4 +1,4 @@
-"""Decode attention in C equals a softmax in float64 at every instruction set level."""
+"""Test decode attention in C against a softmax in float64 at every instruction set level."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = [(32, 1, 1), (64, 3, 130), (64, 7, 64), (96, 2, 63), (128, 4, 517), (25
 
 
 def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q `[2, G, d]` with scores far apart for later queries, and k, v `[2, n, d]` with gaps between rows."""
+    """Return q `[2, G, d]` and k, v `[2, n, d]` with gaps between rows. Later queries have larger score ranges."""
     generator = torch.Generator().manual_seed(n)
     q = torch.randn(2, group, d, generator=generator) * torch.linspace(0.1, 4, group)[:, None]
     k, v = (torch.randn(2, 2 * n, d, generator=generator).to(dtype)[:, ::2] for _ in range(2))
@@ -26,9 +26,9 @@ def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 def paged_part(k: torch.Tensor, v: torch.Tensor) -> PagedPart:
-    """Return k, v `[2, n, d]` as entries of a pool with blocks in another order, and NaN between them.
+    """Return k, v `[2, n, d]` as entries of a pool with shuffled blocks, and NaN in unused slots.
 
-    The first tokens and the last two are resident, as far as they exist. The others are at random positions.
+    The first tokens and the last two are resident. The others are at random positions.
     """
     (heads, n, d), generator = k.shape, torch.Generator().manual_seed(0)
     first = 150 if n > 200 else min(3, n - 1)
@@ -60,11 +60,13 @@ def expected(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize(("d", "group", "n"), SHAPES)
-def test_outputs_are_those_of_float64(
+def test_outputs_equal_float64(
     d: int, group: int, n: int, cap: float | None, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For KV in order and in blocks of the pool, in one part and in several. Products of bfloat16 are exact in float32,
-    so both types have the same bounds."""
+    """Cover contiguous KV and KV in pool blocks, in one part and in several.
+
+    Products of bfloat16 are exact in float32, so both types have the same error bounds.
+    """
     q, k, v = inputs(group, n, d, dtype)
     want = expected(q, k, v, 0.2, cap)
     code = library(d, dtype)
@@ -98,8 +100,8 @@ def test_threads_and_other_queries_change_no_bit(
     assert all(found[0][:, : each.shape[1]].equal(each) for each in fewer)
 
 
-def test_a_step_uses_it_for_each_part(level: str) -> None:
-    """Empty parts are skipped; parts are merged by their log-sum-exps."""
+def test_a_decode_step_uses_the_c_code_for_each_part(level: str) -> None:
+    """Empty parts are skipped. Other parts are merged by their LSEs."""
     q, k, v = inputs(3, 200, 64, torch.float32)
     parts = [KVPart(k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise([0, 1, 1, 70, 200])]
     out, lse = attend(q.flatten(0, 1), parts, 0.2)

@@ -1,4 +1,4 @@
-"""Test the fast interpreter for Triton kernels: it keeps all checks, and its caches return correct results."""
+"""Test the fast interpreter for Triton kernels: results, errors and caches."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _arithmetic(a, b, out, TIMES: tl.constexpr) -> None:
 
 
 def arithmetic(a: torch.Tensor, b: torch.Tensor, times: float) -> torch.Tensor:
-    """Return `[4, 4]`: `a * times - b + (a + 1)` for every pair of an element of `a` and one of `b`."""
+    """Return `a * times - b + (a + 1)` `[4, 4]` for every pair of an element of `a` and one of `b`."""
     out = a.new_empty(4, 4)
     _arithmetic[(1,)](a, b, out, TIMES=times)
     return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.int32, torch.int64])
-def test_arithmetic_is_torchs(dtype: torch.dtype) -> None:
+def test_arithmetic_equals_torch(dtype: torch.dtype) -> None:
     a, b = torch.tensor([1, 2, 3, 4]).to(dtype), torch.tensor([7, 0, 5, 2]).to(dtype)
     expected = a[:, None] * 3 - b + (a[:, None] + 1)
     assert torch.equal(arithmetic(a, b, 3), expected)
@@ -47,7 +47,7 @@ def _unequal(a, out) -> None:
     tl.store(out + tl.arange(0, 4), tl.load(a + tl.arange(0, 4)) + tl.arange(0, 8))
 
 
-def test_shapes_that_do_not_go_together_are_an_error() -> None:
+def test_incompatible_shapes_are_an_error() -> None:
     with pytest.raises(Exception, match="incompatible dimensions"):
         _unequal[(1,)](torch.zeros(4), torch.zeros(4))
 
@@ -64,7 +64,7 @@ def _masked(a, bits, out, n) -> None:
     tl.store(out + at, row.to(tl.float64), mask=(row > 0.5) | (at == n))
 
 
-def test_loads_masks_and_casts_are_torchs() -> None:
+def test_loads_masks_and_casts_equal_torch() -> None:
     """A bitcast to an integer and back must not round the value."""
     a = torch.tensor([9.0, 0.75, -2.0, 3.0, 0.5, 8.0, 7.0, 6.0])
     bits, out = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.float64)
@@ -86,14 +86,14 @@ def _wrong(a, out, KIND: tl.constexpr) -> None:
 
 
 @pytest.mark.parametrize("kind", ["index", "mask", "store"])
-def test_what_the_language_refuses_is_refused(kind: str) -> None:
+def test_invalid_language_constructs_are_refused(kind: str) -> None:
     with pytest.raises(Exception, match=r"IncompatibleType|incompatible|shape|Cannot"):
         _wrong[(1,)](torch.zeros(4), torch.zeros(4), KIND=kind)
 
 
 @triton.jit
 def _programs(a, out, rows) -> None:
-    """Store the sum of each row, negated if its first element is negative. Program i takes the rows i, i + 3, ..."""
+    """Store the sum of each row, negated if its first element is negative. Program i processes rows i, i + 3, ..."""
     at = tl.arange(0, 4)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         total = tl.sum(tl.load(a + row * 4 + at), 0)
@@ -104,8 +104,8 @@ def _programs(a, out, rows) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 6, 8])
-def test_programs_that_run_at_once_take_their_own_branches(rows: int) -> None:
-    """They take equally many rows or not."""
+def test_programs_that_run_together_branch_separately(rows: int) -> None:
+    """Programs process equally many rows, or different numbers of rows."""
     a, out = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(rows)
     assert 0 < (a[:, 0] < 0).sum() < rows
     _programs[(3,)](a, out, rows)

@@ -1,4 +1,4 @@
-"""Test which tensors use compiled kernels, with and without CUDA."""
+"""Test which tensors are passed to Triton kernels and which to torch, with and without CUDA."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_kernel_is_called_as_it_is_defined(definition: ModuleType, module: str
     assert all(parameter.default is not inspect.Parameter.empty for parameter in more)
 
 
-def test_cpu_tensors_take_the_definition() -> None:
-    """The test uses float64, which the compiled kernels do not support."""
+def test_cpu_tensors_use_the_torch_definition() -> None:
+    """float64 is used because the Triton kernels do not support it."""
     q, k = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
     counts = torch.tensor([5, 2])
     out, lse = dispatch.attend_counted(q, k, k, counts, 1.0)
@@ -59,7 +59,7 @@ def test_cpu_tensors_take_the_definition() -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_cuda_tensors_stay_there(dtype: torch.dtype) -> None:
+def test_cuda_tensors_stay_on_the_device(dtype: torch.dtype) -> None:
     q, k = (torch.randn(2, n, 64, dtype=dtype, device="cuda") for n in (3, 300))
     counts = torch.tensor([300, 20], dtype=torch.int32, device="cuda")
     out, lse = dispatch.attend_counted(q, k, k, counts, 0.125)

@@ -1,4 +1,4 @@
-"""Test low-bit KV and the attention over it against plain implementations."""
+"""Test low-bit KV and attention to it against plain implementations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_steps_round_up_by_at_most_an_eighth() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_rows_come_back_within_half_a_step(bits: int) -> None:
+def test_rows_are_dequantised_within_half_a_step(bits: int) -> None:
     rows = torch.randn(3, 50, 16) * torch.logspace(-3, 2, 50)[:, None]
     packed, steps = quantise_rows(rows, bits)
     assert packed.shape == (3, 50, 16 * bits // 8) and packed.dtype == steps.dtype == torch.uint8
@@ -60,7 +60,7 @@ def test_rows_come_back_within_half_a_step(bits: int) -> None:
 def plain_tail(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dequantise everything in float64 and compute one softmax. The query is rounded as in the implementation."""
+    """Compute attention to dequantised KV in float64. The query is rounded as in the implementation."""
     weights, scale = quantise_query(q)
     keys, values = (
         dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
@@ -78,7 +78,7 @@ def plain_tail(
 
 @pytest.mark.parametrize("value_bits", [2, 4])
 @pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(500, 530), range(512, 1024)])
-def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, tokens: range) -> None:
+def test_approximate_attention_is_one_softmax_over_tokens_not_skipped(value_bits: int, tokens: range) -> None:
     layout = Layout(32, value_bits)
     pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
@@ -89,14 +89,14 @@ def test_the_tail_is_one_softmax_over_what_is_not_skipped(value_bits: int, token
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
 
 
-def test_without_a_token_the_tail_is_nothing() -> None:
+def test_approximate_attention_without_tokens_is_zero() -> None:
     layout = Layout(16, 2)
     pages, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
     out, lse = approximate_attention(q, torch.zeros(2, 16), pages, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
-def test_lists_are_the_sequences_by_themselves() -> None:
+def test_batched_scores_equal_those_of_each_sequence() -> None:
     layout = Layout(16, 2)
     pages = [stored_rows(layout, 2, 100), stored_rows(layout, 2, 600)]
     q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
@@ -110,8 +110,8 @@ def test_lists_are_the_sequences_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("value_bits", [2, 4])
-def test_a_batch_joins_what_each_sequence_does_not_select(value_bits: int) -> None:
-    """Exact and approximate KV share one softmax, and tokens after the counts are ignored."""
+def test_a_batch_merges_the_tokens_that_each_sequence_does_not_select(value_bits: int) -> None:
+    """Exact and approximate KV share one softmax. Tokens after the counts are ignored."""
     q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse = ragged_lists(
         Layout(16, value_bits), 3, torch.device("cpu")
     )
@@ -151,7 +151,7 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
 
 @pytest.fixture(params=["torch", *native_code.available_levels()])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Compute with torch, or with the C code of each level of this processor."""
+    """Compute with torch, or with C code of each level that this processor supports."""
     if request.param == "torch":
         monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     else:
@@ -167,8 +167,10 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("value_bits", [2, 4])
 @pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3), (96, 9), (128, 4), (32, 33)])
 @pytest.mark.parametrize("tokens", [range(5, 177), range(1100), range(64, 65), range(500, 530)])
-def test_a_processor_computes_what_is_defined(path: str, tokens: range, d: int, group: int, value_bits: int) -> None:
-    """In C, the weights of values are rounded to 16 bits."""
+def test_attention_on_a_cpu_equals_the_definition(
+    path: str, tokens: range, d: int, group: int, value_bits: int
+) -> None:
+    """The C code rounds the weights of values to 16 bits."""
     layout = Layout(d, value_bits)
     pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
@@ -187,7 +189,7 @@ def test_a_processor_computes_what_is_defined(path: str, tokens: range, d: int, 
 
 @pytest.mark.parametrize(("group", "value_bits"), [(1, 2), (7, 4)])
 def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, value_bits: int) -> None:
-    """For exact attention with most, with half and with none of the mass."""
+    """Exact attention has most, half or none of the attention mass."""
     layout, tokens, skip = Layout(64, value_bits), range(4, 300), torch.tensor([[5, 7], [9, -1]])
     pages, q, mean = stored_rows(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     own, own_lse = approximate_attention(q, mean, pages, layout, tokens, skip)
@@ -202,7 +204,7 @@ def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, 
         torch.testing.assert_close(merged, expected, rtol=0, atol=5e-3)
 
 
-def test_without_a_token_a_processor_finds_nothing(path: str) -> None:
+def test_attention_on_a_cpu_without_tokens_is_zero(path: str) -> None:
     layout = Layout(32, 2)
     pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
@@ -210,7 +212,7 @@ def test_without_a_token_a_processor_finds_nothing(path: str) -> None:
     assert out.eq(0).all() and lse.isneginf().all()
 
 
-def test_a_guess_of_what_is_high_can_be_wrong(level: str) -> None:
+def test_a_misleading_score_sample_changes_no_selection(level: str) -> None:
     """The n-th largest score is estimated from every sixteenth score. Here the sampled scores are the largest."""
     scores = torch.randn(1, 1, 1600) - 20
     scores[..., ::16] += 20
@@ -223,7 +225,7 @@ def test_a_guess_of_what_is_high_can_be_wrong(level: str) -> None:
 
 @pytest.mark.parametrize(("alpha", "max_fraction"), [(1.0, 0.3), (4.0, 0.5), (float("inf"), 1.0)])
 @pytest.mark.parametrize(("group", "tokens"), [(1, range(5, 177)), (7, range(5, 600)), (3, range(64, 65))])
-def test_a_processor_selects_and_stores_what_is_defined(
+def test_selection_and_storage_on_a_cpu_equal_the_definition(
     path: str, group: int, tokens: range, alpha: float, max_fraction: float
 ) -> None:
     layout = Layout(64, 2)
@@ -244,8 +246,8 @@ def test_a_processor_selects_and_stores_what_is_defined(
     assert joined(pages).equal(joined(other))
 
 
-def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a long context, the allocator might not return the same memory."""
+def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long context, the system allocator might not reuse the freed memory."""
     monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
     layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
     pages, q, mean = stored_rows(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
@@ -260,8 +262,7 @@ def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytes
 
 
 def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of codes are exact, and all levels add in the same order. Levels with fused multiply-add therefore
-    compute equal scores, select equal tokens, and attend equally."""
+    """Products of codes are exact and added in the same order, so levels with FMA instructions compute equal bits."""
     layout, tokens, found = Layout(64, 4), range(7, 3000), {}
     pages, q, mean = stored_rows(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
     for level in native_code.available_levels():

@@ -1,5 +1,4 @@
-"""Test C code that is compiled at first use: it is cached for later processes, and torch computes if it is not
-available."""
+"""Test C code that is compiled at first use, cached for later processes, and replaced by torch if it is unavailable."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ STRESS = "OFFLOAD_RT_STRESS" in os.environ
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Use an empty cache folder and an unoptimised compiler, with no library loaded."""
+    """Use an empty cache folder and a compiler without optimisation, with no library loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (compiler := native_code.find_compiler()) is not None:
         monkeypatch.setenv("CC", str(unoptimised(compiler, tmp_path / "quick")))
@@ -45,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def scores() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores of the same low-bit KV from the C code and from the definition."""
+    """Return scores of the same low-bit KV from the C code and from torch."""
     storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
     given = (q, mean, storage, LAYOUT, range(3, 90))
     return low_bit_query(*given).scores, low_bit.low_bit_scores(*given)
@@ -68,7 +67,7 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_level_has_its_own_code(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines may share a home folder, so file names contain the instruction set level."""
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
@@ -84,7 +83,7 @@ def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch
         native_code.processor_level()
 
 
-def test_shapes_that_the_code_does_not_take() -> None:
+def test_unsupported_shapes_have_no_c_code() -> None:
     assert low_bit_sequence.library(48, 2) is None
 
 
@@ -95,7 +94,7 @@ def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("fault", ["it fails", "it writes no library", "no place to write"])
-def test_a_compiler_that_fails_is_said_and_done_without(
+def test_a_failing_compiler_is_reported_and_torch_computes(
     fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault == "no place to write":
@@ -112,7 +111,7 @@ def test_a_compiler_that_fails_is_said_and_done_without(
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
 
 
-def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_distributed_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results do not depend on the number of threads."""
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
@@ -165,14 +164,14 @@ def test_prebuilt_code_is_used_without_a_compiler(
 
 
 def test_options_are_prebuilt() -> None:
-    """Check all supported numbers of bits and the page size of the kernels."""
+    """Cover all numbers of bits, the page size and all C files."""
     prebuilt = native_libraries.LIBRARIES["low_bit"].constants
     assert set(prebuilt["VALUE_BITS"]) == set(VALUE_BITS.values()) and prebuilt["PAGE_BLOCKS"] == (PAGE_BLOCKS,)
     sources = {path for folder in ("kernels", "kv_cache/disk") for path in (PACKAGE / folder).glob("*.c")}
     assert {library.path for library in native_libraries.LIBRARIES.values()} == sources
 
 
-def test_who_has_no_home_has_a_folder_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_the_process_has_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container may run under a user id without a home folder."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
@@ -205,8 +204,10 @@ def test_levels_of_a_processor(
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_code_has_no_warnings(name: str, level: str, tmp_path: Path) -> None:
-    """Cover the smallest and the largest value of each constant. `make test` only parses the code, and that of lower
-    levels with the largest values: other tests compile it."""
+    """Cover the smallest and largest value of each constant.
+
+    Other tests compile the code, so that `make test` only parses it, at lower levels with the largest values.
+    """
     if (compiler := native_code.find_compiler()) is None:
         pytest.skip("no C compiler")
     library, both = LIBRARIES[name], STRESS or level == native_code.available_levels()[-1]
@@ -220,7 +221,7 @@ def test_code_has_no_warnings(name: str, level: str, tmp_path: Path) -> None:
 
 
 def test_a_structure_unlike_the_one_in_c_is_an_error() -> None:
-    """C would read other fields than Python wrote, and compute wrong numbers."""
+    """If the fields differed, C code would read wrong values."""
     if (code := low_bit_sequence.library(32, 2)) is None:
         pytest.skip("no C compiler")
     own = list(low_bit_sequence._StoreCall._fields_)

@@ -1,4 +1,4 @@
-"""Threads of torch's OpenMP library: after `stop_spinning` they do not use processors while they wait."""
+"""Test that threads of torch's OpenMP library sleep while they wait, after `stop_spinning`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Test the CPU's fast selection and integer scores against their torch definitions: results are equal as sets, ties
-included."""
+"""Test token selection and integer scores in C against their torch definitions, including ties."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from offload_rt.kernels.selection import (
 
 @st.composite
 def score_tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Draw scores `[Hkv, G, N]`: continuous, with few distinct values (ties), all equal, or partly -inf."""
+    """Draw scores `[Hkv, G, N]`: continuous, with few distinct values, all equal, or partly -inf."""
     shape = (draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 600)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
     scores = torch.randn(shape, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64]))) * 4
@@ -62,8 +61,8 @@ def test_fast_top_tokens_are_the_reference(scores: torch.Tensor, share: float) -
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_of_scores_that_are_no_numbers_none_passes(group: int) -> None:
-    """If only one head's scores are NaN, any distinct tokens are valid for it."""
+def test_nan_scores_are_not_selected(group: int) -> None:
+    """If only the scores of one head are NaN, any distinct tokens are valid for it."""
     scores = torch.randn(2, group, 100)
     assert select_tokens(scores * math.nan, 4.0, 10).shape == (2, 0)
     scores[0] = math.nan
@@ -79,7 +78,7 @@ def test_a_misleading_sample_changes_nothing(sampled: float) -> None:
         assert as_sets(top_tokens(values, n)) == as_sets(select_tokens_reference(values.unsqueeze(1), math.inf, n))
 
 
-def test_of_equal_scores_the_lower_index_wins() -> None:
+def test_the_lower_index_wins_ties() -> None:
     scores = torch.tensor([[[1.0, 5.0, 5.0, 5.0, 0.0]], [[7.0, 7.0, 0.0, 0.0, 0.0]]])
     # 3 and 2 tokens pass, so n = 3. Head 1 takes its third token from those that pass in any head.
     assert as_sets(select_tokens(scores, 0.0, 5)) == [{1, 2, 3}, {0, 1, 2}]
@@ -121,7 +120,7 @@ def test_integer_code_sums_are_exact(heads: int, group: int, rows: int, d: int, 
         assert torch.equal(sums(weights, packed, bits, torch.float32).double(), expected)
 
 
-def test_extension_takes_nothing_when_nothing_is_missed() -> None:
+def test_extension_adds_no_token_without_missed_mass() -> None:
     scores = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0))
     assert extend_selection(scores, torch.ones(2, 20, dtype=torch.bool), 0.01, 0).shape == (2, 0)
     half = torch.arange(20).expand(2, 20) < 10

@@ -1,4 +1,4 @@
-"""The team of threads: each part is computed exactly once, whatever the threads, callers and processors do."""
+"""Test the thread team of C kernels: each part of a call is computed exactly once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Call(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def count(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A C function that counts how often each part is computed."""
+    """Return a C function that counts how often each part is computed."""
     source = tmp_path_factory.mktemp("team") / "count.c"
     source.write_text(SOURCE, encoding="utf-8")
     library = native_code.load_library(source, ("-O1", "-std=gnu11"), "no test")
@@ -61,13 +61,13 @@ def test_each_part_is_computed_once(count: Any, parts: int, threads: int, nanose
 
 
 def test_callers_of_several_threads(count: Any) -> None:
-    """One of them has the team; the others compute alone."""
+    """One caller uses the team. The others compute without it."""
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda i: counts(count, 1 + i % 70, 1 + i % 5), range(4000))
         assert all(set(each) == {1} for each in found)
 
 
-def test_a_forked_process_has_a_team_of_its_own(count: Any) -> None:
+def test_a_forked_process_has_its_own_team(count: Any) -> None:
     counts(count, 8, 4, 1000)
     child = os.fork()
     if child == 0:

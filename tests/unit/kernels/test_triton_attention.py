@@ -1,5 +1,4 @@
-"""Test sparse decode attention and the LSE merge against float64 for every head dimension and group, with ragged
-counts."""
+"""Test sparse decode attention and the LSE merge in Triton against float64."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def inputs(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("d", "group"), SHAPES)
-def test_attention_is_float64s(kernel_device: torch.device, d: int, group: int, dtype: torch.dtype) -> None:
+def test_attention_equals_float64(kernel_device: torch.device, d: int, group: int, dtype: torch.dtype) -> None:
     from offload_rt.kernels.triton_attention import attend_counted
 
     torch.manual_seed(d + group)
@@ -47,7 +46,7 @@ def test_attention_is_float64s(kernel_device: torch.device, d: int, group: int, 
     assert (out[1] == 0).all() and (lse[1] == -math.inf).all()
 
 
-def test_resident_and_fetched_rows_merge_to_the_whole(kernel_device: torch.device) -> None:
+def test_resident_and_fetched_kv_merge_to_full_attention(kernel_device: torch.device) -> None:
     from offload_rt.kernels.triton_attention import attend_counted, merge_parts
 
     torch.manual_seed(1)
@@ -66,7 +65,7 @@ def test_resident_and_fetched_rows_merge_to_the_whole(kernel_device: torch.devic
 
 
 @pytest.mark.parametrize("parts", [1, 5, 33])
-def test_merge_is_float64s(kernel_device: torch.device, parts: int) -> None:
+def test_merge_equals_float64(kernel_device: torch.device, parts: int) -> None:
     from offload_rt.kernels.triton_attention import merge_parts
 
     torch.manual_seed(parts)
@@ -82,9 +81,8 @@ def test_merge_is_float64s(kernel_device: torch.device, parts: int) -> None:
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("d", [40, 128, 256, 320, 512, 576])
-def test_a_step_has_as_many_rows_as_a_product_takes(d: int, itemsize: int) -> None:
-    """The interpreter accepts any number; a GPU's compiler needs at least 16 (`support/compiled_kernels.py`, "attend,
-    fp32, d 512")."""
+def test_a_block_has_enough_rows_for_a_matrix_product(d: int, itemsize: int) -> None:
+    """The compiler needs 16 rows or more. The interpreter does not check this."""
     from offload_rt.kernels.triton_attention import sizes
 
     assert all(sizes(d, itemsize, 4, same=same)["BLOCK"] >= 16 for same in (False, True))

@@ -1,5 +1,4 @@
-"""Test that every kernel compiles for GPUs within resource limits, which the interpreter does not check. No GPU is
-needed."""
+"""Test that every Triton kernel compiles for GPUs within their resource limits. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -56,8 +55,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def rows(pytestconfig: pytest.Config) -> list[dict[str, Any]]:
-    """Return the rows of `support/compiled_kernels.py`. It runs in a new process, because the interpreter cannot be
-    switched off again, and keeps compiled kernels in a cache."""
+    """Return the results of `support/compiled_kernels.py`.
+
+    It runs in a new process, because the Triton interpreter cannot be switched off.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
@@ -90,7 +91,7 @@ def test_rotations_are_rounded_after_each_product(rows: list[dict[str, Any]]) ->
     assert fused and not any(fused)
 
 
-def test_what_is_read_in_bulk_is_read_in_wide_loads(rows: list[dict[str, Any]]) -> None:
+def test_bulk_data_is_read_with_wide_loads(rows: list[dict[str, Any]]) -> None:
     """KV, scoring keys and sortable scores are read 16 bytes at once. Only scalars may use narrower loads."""
     for row in rows:
         if row["kernel"] in WIDE:

@@ -1,4 +1,4 @@
-"""Test the kernels that read, write and append entries of lists in separate memory against torch."""
+"""Test the Triton kernels that read, write and append entries through pointer tables, against torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tables(device: torch.device, w: int, dtype: torch.dtype) -> tuple[PointerTab
 
 @pytest.mark.parametrize(("w", "dtype"), [(1, torch.float32), (24, torch.bfloat16), (300, torch.float32)])
 def test_lists_are_read_and_written_up_to_their_counts(kernel_device: torch.device, w: int, dtype: torch.dtype) -> None:
-    """One sequence has no entries, one has fewer than the lists, and one has more."""
+    """One sequence has no entries, one has fewer than its list, and one has more."""
     from offload_rt.kernels.triton_entries import read_lists, write_lists
 
     own, other = tables(kernel_device, w, dtype)
@@ -41,7 +41,7 @@ def test_lists_are_read_and_written_up_to_their_counts(kernel_device: torch.devi
 
 @pytest.mark.parametrize(("group", "page"), [(1, 1), (3, 16)])
 def test_scores_of_pages_without_candidates_are_hidden(kernel_device: torch.device, group: int, page: int) -> None:
-    """Ranges are empty, inside one page, and several blocks."""
+    """Ranges are empty, within one page, or several blocks long."""
     from offload_rt.kernels.triton_entries import mask_scores
 
     scores = torch.randn(3, group, 5000, device=kernel_device)
@@ -56,7 +56,7 @@ def test_scores_of_pages_without_candidates_are_hidden(kernel_device: torch.devi
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_an_entry_begins_a_page_or_lowers_it(kernel_device: torch.device, page: int) -> None:
+def test_an_entry_starts_a_page_or_lowers_its_minimum(kernel_device: torch.device, page: int) -> None:
     from offload_rt.kernels.triton_entries import append_entries
 
     own, other = tables(kernel_device, 24, torch.bfloat16)

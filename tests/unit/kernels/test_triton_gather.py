@@ -1,5 +1,4 @@
-"""Test the zero-copy gather: requested rows arrive byte for byte, and nothing is written after a count or for a
-negative id."""
+"""Test the zero-copy gather in Triton: requested KV is copied byte for byte, and no other memory is written."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def random_rows(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "width"), ROWS)
 @pytest.mark.parametrize("pinned", [True, False])
-def test_rows_arrive_as_they_are(kernel_device: torch.device, dtype: torch.dtype, width: int, pinned: bool) -> None:
+def test_rows_are_copied_unchanged(kernel_device: torch.device, dtype: torch.dtype, width: int, pinned: bool) -> None:
     from offload_rt.kernels.triton_gather import gather_rows
 
     cuda = kernel_device.type == "cuda"
@@ -47,8 +46,8 @@ def test_rows_arrive_as_they_are(kernel_device: torch.device, dtype: torch.dtype
     assert (want[1] == 7).all() and not torch.equal(want[0].view(torch.uint8), want[1].view(torch.uint8))
 
 
-def test_rows_that_are_there_twice_are_copied_within(kernel_device: torch.device) -> None:
-    """Source and target are the same tensor; the source rows are not overwritten."""
+def test_source_and_target_may_be_the_same_tensor(kernel_device: torch.device) -> None:
+    """Source and target are the same tensor. Source rows are not overwritten."""
     from offload_rt.kernels.triton_gather import gather_rows
 
     rows = random_rows(40, 36, torch.uint8).to(kernel_device)
@@ -64,8 +63,11 @@ def test_rows_that_are_there_twice_are_copied_within(kernel_device: torch.device
 
 
 def table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bases `[3, 2]`, the first row of each of two blocks of three sequences, and planes `[2, 2]`, the
-    offsets of K and V of two heads in a block of `[K or V, head, token]`."""
+    """Return bases `[3, 2]` and planes `[2, 2]`.
+
+    `bases` contains the first row of each of two blocks of three sequences. `planes` contains the offsets of K and V of
+    two heads in a block `[K or V, head, token]`.
+    """
     bases = torch.randperm(6).view(3, 2) * (4 * BLOCK_SIZE)
     planes = torch.arange(4).view(2, 2) * BLOCK_SIZE
     return bases.to(device), planes.to(device)
@@ -74,11 +76,10 @@ def table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float32, 80), (torch.uint8, 27)])
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize(("programs", "kinds"), [(1, 2), (5, 2), (64, 2), (5, 1)])
-def test_keys_and_values_of_tokens_arrive(
+def test_keys_and_values_of_tokens_are_gathered(
     kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, programs: int, kinds: int
 ) -> None:
-    """The result does not depend on the number of programs. The definition copies one row at a time. Without planes of
-    values (`kinds` 1), only keys are copied."""
+    """Compare with copies of single rows, for several numbers of programs. If `kinds` is 1, only keys are copied."""
     from offload_rt.kernels.triton_gather import gather_tokens
 
     rows, (bases, planes) = random_rows(6 * 4 * BLOCK_SIZE, width, dtype), table(kernel_device)
@@ -134,9 +135,9 @@ SLOTS = 2
 
 
 def device_rows(pool: torch.Tensor, bases: torch.Tensor, planes: torch.Tensor) -> DeviceRows:
-    """Copy one block of the first and one of the last sequence to an arena `[K or V, head, slot, token]`.
+    """Copy a block of the first and of the last sequence to an arena `[K or V, head, slot, token]`.
 
-    The rows of these blocks in the pool are overwritten, and `bases` is changed, so that only the copies can be read.
+    The same rows in the pool are overwritten and `bases` is changed, so that only the copies give the right result.
     """
     (kinds, heads), first = planes.shape, len(pool)
     copies = pool.new_empty(kinds * heads * SLOTS * BLOCK_SIZE, pool.shape[1])
@@ -156,7 +157,7 @@ def device_rows(pool: torch.Tensor, bases: torch.Tensor, planes: torch.Tensor) -
 def test_tokens_are_read_from_copies_on_the_device(
     kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, kinds: int
 ) -> None:
-    """The result is that without copies. `tally` counts the entries of each sequence from the pool and from copies."""
+    """`tally` counts the entries that each sequence reads from the pool and from copies."""
     from offload_rt.kernels.triton_gather import gather_rows, gather_tokens
 
     rows, (bases, planes) = random_rows(6 * 4 * BLOCK_SIZE, width, dtype), table(kernel_device)
@@ -216,7 +217,7 @@ def test_the_newest_rows_are_written_to_copies_too(kernel_device: torch.device, 
 @pytest.mark.parametrize("kinds", [2, 1])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 20), (torch.uint8, 13)])
 def test_slots_are_read_and_written(kernel_device: torch.device, dtype: torch.dtype, width: int, kinds: int) -> None:
-    """Entries with a negative slot stay unchanged on both sides. Three sequences have two KV heads."""
+    """Three sequences have two KV heads. Entries with a negative slot are not changed."""
     from offload_rt.kernels import triton_gather
 
     count = 2 * kinds

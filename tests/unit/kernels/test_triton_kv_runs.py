@@ -1,4 +1,4 @@
-"""Test attention over shared and own runs of KV in Triton against float64, for every head dimension and group."""
+"""Test attention to shared and private runs of KV in Triton against float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ HALVES = SHAPES if torch.cuda.is_available() else SHAPES[:2]
         *((d, group, dtype) for dtype in (torch.float16, torch.bfloat16) for d, group in HALVES),
     ],
 )
-def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, group: int, dtype: torch.dtype) -> None:
+def test_attention_over_a_tree_equals_float64(
+    kernel_device: torch.device, d: int, group: int, dtype: torch.dtype
+) -> None:
     from offload_rt.kernels.triton_kv_runs import attend_runs
 
     torch.manual_seed(d + group)
@@ -61,7 +63,7 @@ def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, 
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
 
 
-def test_long_runs_are_cut_into_few_pieces(kernel_device: torch.device) -> None:
+def test_long_runs_are_split_into_few_pieces(kernel_device: torch.device) -> None:
     from offload_rt.kernels.triton_kv_runs import _PIECES, _table_row, attend_runs
 
     torch.manual_seed(0)

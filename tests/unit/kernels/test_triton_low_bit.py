@@ -1,5 +1,4 @@
-"""Test Triton kernels for low-bit KV against their definitions: appending the newest KV, scores, and approximate
-attention of one sequence and of a batch."""
+"""Test Triton kernels that store, score and attend to low-bit KV, against their definitions."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4), (192, 20, 2), (576, 20, 4)]
 
 
 def largest_value(layout: Layout, pages: Pages, tokens: int) -> float:
-    """Return the largest absolute value among the first tokens; later ones are uninitialised."""
+    """Return the largest absolute value of the first `tokens` tokens. Later ones are uninitialised."""
     packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.values(joined(pages)))
     return float(dequantise_rows(packed, steps, layout.value_bits, torch.float32).abs().max())
 
 
 def rounding(device: torch.device) -> float:
-    """Return the relative rounding of a value's weight: bfloat16 (8 bits) on CUDA, float32 under the interpreter."""
+    """Return the relative rounding error of a value's weight: bfloat16 (8 bits) on CUDA, float32 in the interpreter."""
     return 2**-8 if device.type == "cuda" else 4e-6
 
 
@@ -42,7 +41,7 @@ def alone(
 @pytest.mark.parametrize(("d", "group", "value_bits"), [(64, 7, 2), (12, 2, 4)])
 @pytest.mark.parametrize("skipped", [True, False], ids=["some skipped", "none skipped"])
 @pytest.mark.parametrize("tokens", [range(5, 600), range(64, 65), range(510, 560)])
-def test_the_tail_is_what_is_defined(
+def test_approximate_attention_equals_the_definition(
     kernel_device: torch.device, tokens: range, d: int, group: int, value_bits: int, skipped: bool
 ) -> None:
     from offload_rt.kernels.triton_low_bit import merge_approximate
@@ -61,7 +60,7 @@ def test_the_tail_is_what_is_defined(
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-5)
 
 
-def test_where_no_token_is_left_there_is_nothing(kernel_device: torch.device) -> None:
+def test_approximate_attention_without_tokens_is_zero(kernel_device: torch.device) -> None:
     from offload_rt.kernels.triton_low_bit import merge_approximate
 
     layout = Layout(64, 2)
@@ -73,11 +72,10 @@ def test_where_no_token_is_left_there_is_nothing(kernel_device: torch.device) ->
 
 
 @pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
-def test_a_batch_is_joined_with_its_exact_rows(
+def test_a_batch_is_merged_with_exact_attention(
     kernel_device: torch.device, d: int, group: int, value_bits: int
 ) -> None:
-    """Cover a list without candidates and one whose candidates were all selected. Tokens after a count are
-    arbitrary."""
+    """Cover a list without candidates and one whose candidates are all selected. Tokens after a count are arbitrary."""
     from offload_rt.kernels.triton_low_bit import merge_approximate
 
     torch.manual_seed(d)
@@ -92,7 +90,7 @@ def test_a_batch_is_joined_with_its_exact_rows(
 
 
 @pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
-def test_scores_are_the_integers(kernel_device: torch.device, d: int, group: int, value_bits: int) -> None:
+def test_scores_equal_the_definition(kernel_device: torch.device, d: int, group: int, value_bits: int) -> None:
     from offload_rt.kernels.triton_low_bit_scores import scores
 
     torch.manual_seed(d)
@@ -110,7 +108,7 @@ def test_scores_are_the_integers(kernel_device: torch.device, d: int, group: int
 def test_a_prompt_is_stored_as_defined(
     kernel_device: torch.device, d: int, value_bits: int, start: int, count: int, values: bool
 ) -> None:
-    """All bytes are equal, also those of zeros, of very large vectors and of other tokens."""
+    """All bytes are equal, also for zeros and very large vectors. Other tokens are not changed."""
     from offload_rt.kernels.triton_low_bit_rows import store_rows
 
     torch.manual_seed(d)
@@ -130,8 +128,8 @@ def test_a_prompt_is_stored_as_defined(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (576, 4)])
-def test_the_newest_rows_enter(kernel_device: torch.device, d: int, value_bits: int, dtype: torch.dtype) -> None:
-    """Codes equal the definition's, except at a rounding boundary between two codes. Other KV does not change."""
+def test_the_newest_rows_are_appended(kernel_device: torch.device, d: int, value_bits: int, dtype: torch.dtype) -> None:
+    """Codes equal the definition's, except at a rounding boundary between two codes. Other KV is not changed."""
     from offload_rt.kernels.triton_low_bit_rows import append_rows
 
     torch.manual_seed(d)

@@ -13,7 +13,7 @@ ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0
 
 @pytest.mark.parametrize(("tokens", "d"), [(1, 64), (3, 72), (2, 1024), (70, 72)])
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-def test_a_norm_is_the_definitions(kernel_device: torch.device, tokens: int, d: int, dtype: torch.dtype) -> None:
+def test_a_norm_equals_the_definition(kernel_device: torch.device, tokens: int, d: int, dtype: torch.dtype) -> None:
     from offload_rt.kernels.triton_norm import rms_norm
 
     torch.manual_seed(d)
@@ -27,7 +27,7 @@ def test_a_norm_is_the_definitions(kernel_device: torch.device, tokens: int, d: 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize(("heads", "tokens", "d"), [(4, 1, 64), (3, 5, 80), (2, 75, 80)])
-def test_positions_are_the_definitions(
+def test_rotations_equal_the_definition(
     kernel_device: torch.device, heads: int, tokens: int, d: int, dtype: torch.dtype
 ) -> None:
     """Heads are interleaved token by token, as in the output of a projection."""
@@ -43,10 +43,11 @@ def test_positions_are_the_definitions(
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-def test_positions_are_rounded_as_transformers_rounds_them(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    """Results are equal bit for bit if the tables have the same dtype: products are rounded before they are added.
-    With a single rounding, Qwen's large keys failed the load-time verification on an H100. The interpreter truncates
-    bfloat16."""
+def test_rotations_are_rounded_like_transformers(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    """Products are rounded before they are added, so results are equal bit for bit if the tables have the same dtype.
+
+    A single rounding failed the load-time verification of Qwen on an H100. The interpreter truncates bfloat16.
+    """
     from offload_rt.kernels.triton_rotary import rotate_halves
 
     torch.manual_seed(0)
@@ -59,7 +60,7 @@ def test_positions_are_rounded_as_transformers_rounds_them(kernel_device: torch.
     assert dtype == torch.float32 or not torch.equal(want, once), "rounding once is something else"
 
 
-def test_llamas_norm_is_known_by_its_code() -> None:
+def test_llamas_norm_is_recognised_by_its_code() -> None:
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm

@@ -1,4 +1,4 @@
-"""Test the Triton kernels of packed weights: products equal float64, and weights equal their definition."""
+"""Test Triton kernels for packed weights: products against float64, and unpacked weights against torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = list(zip([*FORMATS, ODD], cycle([False, True]), cycle(DTYPES), cycle([1,
 
 
 @pytest.mark.parametrize(("form", "bias", "dtype", "rows"), CASES, ids=str)
-def test_products_are_those_of_float64(
+def test_products_equal_float64(
     kernel_device: torch.device, form: PackedFormat, bias: bool, dtype: torch.dtype, rows: int
 ) -> None:
     """The number of outputs is odd, and inputs are a slice of wider rows."""
@@ -38,9 +38,7 @@ def test_products_are_those_of_float64(
 
 
 @pytest.mark.parametrize(("form", "dtype"), list(zip([*FORMATS, ODD], cycle(DTYPES[:2]), strict=False)), ids=str)
-def test_unpacked_weights_are_those_of_torch(
-    kernel_device: torch.device, form: PackedFormat, dtype: torch.dtype
-) -> None:
+def test_unpacked_weights_equal_torch(kernel_device: torch.device, form: PackedFormat, dtype: torch.dtype) -> None:
     from offload_rt.kernels import triton_packed
 
     torch.manual_seed(form.ins)
@@ -70,8 +68,8 @@ def test_each_row_uses_the_weight_of_its_expert(kernel_device: torch.device) -> 
 
 
 @pytest.mark.parametrize(("bits", "half"), [(4, 0), (4, 1), (8, 0)])
-def test_assembly_puts_the_codes_into_mantissas(bits: int, half: int) -> None:
-    """The interpreter does not run assembly code, so its three instructions are computed here."""
+def test_assembly_unpacks_codes_into_mantissas(bits: int, half: int) -> None:
+    """The interpreter cannot run assembly code, so its three instructions are computed in Python."""
     from offload_rt.kernels import triton_packed
 
     given = [0x00, 0xFF, 0x3A, 0xC5]

@@ -1,4 +1,4 @@
-"""Test attention to resident KV through pointer tables and write-back of KV by id against torch."""
+"""Test attention to resident and fetched KV through pointer tables, and appending of resident KV, against torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ HEADS, ROOM = 2, 300
 
 
 def kept_rows(device: torch.device, d: int, dtype: torch.dtype, planes: int = 2) -> PointerTable:
-    """Return resident KV of three sequences in separate memory, one of them inside a larger tensor. The first and
-    the last slot, which must not be read, are NaN. With one of `planes`, values are keys."""
+    """Return resident KV of three sequences in separate memory, one of them within a larger tensor.
+
+    The first and last slot are NaN, as they must not be read. If `planes` is 1, keys are also the values.
+    """
     rows = torch.randn(3, planes * HEADS, ROOM, d, device=device).to(dtype)
     rows[:, :, 0] = rows[:, :, -1] = math.nan
     layers = torch.zeros(3, planes * HEADS, ROOM, d, device=device, dtype=dtype)
@@ -36,10 +38,10 @@ def kept_rows(device: torch.device, d: int, dtype: torch.dtype, planes: int = 2)
         (40, 70, torch.bfloat16, 1),
     ],
 )
-def test_kept_and_fetched_rows_are_attended_to(
+def test_resident_and_fetched_kv_are_attended_to(
     kernel_device: torch.device, d: int, group: int, dtype: torch.dtype, planes: int
 ) -> None:
-    """Cover ragged ranges and counts, a sequence without fetched KV, and one whose range has two pieces."""
+    """Cover ragged ranges and counts, a sequence without fetched KV, and a range of two pieces."""
     from offload_rt.kernels.triton_resident import attend_resident
 
     torch.manual_seed(d)
@@ -62,7 +64,7 @@ def test_kept_and_fetched_rows_are_attended_to(
 
 
 @pytest.mark.parametrize("planes", [2, 1])
-def test_attending_to_both_is_attending_to_their_union(planes: int) -> None:
+def test_resident_and_fetched_kv_equal_attention_to_their_union(planes: int) -> None:
     torch.manual_seed(2)
     kept = kept_rows(torch.device("cpu"), 16, torch.float64, planes)
     q, (k, v) = torch.randn(6, 2, 16, dtype=torch.float64), torch.randn(2, 6, 9, 16, dtype=torch.float64)
@@ -80,7 +82,9 @@ def test_attending_to_both_is_attending_to_their_union(planes: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "planes"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float32, 1)])
-def test_the_newest_rows_are_kept_at_their_places(kernel_device: torch.device, dtype: torch.dtype, planes: int) -> None:
+def test_the_newest_rows_are_stored_at_their_positions(
+    kernel_device: torch.device, dtype: torch.dtype, planes: int
+) -> None:
     from offload_rt.kernels.triton_append import store_resident
 
     kept = kept_rows(kernel_device, 24, dtype, planes)

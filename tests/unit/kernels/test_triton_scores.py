@@ -1,5 +1,4 @@
-"""Test scores with compressed keys, their maxima and LSE, and appending the newest key, against float64 and the
-codes."""
+"""Test scores of compressed keys, their maxima and LSE, and the compression of a new key, against float64."""
 
 from __future__ import annotations
 
@@ -36,15 +35,17 @@ HEADS = 2
 
 
 def ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return starts and stops `[P]` of ragged lists and the number of stored tokens. There are two sequences of two
-    heads, one of them without tokens."""
+    """Return starts and stops `[P]` of ragged lists, and the number of stored tokens.
+
+    There are two sequences of two heads, the second one without tokens.
+    """
     stored = 131_072 if compiled(device) else 520
     stops = torch.tensor([stored - 13, stored - 13, 4, 4], dtype=torch.int32, device=device)
     return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
 
 
 def apart(lists_: torch.Tensor) -> PointerTable:
-    """Split `[P, a, c]` into two sequences in separate memory; the second has more capacity than the first."""
+    """Split `[P, a, c]` into two sequences in separate memory. The second has more capacity than the first."""
     wider = torch.nn.functional.pad(lists_[HEADS:], (0, 0, 0, 3))
     return PointerTable.of([lists_[:HEADS], wider[:, : lists_.shape[1]]])
 
@@ -61,11 +62,10 @@ def check_scores(got: lists.Scores, want: lists.Scores, tolerance: torch.Tensor)
 
 @pytest.mark.parametrize("room", [9, 8], ids=["odd", "aligned"])
 @pytest.mark.parametrize(("r", "group", "dtype"), PARTIAL)
-def test_partial_scores_are_float64s(
+def test_partial_scores_equal_float64(
     kernel_device: torch.device, r: int, group: int, dtype: torch.dtype, room: int
 ) -> None:
-    """Unaligned columns are read element by element. Columns of a multiple of 16 bytes use wide loads, which read
-    past the last token."""
+    """Unaligned columns are read element by element. Aligned ones use wide loads, which read past the last token."""
     from offload_rt.kernels.triton_scores import partial_scores
 
     torch.manual_seed(r)
@@ -83,8 +83,8 @@ def test_partial_scores_are_float64s(
 
 
 @pytest.mark.parametrize(("d", "group", "bits"), PACKED)
-def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, group: int, bits: int) -> None:
-    """Padding bytes after the columns of a row hold arbitrary values."""
+def test_quantised_scores_equal_integer_products(kernel_device: torch.device, d: int, group: int, bits: int) -> None:
+    """Padding bytes after the columns of a row have arbitrary values."""
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(d + bits)
@@ -107,8 +107,9 @@ def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, 
 
 
 def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.device) -> None:
-    """All sums are integers. The results differ by the rounding of two operations and of q * mean: one unit in the
-    last place of scores below 64."""
+    """Integer sums are exact. Two operations and q * mean are rounded, which changes scores below 64 by one unit in the
+    last place.
+    """
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(3)
@@ -152,7 +153,7 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
 def test_a_new_code_is_the_quantised_key(
     kernel_device: torch.device, d: int, r: int, dtype: torch.dtype, bits: int
 ) -> None:
-    """The code is within half a step of the key (inside the range), and other tokens keep their codes."""
+    """A code is within half a step of a key inside the range. Codes of other tokens are not changed."""
     from offload_rt.kernels.triton_append import append_quantised
 
     torch.manual_seed(d + bits)

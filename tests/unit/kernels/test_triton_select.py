@@ -1,5 +1,6 @@
-"""Test selection with a static capacity: it selects the tokens of the definition for any scores, ties included,
-without a host sync."""
+"""Test that the selection kernel selects the tokens of its definition for any scores, including ties, without a host
+sync.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_the_same_tokens_as_the_definition(
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_the_definition_is_infinigens(group: int) -> None:
+def test_the_definition_equals_infinigen(group: int) -> None:
     """For one sequence, `lists.select_tokens` equals `selection.select_tokens_reference` over its candidates."""
     torch.manual_seed(group)
     starts, stops = torch.full((3,), 8), torch.full((3,), 500)
@@ -77,7 +78,7 @@ def test_the_definition_is_infinigens(group: int) -> None:
     assert floor_fraction(0.2, 492) == int(limit) > 0
 
 
-def test_a_cap_holds(kernel_device: torch.device) -> None:
+def test_the_number_of_tokens_is_capped(kernel_device: torch.device) -> None:
     from offload_rt.kernels.triton_select import select_tokens
 
     torch.manual_seed(0)
@@ -92,8 +93,8 @@ def test_a_cap_holds(kernel_device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.simulated
-def test_nothing_waits_for_the_device() -> None:
-    """Scoring, selecting and attending must not sync with the host; torch raises an error at any sync."""
+def test_selection_does_not_wait_for_the_device() -> None:
+    """torch raises an error if scoring, selection or attention waits for the device."""
     from offload_rt.kernels import dispatch
 
     device = torch.device("cuda")

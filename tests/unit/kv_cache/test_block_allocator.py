@@ -1,4 +1,4 @@
-"""Test the table of physical blocks against a plain list of reference counts."""
+"""Test the allocator of physical blocks against a plain list of reference counts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STEPS = st.lists(
 
 
 def runs(blocks: list[int], slab_blocks: int) -> int:
-    """Return the number of contiguous runs within slabs."""
+    """Return the number of contiguous runs, counted within slabs."""
     return sum(i == 0 or block != blocks[i - 1] + 1 or block % slab_blocks == 0 for i, block in enumerate(blocks))
 
 
 def free_runs(refs: list[int], slab_blocks: int) -> list[int]:
-    """Return the lengths of the free runs from a plain scan."""
+    """Return the lengths of the free runs, found by a plain scan."""
     lengths = [0]
     for block, count in enumerate(refs):
         if block % slab_blocks == 0 or count:

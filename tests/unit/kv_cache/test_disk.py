@@ -1,4 +1,4 @@
-"""Test the session store on disk against a plain model, and with damaged files and failing system calls."""
+"""Test the block store on disk against a plain model, with damaged files, and with failing system calls."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from offload_rt.storage.options import LIVE_POLICIES
 class StoreAgainstModel(RuleBasedStateMachine):
     """Compare a store with a plain model of its eviction order.
 
-    Without a limit, each saved block is found until it is removed. With a limit, the store never exceeds it and never
-    returns wrong bytes. It evicts the least recently used block first. Blocks needed by waiting turns come last; of
-    these, the one needed last is evicted first.
+    Without a limit, each saved block is found until it is removed. With a limit, the store never exceeds it. The least
+    recently used block is evicted first. Blocks that waiting turns need come last, and among these the one needed last
+    comes first.
     """
 
     limited = False
@@ -136,7 +136,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Reopen the store. It keeps the ages of blocks and forgets the expected ones."""
+        """Reopen the store. It keeps the ages of blocks, but forgets which blocks waiting turns need."""
         self.store.close()
         self.reopen()
         self.others, self.wanted, self.window = sorted(self.stamps, key=self.stamps.__getitem__), [], []
@@ -165,7 +165,7 @@ TestLimitedStore.settings = _settings
 
 
 def test_ranks_from_a_clock_that_went_backwards_do_not_outlive_a_restart() -> None:
-    """Otherwise, blocks from before the restart would be kept in place of new ones."""
+    """Otherwise, new blocks would be evicted before those from before the restart."""
     model = LimitedStoreAgainstModel()
     model.start(policy="lookahead")
     try:
@@ -181,7 +181,7 @@ def test_ranks_from_a_clock_that_went_backwards_do_not_outlive_a_restart() -> No
         model.teardown()
 
 
-def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
+def test_a_decoded_header_equals_the_encoded_one() -> None:
     header = BlockHeader(b"k" * 32, 1 << 40, tuple(range(2**63, 2**63 + 80)))
     data = header.encode()
     assert len(data) == header.data_offset and len(data) % 4096 == 0
@@ -190,7 +190,7 @@ def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
 
 @pytest.mark.slow
 def test_every_flipped_bit_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
-    """Flip 2,000 sampled bits, one at a time: each load is a miss or returns the right bytes, without an exception."""
+    """For 2,000 sampled bits, a load misses or returns the right bytes, without an exception."""
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
@@ -227,7 +227,7 @@ def test_verify_reads_every_layer(layer: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 23, 24, 200, 4095, 4096, 4097, FILE_BYTES - 1, FILE_BYTES + 1])
-def test_truncated_and_overlong_files_are_misses_and_make_way(tmp_path: Path, size: int) -> None:
+def test_truncated_and_overlong_files_are_misses_and_replaced(tmp_path: Path, size: int) -> None:
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
@@ -242,7 +242,7 @@ def test_truncated_and_overlong_files_are_misses_and_make_way(tmp_path: Path, si
 def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file with the expected name but another key in its header is a miss, and is removed."""
+    """A file with the expected name but another key in its header is a miss and is removed."""
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
@@ -288,7 +288,7 @@ def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> N
     store.check_integrity()
 
 
-def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
+def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES + 100)
     store.documents.put(named("session"), b"x" * 50)
     for number in range(3):
@@ -303,8 +303,8 @@ def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
         store.documents.put(named("huge"), bytes(5 * FILE_BYTES))
 
 
-def test_documents_come_before_blocks_that_are_in_use(tmp_path: Path) -> None:
-    """A document evicts even blocks in use, so a session whose blocks fill the store can save its history."""
+def test_documents_may_evict_blocks_in_use(tmp_path: Path) -> None:
+    """If the blocks of a session fill the store, its history must still be saved."""
     store = open_store(tmp_path, 2 * FILE_BYTES)
     keys = [block_name(store, n).key for n in (0, 1)]
     store.pin(keys)
@@ -418,7 +418,7 @@ def test_unusable_folders_are_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sync the bytes, rename, then sync the folder: after a power loss the old or the new document is there."""
+    """After a power failure, the old or the new document must be complete."""
     store, done = open_store(tmp_path), []
     fsync, replace = os.fsync, os.replace
 
@@ -437,7 +437,7 @@ def test_a_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: 
 
 
 def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail each call that writes, one after another. Partly written files are never found."""
+    """Each writing system call fails in turn. Partly written files are never found."""
     import errno
 
     store = open_store(tmp_path)
@@ -466,7 +466,7 @@ def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
-    """After SIGKILL, blocks are whole or missing, the limit holds, the lock is free and temporary files are gone."""
+    """After SIGKILL, blocks are complete or missing, the limit holds, the lock is free and temporary files are gone."""
     # `make stress` runs it 200 times.
     rng, saved, cut = random.Random(1), 0, 0
     for start in range(0, KILLS * 1000, 1000):

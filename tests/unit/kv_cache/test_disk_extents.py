@@ -1,7 +1,7 @@
-"""Test sessions over a KV pool on disk that stores blocks once, in the files of the session store.
+"""Test a KV pool on disk that shares block files with the session store, so that each block is stored once.
 
-The pool reads the same KV that was written, and sessions give the same tokens as a run in memory, also after
-overwrites, eviction and disk errors. Files in the store never change.
+Reads return the written KV, and sessions give the same tokens as in memory, also after overwrites, eviction and disk
+errors. Files in the store never change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OFFSET = 8192
 
 
 class Blocks:
-    """Files of blocks. Records writes that are no whole layer, or that repeat one."""
+    """Create block files, and record writes that are incomplete layers or repeat a layer."""
 
     def __init__(self, folder: Path, made: FileArena) -> None:
         self._folder, self._layer = folder, made.file_layout.layer_bytes
@@ -68,7 +68,7 @@ class Blocks:
 
 
 class Model:
-    """Expected contents of an arena, and which of them were written since the block was allocated."""
+    """Expected contents of an arena, with a mask of the entries written since their block was allocated."""
 
     def __init__(self, made: FileArena, blocks: Blocks) -> None:
         self.made, self.blocks = made, blocks
@@ -199,7 +199,7 @@ def make(folder: Path | None, **named: Any) -> LLM:
 
 
 def say(session: Session, turn: list[int]) -> list[int]:
-    """Return the tokens of an answer. Check the integrity of the session and the runner."""
+    """Return the tokens of an answer, and check the integrity of session and runner."""
     said = [event.token_id for event in session.send(turn, GREEDY)]
     session.context.saver.flush()
     session.check_integrity()
@@ -208,7 +208,7 @@ def say(session: Session, turn: list[int]) -> list[int]:
 
 
 def stored_blocks(llm: LLM) -> int:
-    """Return the number of blocks that lie in files of the store."""
+    """Return the number of blocks whose KV is in files of the store."""
     assert llm.runner.pool.file is not None
     return len(llm.runner.pool.file._extents)
 
@@ -239,7 +239,7 @@ def tampered(store: Path, before: dict[Path, bytes]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]]]:
-    """Return the tokens of a run in memory, with a limited store (True) or not."""
+    """Return the expected tokens, by whether the store is limited, from runs in memory."""
     folders = tmp_path_factory.mktemp("room"), tmp_path_factory.mktemp("limit")
     return {False: life(None, folders[0]), True: life(None, folders[1], limit=1 << 30)}
 
@@ -285,14 +285,14 @@ def test_blocks_without_a_stored_extent(
     if case == "parts":
         monkeypatch.setitem(prefill_module.SEGMENT_BYTES, "cpu", 1)
     if case == "no file":
-        monkeypatch.setattr(BlockFile, "allocate", refusing(BlockFile.allocate))
+        monkeypatch.setattr(BlockFile, "allocate", failing_allocate(BlockFile.allocate))
     limit = {"limit": room[case]} if case in room else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a session is not saved completely
         assert life(tmp_path / "rows", tmp_path / "store", **limit) == right[bool(limit)]
 
 
-def refusing(real: Any) -> Any:
+def failing_allocate(real: Any) -> Any:
     """Return an `allocate` that fails for all files except the pool's own."""
 
     def allocate(file: BlockFile, offset: int, size: int) -> None:
@@ -305,7 +305,7 @@ def refusing(real: Any) -> Any:
 
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_stored_extent_that_cannot_be_written(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes fail from the `at`-th on: the turn fails, files in the store are whole, and the next turn is right."""
+    """Writes fail from the `at`-th on: the turn fails, files in the store are complete, and the next turn succeeds."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session, count = llm.session("s", tmp_path / "store"), 0
         say(session, TURNS[0])
@@ -346,7 +346,7 @@ def test_damage_in_a_stored_extent_is_computed_again(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
-    """A block that the store's thread is still loading looks empty, but must keep its KV."""
+    """A block that is still being loaded looks empty, but must not get another file."""
     with make(tmp_path / "rows") as llm:
         session, pool = llm.session("s", tmp_path / "store"), llm.runner.pool
         say(session, TURNS[0])
@@ -363,8 +363,8 @@ def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
         other.close()
 
 
-def test_an_aborted_turn_leaves_its_blocks_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next turn gets files again, and does not read the old KV to move out of them."""
+def test_an_aborted_turn_leaves_its_blocks_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next turn uses files of the store again, and does not copy old KV to them."""
     with make(tmp_path / "rows") as llm, make(None) as memory:
         session = llm.session("s", tmp_path / "store")
         with monkeypatch.context() as patch:

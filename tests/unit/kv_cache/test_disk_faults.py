@@ -1,7 +1,7 @@
 """Test contexts on disk with failing writes and killed processes.
 
-The KV file of a process vanishes with it, and the tokens of its sessions are durable. A disk error ends only the
-requests that need the lost KV. Later requests generate the right tokens.
+The KV file is deleted with its process, but tokens of sessions are durable. A disk error ends only the requests that
+need the lost KV.
 
 `make stress PART=disk` fails every write, and kills a hundred processes.
 """
@@ -67,16 +67,16 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 
 def turns_of(session: Session) -> int:
-    """Return the number of turns in a session. Fail if it holds a part of a turn."""
+    """Return the number of turns in a session. Fail if a turn is incomplete."""
     turns, rest = divmod(len(session.tokens), len(TURNS[0]) + 12)
     assert not rest
     return turns
 
 
 def fork_talker(rows: Path, store: Path) -> tuple[int, int]:
-    """Fork a process that sends the remaining turns of a session. Return its id and a pipe of its progress.
+    """Fork a process that runs the remaining turns of a session. Return its id and a pipe that reports its progress.
 
-    The process writes p for a prompt, d for a token, t at the end of a turn.
+    The process writes "p" for a prompt, "d" for a token, and "t" for the end of a turn.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -97,7 +97,7 @@ def fork_talker(rows: Path, store: Path) -> tuple[int, int]:
 
 
 def killed(child: int, reading: int, phase: str, after: int, seconds: float) -> str:
-    """Kill the process `seconds` into `phase`, after `after` steps of progress. Return its progress."""
+    """Kill the process `seconds` after `after` steps of `phase`. Return its progress."""
     said = os.read(reading, 1).decode()
     while len(said) < after or not said.endswith(phase):
         if not (more := os.read(reading, 1).decode()):
@@ -143,7 +143,7 @@ def test_killed_while_a_context_on_disk_is_read_and_written(
 
 
 class FullDisk:
-    """A disk whose writes of KV fail from the `at`-th on until `free` is called."""
+    """Disk whose writes of KV fail from the `at`-th on, until `free` is called."""
 
     def __init__(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at, self.writes = at, 0
@@ -165,7 +165,7 @@ class FullDisk:
 def test_a_disk_that_is_full_at_any_write(
     policy: str, places: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running requests end with an error and free their blocks. With space again, the prompts give the right tokens."""
+    """Running requests end with an error and free their blocks. With space again, prompts give the right tokens."""
     prompts, failed = TURNS[:2], 0
     right = written(make(None, policy), prompts)
     for at in range(60) if EVERY else places:
@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_at_any_write(
 
 @pytest.mark.parametrize("at", range(20) if EVERY else (2, 8))
 def test_a_session_continues_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fills up during the second turn. The next turn computes the KV that was not stored."""
+    """The disk becomes full in the second turn. The next turn computes the KV that was not stored."""
     memory = make(None, "full")
     with make(tmp_path / "rows", "full") as llm:
         session = llm.session("s", tmp_path / "store")
@@ -212,7 +212,7 @@ def test_a_session_continues_after_a_full_disk(at: int, tmp_path: Path, monkeypa
 def test_a_disk_error_ends_only_the_requests_that_need_the_kv(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the prompt, the batch of the step, or the request with the wrong draft fails. Other requests continue."""
+    """An error fails the prompt, the batch of the step, or the request whose draft is wrong, and no other request."""
     failed, ended = [], {}
     drafts: Any = {"exact": {"method": "sparse", "adaptive": False}} if phase in ("verify", "reload") else {}
     with make(tmp_path, **drafts) as llm:

@@ -1,7 +1,7 @@
 """Test contexts on disk.
 
-The pool reads the same KV that was written, no matter which part of it is cached in memory. All policies give the same
-tokens as in memory. Disk errors are reported, and KV that was written before stays readable.
+Reads return the written KV, whichever part of it is cached in memory. All policies give the same tokens as in memory.
+Disk errors are reported, and earlier KV stays readable.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_concurrent_reads_return_the_written_bytes(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_copy_rows_between_arbitrary_positions(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With compiled code if there is a compiler, then with torch."""
+    """Cover compiled code, if there is a compiler, and torch."""
     source = torch.arange(50 * 34 + 1).to(dtype)
     rows = source[:-1].view(50, 34)
     chosen, into = np.array([49, 3, 0, 7]), np.array([2, 0, 5, 4])
@@ -161,7 +161,7 @@ def test_the_file_has_no_name_and_is_deleted_with_its_process(tmp_path: Path) ->
         os.fstat(handle)
 
 
-def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_unnamed_files_or_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refusing(path: Any, flags: int, *args: Any, **named: Any) -> int:
@@ -189,7 +189,7 @@ def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, m
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 60), st.booleans()), max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tuple[int, int, bool]]) -> None:
-    """Both caches hold the same KV entries in the same slots with the same scores."""
+    """Both caches hold the same KV entries in the same slots, with the same scores."""
     plain, compiled = RowCache(50, 5, torch.float32), RowCache(50, 5, torch.float32)
     assert plain.slots == 48
     rows = torch.randn(60, 5)
@@ -216,7 +216,6 @@ def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tupl
 
 
 def test_the_lowest_score_is_evicted_unless_used_in_this_step() -> None:
-    """The order does not depend on the age of the scores."""
     cache, rows, out = RowCache(4, 5, torch.float32), torch.randn(60, 5), torch.empty(60, 5)
     for steps, wanted in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):
         cache.advance(steps)
@@ -256,7 +255,7 @@ def test_a_run_is_read_ahead_and_freed() -> None:
 
 
 def test_a_block_of_a_run_is_contiguous(tmp_path: Path) -> None:
-    """Concatenating parts from several slabs would fill the allocator with hundreds of MB."""
+    """Concatenating parts of several slabs would allocate hundreds of MB."""
     geometry = LLM(MODEL, dtype="float32").geometry
     pool = HostPool(geometry, torch.float32, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
     blocks = pool.new_block_table(1000)
@@ -339,7 +338,7 @@ def test_eviction_overwrites_kv_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("sunk", [False, True])
 def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: bool) -> None:
-    """The last 7 of 50 tokens attend to two past blocks and to the last 10 tokens."""
+    """The last 7 of 50 tokens attend to two earlier blocks and to the last 10 tokens."""
     torch.manual_seed(0)
     q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float32), torch.randn(2, 2, 50, 16, dtype=torch.float32)
     sinks = torch.randn(6, dtype=torch.float32) if sunk else None
@@ -386,7 +385,7 @@ def test_a_prompt_goes_through_in_segments(
 
 
 class FailingReader(ThreadReader):
-    """A reader that fails from the `at`-th read on."""
+    """Reader that fails from the `at`-th read on."""
 
     def __init__(self, at: int, code: int = errno.EIO) -> None:
         super().__init__(2)
@@ -440,7 +439,7 @@ def test_kv_that_could_not_be_written_is_never_read(
 def test_a_failed_write_does_not_affect_the_next_owner_of_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed write of the previous owner has no effect, also if it fails after the block was freed."""
+    """The write of the previous owner may fail after the block was freed."""
     made, held = arena(tmp_path, 2_000_000), threading.Event()
     rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
     for late in (False, True):
@@ -490,7 +489,7 @@ def test_info_plans_a_context_on_disk(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "raise --disk-limit" in capsys.readouterr().out and not (tmp_path / "rows").exists()
 
 
-def test_options_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_combinations_of_options(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="disk_limit"):
         make(None, disk_limit="1GiB")
     with pytest.raises(ConfigError, match="working_set"):
@@ -505,7 +504,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_memory_freed_after_a_prompt_is_returned_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is returned once per prompt if host memory is limited."""
+    """If host memory is limited, memory is returned once per prompt."""
     given = list[None]()
     monkeypatch.setattr("offload_rt.engine.runner.give_back", lambda: given.append(None))
     written(make(None), PROMPTS)

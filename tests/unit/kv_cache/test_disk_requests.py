@@ -1,4 +1,4 @@
-"""Test reads with io_uring if a system call fails while requests are in flight."""
+"""Test reads with io_uring if a system call fails during pending reads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ static long flaky(long number, long a, long b, long c, long d, void *e, long f) 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Return the C code of `requests.c`, in which a chosen call of io_uring_enter fails."""
+    """Return the library of `requests.c`, with one failing call of io_uring_enter."""
     compiler, folder = shutil.which("cc"), tmp_path_factory.mktemp("ring")
     if compiler is None or RingReader.open() is None:
         pytest.skip("no compiler or no io_uring")
@@ -54,7 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def test_a_failed_call_waits_for_reads_in_flight(library: ctypes.CDLL, tmp_path: Path) -> None:
-    """Read from a file and from a pipe that has no data yet. The buffer is not written after the error."""
+    """Read from a file, and from a pipe without data. No read writes to its buffer after the error."""
     (tmp_path / "file").write_bytes(bytes(range(256)) * 64)
     file, (reading, writing) = os.open(tmp_path / "file", os.O_RDONLY), os.pipe()
     handles = np.asarray([file, reading], np.int32)

@@ -1,4 +1,6 @@
-"""Resident memory of contexts on disk stays within 64 MiB of `host_memory`, under selection and full attention."""
+"""Test that resident memory of contexts on disk stays within 64 MiB of `host_memory`, with selection and full
+attention.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ HOST = 0.25
 
 
 def peak(reset: bool) -> int:
-    """Return the peak resident memory in bytes, after resetting it if asked."""
+    """Return the peak resident memory in bytes. With `reset`, reset it first."""
     if reset:
         gc.collect()
         give_back()
@@ -35,7 +37,9 @@ def peak(reset: bool) -> int:
 
 
 def selections(layers: int, context: int, steps: int) -> list[list[torch.Tensor]]:
-    """Draw 5 % of the context in pairs of tokens for each step and layer, four of five pairs from the step before."""
+    """Draw 5 % of the context as pairs of tokens for each step and layer. Four of five pairs repeat from the previous
+    step.
+    """
     generator = torch.Generator().manual_seed(0)
     count, room = context // 40, (context - SINKS - RECENT) // 2
     held = [torch.randperm(room, generator=generator)[:count] for _ in range(layers * KV_HEADS)]
@@ -52,7 +56,7 @@ def selections(layers: int, context: int, steps: int) -> list[list[torch.Tensor]
 
 @torch.inference_mode()
 def over_limit(folder: Path, context: int, layers: int, steps: int, selects: bool) -> int:
-    """Decode `steps` tokens and return the excess of the peak resident memory over `host_memory` in bytes."""
+    """Decode `steps` tokens. Return by how many bytes the peak resident memory exceeds `host_memory`."""
     geometry = ModelGeometry(
         layers, 14 * D, 14, KV_HEADS, D, vocab=2, scales=(D**-0.5,) * layers, windows=(None,) * layers,
         max_positions=1 << 30, absolute_positions=False, default_alpha=4.0,
@@ -87,7 +91,7 @@ def over_limit(folder: Path, context: int, layers: int, steps: int, selects: boo
 
 
 def measured(folder: Path, context: int, layers: int) -> dict[str, int]:
-    """Measure full attention and selection. A small run before loads the libraries."""
+    """Return the excess for full attention and for selection, after a small run that loads the libraries."""
     over_limit(folder, 8192, 1, 2, True)
     steps = {"full": (2, False), "selected": (24, True)}
     return {what: over_limit(folder, context, layers, *how) for what, how in steps.items()}
@@ -96,7 +100,7 @@ def measured(folder: Path, context: int, layers: int) -> dict[str, int]:
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a GB to write: make stress PART=disk")
 @pytest.mark.parametrize(("context", "layers"), [(1 << 20, 2), (1 << 18, 8)])
 def test_resident_memory_stays_within_64_mib_of_the_limit(context: int, layers: int, tmp_path: Path) -> None:
-    """Run in a separate process, because other tests leave memory with the allocator."""
+    """Use a separate process, because other tests leave memory with the allocator."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         found = process.submit(measured, tmp_path, context, layers).result()
     print(context, {what: f"{over >> 20} MiB over the limit" for what, over in found.items()})
@@ -104,5 +108,5 @@ def test_resident_memory_stays_within_64_mib_of_the_limit(context: int, layers: 
 
 
 def test_a_small_context_stays_within_the_limit(tmp_path: Path) -> None:
-    """Shows in each run that the measurement works; the process has the memory of other tests."""
+    """Check the measurement itself in every test run."""
     assert over_limit(tmp_path, 16_384, 1, 3, True) < 64 << 20

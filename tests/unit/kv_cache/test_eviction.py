@@ -1,4 +1,4 @@
-"""Test a bounded pool: memory stays below the limit, and tokens are evicted as in a plain model."""
+"""Test a bounded pool: memory stays below the limit, and the same tokens are evicted as in a plain model."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def test_generation_continues_far_past_the_limit_in_constant_memory(
 def test_full_with_fifo_equals_attention_over_the_newest_tokens(
     name: str, dtype: torch.dtype, bound: float, protect: str
 ) -> None:
-    """Policy full protects one recent token and no sinks, so FIFO keeps the newest tokens.
+    """Policy `full` protects one recent token and no sinks, so FIFO keeps the newest tokens.
 
-    Their K and V were computed while older tokens were present, as in the plain model.
+    Their K and V still depend on evicted tokens, as in the plain model.
     """
     runner = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name, dtype=dtype).runner
     assert_evicts_oldest(runner, tiny_prompt(150), 120, partial(torch.testing.assert_close, rtol=0, atol=bound))
@@ -109,9 +109,9 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(
 def test_slots_equal_those_of_a_plain_list(
     policy: str, protect: str, sinks: int, recent: int, prompt: int, steps: int, given_at: int, seed: int
 ) -> None:
-    """After random selections and a freed block, the pool holds the keys that the plain model keeps.
+    """After random selections and a freed block, the pool contains the keys that the plain model keeps.
 
-    Sinks come first and the ring of recent tokens last. Protected tokens are never evicted.
+    Sinks have the first slots, recent tokens the last ones. Both are never evicted.
     """
     llm = make_llm("oracle", {"budget": 0.2, "sinks": sinks, "recent": recent, "dense_layers": ()}, 2, None)
     pool = llm.runner.pool
@@ -170,7 +170,7 @@ def test_slots_equal_those_of_a_plain_list(
 def test_the_longest_sequence_shrinks_first(policy: str, options: dict[str, Any], more: dict[str, Any]) -> None:
     """The short sequence takes blocks from the long one until both have the same size.
 
-    Until the short one evicts its own tokens, its output equals that of a run alone.
+    Until it evicts its own tokens, its output equals that of a run alone.
     """
     row = 32 + 4 if more else 32 * 4
     settings = {"policy": policy, "policy_options": options, "dtype": "float32", "eviction": "counter", **more}
@@ -206,7 +206,7 @@ def test_the_longest_sequence_shrinks_first(policy: str, options: dict[str, Any]
 
 
 def test_blocks_of_a_fork_are_not_evicted() -> None:
-    """The first sequence overwrites only its own blocks, not the one shared with its fork."""
+    """The first sequence overwrites only its own blocks, not the block shared with its fork."""
     alone = make_llm("full", {}, 30, None).score([tiny_prompt(128)], [tiny_prompt(40, seed=5)])[0]
     llm = make_llm("full", {}, 5, "fifo")
     runner = llm.runner
@@ -244,7 +244,7 @@ def test_invalid_eviction_options_are_refused() -> None:
 
 @pytest.mark.parametrize("eviction", [None, "counter"])
 def test_scoring_uses_smaller_batches_in_a_small_pool(eviction: str | None) -> None:
-    """Score continuations longer than the pool, and more of them than fit at once."""
+    """Continuations are longer than the pool, and more than fit at once."""
     prompt, rest = tiny_prompt(100), tiny_prompt(130, seed=3)
     roomy = make_llm("full", {}, 40, None)
     tight = make_llm("full", {}, 4, eviction)

@@ -1,4 +1,4 @@
-"""Test quantised KV: sizes, error bounds, and results of models that store it."""
+"""Test quantised KV: sizes, error bounds, and tokens of models that use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_row_sizes(head_dim: int, bits: int) -> None:
-    """For d = 128 in int4: 64 bytes of codes and two groups of 4 bytes, against 256 bytes in 16 bit."""
+    """With d = 128, an int4 vector takes 64 bytes of codes and two groups of 4 bytes, and a 16-bit vector 256 bytes."""
     stored = make_kv_format(f"int{bits}", torch.float32, head_dim)  # type: ignore[arg-type]
     rows = torch.randn(3, 5, head_dim)
     assert stored.encode(rows).shape == (3, 5, stored.width) and stored.storage == torch.uint8
@@ -87,7 +87,7 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int2"])
 def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
-    """A budget of 1.0 with the window of full gives full's tokens, as resident KV is not quantised."""
+    """With a budget of 1.0 and the same window, tokens equal those of `full`, because resident KV is not quantised."""
     params = SamplingParams(max_tokens=8, temperature=0)
     prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 124)]
     full = [c.token_ids for c in completed(make_llm(kv_cache_dtype).generate(prompts, params))]
@@ -109,7 +109,7 @@ def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: 
 
 
 def test_results_do_not_depend_on_earlier_requests() -> None:
-    """A quantised prefix is not reused, because an exact prefill attends to unquantised KV."""
+    """A quantised prefix is not reused, because prefill attends to KV before quantisation."""
     llm, params = make_llm("int4"), SamplingParams(max_tokens=20, temperature=0)
     first, second = (completed(llm.generate([tiny_prompt(150)], params))[0] for _ in range(2))
     assert first.token_ids == second.token_ids and second.stats.reused_tokens == 0

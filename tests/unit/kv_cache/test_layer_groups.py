@@ -1,7 +1,7 @@
 """Test models with sliding-window layers.
 
-These layers keep the KV of their windows and free the rest. Prefix sharing, forks, eviction, swapping, sessions and
-truncation work as for models without windows.
+These layers keep only the KV of their windows. Prefix sharing, forks, eviction, swapping, sessions and truncation work
+as in other models.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def greedy(count: int) -> SamplingParams:
 
 
 def held_windows(llm: LLM) -> int:
-    """Return the largest number of window blocks per layer that an open sequence holds."""
+    """Return the largest number of window blocks per layer that an open sequence has."""
     return max((len(sequence.blocks.windows) for sequence in llm.runner._open.values()), default=0)
 
 
@@ -102,7 +102,7 @@ def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
-def test_with_its_next_window_a_sequence_never_needs_another_block(window: int) -> None:
+def test_a_reserved_next_window_needs_no_more_blocks(window: int) -> None:
     groups = LayerGroups(1, (0, 1), (0, 0), 1, window)
     for p in range(1000):
         kept, reserved = groups.window_indices(p, p + 1), groups.window_indices(p, p + 1, next_window=True)
@@ -121,8 +121,8 @@ def test_with_its_next_window_a_sequence_never_needs_another_block(window: int) 
         ("shared", "everything", "staged"),
     ],
 )
-def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
-    """Run prompts shorter and longer than the window in one batch."""
+def test_greedy_tokens_equal_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
+    """Prompts shorter and longer than the window run in one batch."""
     llm = make(kind, **POLICIES[policy])
     if device == "staged":
         llm = staged(llm)
@@ -137,7 +137,7 @@ def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
-def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
+def test_sliding_layers_keep_only_their_window(kind: str) -> None:
     llm = make(kind, enable_prefix_caching=False)
     pool = llm.runner.pool
     most = pool.groups.sliding * pool.groups.window_blocks
@@ -154,7 +154,7 @@ def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
 def test_prompts_share_kv_before_they_differ(kind: str) -> None:
     """Two prompts differ in their last 108 tokens.
 
-    The window KV before these tokens stays cached, both while the first request runs and after it.
+    Windows before these tokens stay cached while the first request runs and afterwards.
     """
     llm = make(kind)
     document = tiny_prompt(400)
@@ -171,7 +171,7 @@ def test_prompts_share_kv_before_they_differ(kind: str) -> None:
 
 
 def test_cached_window_blocks_are_evicted_if_memory_is_needed() -> None:
-    """A prompt that fills the pool evicts the window blocks cached for earlier prompts."""
+    """A prompt that fills the pool evicts cached window blocks of earlier prompts."""
     llm = make("half slide")
     pool, needed = llm.runner.pool, llm.runner.pool.groups.blocks(330)
     small = make("half slide", memory=needed * pool.block_bytes)
@@ -183,7 +183,7 @@ def test_cached_window_blocks_are_evicted_if_memory_is_needed() -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("all slide", torch.float64), ("room to spare", torch.float32)], ids=str)
 def test_samples_and_beams_fork(kind: str, dtype: torch.dtype) -> None:
-    """Forks share the window blocks and copy the partly filled one."""
+    """Forks share window blocks and copy the partly filled one."""
     prompt = tiny_prompt(120)
     llm = make(kind, dtype=dtype)
     for completion in completed(llm.generate([prompt], SamplingParams(max_tokens=12, n=3, seed=5))):
@@ -202,7 +202,7 @@ def test_samples_and_beams_fork(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("room to spare", torch.float32), ("one slides", torch.float64)], ids=str)
 def test_eviction_affects_only_full_attention_layers(kind: str, dtype: torch.dtype) -> None:
-    """Full-attention layers evict first in, first out, as in a plain model. Sliding layers keep their windows."""
+    """Full-attention layers evict tokens first in, first out, as in a plain model."""
     pool = make(kind, dtype=dtype).runner.pool
     memory = pool.block_bytes * (2 + pool.groups.sliding * pool.groups.window_blocks)
     llm = make(kind, memory=memory, dtype=dtype, eviction={"policy": "fifo", "protect": "none"})
@@ -228,7 +228,7 @@ def test_generation_continues_far_past_the_limit(kind: str, eviction: str) -> No
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_scoring_runs_as_many_texts_at_once_as_fit(name: str) -> None:
-    """Waiting sequences allocate window blocks as they slide, without a reservation."""
+    """Sequences allocate window blocks as their windows move, without a reservation."""
     more = {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}
     model = tiny_model(name, num_hidden_layers=2, **more)
     prompts, then = [tiny_prompt(60, seed=i // 2) for i in range(6)], [tiny_prompt(70, seed=9 + i) for i in range(6)]
@@ -294,7 +294,7 @@ def test_a_session_without_its_windows_is_recomputed(kind: str, tmp_path: Path) 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_fork_of_a_session_goes_its_own_way(kind: str, tmp_path: Path) -> None:
+def test_a_fork_of_a_session_is_independent(kind: str, tmp_path: Path) -> None:
     llm = make(kind)
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -311,7 +311,7 @@ def test_a_fork_of_a_session_goes_its_own_way(kind: str, tmp_path: Path) -> None
 
 
 def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow disk, a partly filled last block that is replaced while it is written is deleted."""
+    """A partly filled last block may be replaced while a slow disk still writes it."""
 
     def slow(*args: Any) -> memoryview:
         time.sleep(0.02)
@@ -390,7 +390,7 @@ def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["all slide", "half slide", "room to spare"])
 def test_a_sequence_is_restored_to_a_pool_with_room_for_one(kind: str, tmp_path: Path) -> None:
-    """Sliding layers hold their windows, not all blocks of the sequence."""
+    """Sliding layers need memory for their windows only."""
     pool = make(kind).runner.pool
     llm = make(kind, memory=pool.groups.blocks(150) * pool.block_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
@@ -406,8 +406,8 @@ def test_a_sequence_is_restored_to_a_pool_with_room_for_one(kind: str, tmp_path:
     assert_greedy(model_of(kind), prompt, request.completions()[0].token_ids)
 
 
-def test_a_loader_brings_each_group_to_its_blocks(tmp_path: Path) -> None:
-    """Loaded layers go to the blocks of their own group, with the KV that was saved."""
+def test_a_loader_fills_the_blocks_of_each_group(tmp_path: Path) -> None:
+    """Saved KV is loaded to the blocks of its layer's group."""
     llm = make("room to spare")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -429,7 +429,7 @@ def test_a_loader_brings_each_group_to_its_blocks(tmp_path: Path) -> None:
 
 
 def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor:
-    """Return K and V `[2, Hkv, n, d]` that a layer attends to for the token at position `length`."""
+    """Return K and V `[2, Hkv, n, d]` that `layer` attends to for the token at position `length`."""
     pool = llm.runner.pool
     first = pool.groups.first_seen(length) if pool.groups.group[layer] else 0
     parts = pool.runs(blocks, layer, range(first, length))
@@ -441,9 +441,9 @@ def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor
 @pytest.mark.parametrize("kind", ["all slide", "half slide"])
 @pytest.mark.parametrize("path", ["in place", "copied", "int8", "working set"])
 def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_path: Path) -> None:
-    """The last block of a prefill chunk may have no slots in sliding layers.
+    """In sliding layers, the last block of a prefill chunk may be out of the window.
 
-    Another session with the same first block then starts from the prefix tree.
+    A second session with the same first block starts from the prefix tree.
     """
     whole = {"policy_options": {"budget": 1.0, "dense_layers": ()}}
     options: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Test the host pool: block tables, reads and writes, contiguity, limits, copy-on-write."""
+"""Test the host pool: block tables, reads and writes, contiguous runs, limits, and copy-on-write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_rt.utils.control_groups import processor_limit
 
 
 def addresses(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V `[Hkv, length, d]`, gathered by row index."""
+    """Return K and V `[Hkv, length, d]` of a layer, gathered by row index."""
     tokens = torch.arange(blocks.length)
     base = pool.row_base(blocks)[tokens // BLOCK_SIZE] + tokens % BLOCK_SIZE
     rows = torch.tensor([[pool.layout.row(layer, head, side) for head in range(2)] for side in range(2)])
@@ -57,7 +57,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not report the memory of a process")
 def test_a_short_prompt_uses_only_its_pages_of_a_slab() -> None:
-    """The slab has 32 planes of 2 MiB. Touching each with a huge page would take 64 MiB."""
+    """K or V of a head and layer takes 2 MiB of a slab. Clearing a huge page for each would take 64 MiB."""
     pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
     before, (k, v) = resident(), torch.ones(2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
     blocks = pool.new_block_table(BLOCK_SIZE)
@@ -67,7 +67,7 @@ def test_a_short_prompt_uses_only_its_pages_of_a_slab() -> None:
     assert resident() - before < 8 << 20, "3 MiB, tables and tensors included, where 64 MiB were cleared"
 
 
-def test_one_lease_on_an_empty_pool_is_one_run_a_slab() -> None:
+def test_a_block_table_in_an_empty_pool_has_one_run_per_slab() -> None:
     pool = make_pool(12)
     at_once = pool.new_block_table(9 * BLOCK_SIZE)
     assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * BLOCK_SIZE))] == [
@@ -168,7 +168,7 @@ def test_the_error_of_a_full_pool_names_the_missing_memory() -> None:
     pool.check_integrity()
 
 
-def test_limits_that_cannot_be() -> None:
+def test_invalid_limits() -> None:
     with pytest.raises(MemoryLimitError, match=r"cannot hold one block.*8192 bytes"):
         HostPool(geometry(), torch.float32, BLOCK_BYTES - 1)
     with pytest.raises(MemoryLimitError, match=r"more than the .* available here; lower host_memory"):
@@ -176,7 +176,7 @@ def test_limits_that_cannot_be() -> None:
     assert HostPool(geometry(), torch.float32, BLOCK_BYTES).block_count == 1
 
 
-def test_address_space_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_reservation_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.kv_cache.system_memory.available_memory", lambda: 1 << 61)
     with pytest.raises(MemoryLimitError, match=r"cannot reserve .* of address space .*ulimit"):
         HostPool(geometry(), torch.float32, 1 << 60)
@@ -247,7 +247,7 @@ def test_layout_wastes_less_than_a_block_a_slab(blocks: int, head_dim: int, dtyp
     assert layout.bytes - layout.blocks * layout.block_bytes < layout.slabs * (PAGE * layout.row_bytes)
 
 
-def test_slabs_are_made_ready_at_admission() -> None:
+def test_slabs_are_prepared_at_admission() -> None:
     pool = make_pool(12)
     pool.prepare(9 * BLOCK_SIZE)
     ready = pool._arena.active
@@ -275,7 +275,7 @@ def test_slabs_are_pinned_when_they_are_needed() -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 def test_slabs_are_activated_on_demand() -> None:
-    """Only two slabs are asserted, because an H100's driver reports a mapping as pinned once a part of it is."""
+    """Only two slabs are checked, because an H100's driver reports a mapping as pinned if any part of it is."""
     shape = geometry(head_dim=512)
     pool = HostPool(
         shape, torch.float32, 3 * shape.kv_bytes(4 * BLOCK_SIZE, torch.float32), pin=True, slab_tokens=4 * BLOCK_SIZE
@@ -288,7 +288,7 @@ def test_slabs_are_activated_on_demand() -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 def test_memory_that_cannot_be_pinned_is_an_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of the driver must not be raised again by the next kernel."""
+    """The next kernel must not raise the error of the driver again."""
     pool = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
     again = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
     pool.prepare(1)

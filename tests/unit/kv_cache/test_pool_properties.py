@@ -55,9 +55,9 @@ def geometry(
 
 @dataclass(eq=False)
 class Model:
-    """Expected contents of a sequence: its tokens, and a number per token from which K and V were made.
+    """Expected contents of a sequence: tokens, and one number per token from which K and V are made.
 
-    Like real KV, the number depends on the token and on all tokens before it.
+    As in real KV, the number depends on the token and on all earlier tokens.
     """
 
     blocks: BlockTable
@@ -96,12 +96,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.written = 0
 
     def held(self) -> set[int]:
-        """Return the blocks with memory that sequences hold."""
+        """Return the blocks in use by sequences."""
         held = {block for model in self.live for window in model.blocks.windows.values() for block in window}
         return held | {block for model in self.live if self.groups.full for block in model.blocks.ids}
 
     def lacking(self, model: Model, stop: int) -> int:
-        """Return how many blocks of group 0 are too few for `stop` tokens; without sliding layers alone."""
+        """Return how many blocks are missing for `stop` tokens, in models without sliding layers."""
         blocks = model.blocks
         others = {block for other in self.live if other is not model for block in other.blocks.ids}
         tail = blocks.ids[blocks.length // BLOCK_SIZE :]
@@ -118,12 +118,12 @@ class PoolMachine(RuleBasedStateMachine):
         return torch.cat([torch.stack([part.k, part.v][: self.shape.planes], 1) for part in parts], 2)
 
     def write(self, model: Model, layer: int, start: int, values: list[int]) -> None:
-        """Write KV made from `values`. If keys contain the values, any V may be passed, because it is not stored."""
+        """Write KV made from `values`. If keys contain the values, V is arbitrary, because it is not stored."""
         k, *v = made_from(values, layer, self.shape.rows(layer)).unbind(1)
         self.pool.write(model.blocks, layer, start, k, v[0] if v else torch.full_like(k, -1))
 
     def compute(self, model: Model, count: int, letter: int, before_window: int) -> bool:
-        """Prefill or decode `count` tokens. Return False if the pool is full, and check that the pool is unchanged."""
+        """Prefill or decode `count` tokens. If the pool is full, check that it is unchanged and return False."""
         blocks, start = model.blocks, model.blocks.length
         stop = start + count
         windows, ids, lacking = dict(blocks.windows), list(blocks.ids), self.lacking(model, stop)
@@ -265,7 +265,7 @@ class AllSlideMachine(PoolMachine):
 
 
 class NarrowWindowMachine(PoolMachine):
-    """Sliding-window layers have more heads of half the width, so that each takes two storage layers (Gemma 4)."""
+    """Sliding layers have more heads of half the width, and each takes two storage layers (Gemma 4)."""
 
     windows = (None, 100, 70, None)
     window_rows = RowShape(6, 1)
@@ -273,7 +273,7 @@ class NarrowWindowMachine(PoolMachine):
 
 
 class ManyHeadsMachine(PoolMachine):
-    """Sliding-window layers have more heads of the same width, and one storage layer has unused planes (MiMo-V2)."""
+    """Sliding layers have more heads of the same width, and a storage layer has unused memory (MiMo-V2)."""
 
     windows = (70, None, 100)
     window_rows = RowShape(3, 2)
@@ -302,7 +302,7 @@ TestLatent = LatentMachine.TestCase
 
 
 def test_a_partly_filled_window_block_is_not_cached() -> None:
-    """The windows of the prefill leave a gap after a block with KV of only 57 tokens."""
+    """The prefill leaves a gap after a block with KV of only 57 tokens."""
     machine = AllSlideMachine()
     model = Model(BlockTable())
     assert machine.compute(model, 57, 0, 0) and machine.compute(model, 200, 0, 0)

@@ -35,7 +35,7 @@ def test_packed_tokens_are_blocks_of_little_endian_numbers(tokens: list[int], st
 
 
 @given(st.sets(st.integers(0, 40)))
-def test_ranges_are_the_fewest_that_hold_the_numbers(numbers: set[int]) -> None:
+def test_ranges_are_as_few_as_possible(numbers: set[int]) -> None:
     ranges = ranges_of(sorted(numbers))
     assert [number for run in ranges for number in run] == sorted(numbers)
     assert all(run for run in ranges)
@@ -54,7 +54,7 @@ def test_at_most_all_but_the_last_token_matches() -> None:
 
 
 def test_short_sequences_are_evicted_before_a_longer_one() -> None:
-    """Use two short sequences after a long one. Both go first, and then the long one from its end on."""
+    """Two short sequences, used after a long one, are evicted first. The long one is then evicted from its end."""
     tree = PrefixTree()
     tree.insert(text(1, 2, 3, 4, 5, 6, 7, 8), [*range(8)], "exact", alone)
     tree.insert(text(9), [8], "exact", alone)
@@ -95,7 +95,7 @@ def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatc
     assert tree.match([*text(1, 5), 0], "exact") == [7, 8]
 
 
-def test_a_leaf_that_was_used_last_goes_last() -> None:
+def test_the_leaf_used_last_is_evicted_last() -> None:
     tree = PrefixTree()
     tree.insert(text(1, 2), [0, 1], "exact", alone)
     tree.insert(text(1, 3), [0, 2], "exact", alone)
@@ -121,7 +121,7 @@ STEPS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
 def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> None:
-    """The model maps each prefix to its block and the time of its last use, and tracks references."""
+    """The model maps each prefix to its block and time of last use, and counts references."""
     tree = PrefixTree()
     known: dict[tuple[int, ...], int] = {}
     used: dict[tuple[int, ...], int] = {}
@@ -232,7 +232,7 @@ def test_blocks_that_a_fork_keeps_are_not_exchanged() -> None:
     pool.check_integrity()
 
 
-def test_writing_after_a_cut_in_a_published_block_copies_it() -> None:
+def test_writing_to_a_truncated_published_block_copies_it() -> None:
     pool = make_pool(12)
     blocks = pool.new_block_table(0)
     append(pool, blocks, BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Test which snapshots of recurrent state are kept: bookkeeping against a plain model, and the rule of retention."""
+"""Test the table of snapshots of recurrent state against a plain model, and the rule for which snapshots are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ PATHS = st.lists(BLOCKS, unique=True, max_size=6)
 
 
 class SnapshotMachine(RuleBasedStateMachine):
-    """A table of four slots beside a list of (block, slot), least recently used first, and a set of pending slots."""
+    """Compare a table of four slots with a list of (block, slot), least recently used first, and a set of pending
+    slots.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +102,8 @@ def test_a_prompt_needs_few_snapshots(tokens: int) -> None:
     assert len(needed) <= logarithm(tokens) and needed == sorted(needed, reverse=True)
 
 
-def test_a_text_that_grows_keeps_the_property() -> None:
-    """One snapshot is added after every block, and those that are not needed are dropped."""
+def test_a_growing_text_keeps_the_property() -> None:
+    """A snapshot is added after every block, and snapshots that are not needed are deleted."""
     kept: list[int] = []
     for tokens in range(1, 1200):
         if tokens % BLOCK_SIZE == 0:
@@ -110,6 +112,6 @@ def test_a_text_that_grows_keeps_the_property() -> None:
         assert_covers(tokens, kept)
 
 
-def test_missing_places_are_replaced_by_the_next_ones() -> None:
+def test_missing_positions_are_replaced_by_the_next_ones() -> None:
     assert needed_positions(1000, [64, 128, 640]) == [640, 128]
     assert needed_positions(1000, []) == []

@@ -1,6 +1,5 @@
-"""Test batched selection: results equal those of each sequence alone, with launches independent of the batch.
-
-Steps are compared by recording every launch, as capture in a CUDA graph requires.
+"""Test batched selection: results equal those of each sequence alone, and the number of launches does not depend on the
+batch.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from offload_rt.transfer.row_lists import RowLists
         {"approximate_kv": "int2", "max_fraction": 0.05},
     ],
 )
-def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
+def test_a_batch_on_the_kernels_equals_each_sequence_alone(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths cross a block and a bucket boundary. The step never synchronises with the device."""
+    """Lengths cross the boundary of a block and of a bucket. No step synchronises with the device."""
     # The CPU kernel quantises attention weights of approximate values; the others do not.
     monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     lengths = (30, 63, 127)
@@ -71,7 +70,7 @@ def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
 class Recorded(TorchDispatchMode):
     """Record every operation with its arguments, shapes, strides, and the addresses of tensors that existed before.
 
-    A Triton launch is one operation, and so is a new tensor with values from the host.
+    A Triton launch counts as one operation, and so does a new tensor with values from the host.
     """
 
     def __init__(self) -> None:
@@ -94,7 +93,7 @@ class Recorded(TorchDispatchMode):
         return out
 
     def _made_here(self, tensor: Any) -> None:
-        """Register a tensor made during the step, unless it is a view of an earlier one."""
+        """Register a tensor made during the step, unless it is a view of an earlier tensor."""
         if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._there:
             self._made.add(tensor.untyped_storage().data_ptr())
             self._kept.append(tensor)  # keeps the address from being reused
@@ -114,7 +113,7 @@ class Recorded(TorchDispatchMode):
         return x
 
     def launch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `run` of a kernel to record it as one operation."""
+        """Wrap the method `run` of a kernel to record it as one operation."""
 
         def one(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
             self._write(kernel.fn.__qualname__, grid, [self._describe(x) for x in (*args, *named.values())])
@@ -155,8 +154,8 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
     return entries
 
 
-def test_a_step_is_the_same_launches_whatever_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of one bucket depend on no length, slot or address of a sequence, so a CUDA graph could replay them."""
+def test_launches_do_not_depend_on_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a bucket, launches do not depend on lengths, slots or addresses, so that a CUDA graph can replay them."""
     compiled(monkeypatch)
     runner = make()
     batch = [begun(runner, 70), begun(runner, 90, seed=1)]
@@ -184,7 +183,7 @@ def test_a_batch_takes_as_many_launches_as_one_sequence(monkeypatch: pytest.Monk
     assert launches(one) == launches(three) and len(launches(one)) > 20
 
 
-def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
+def test_lists_are_rebuilt_only_for_another_batch_size_or_bucket() -> None:
     runner = make()
     batch = [begun(runner, 60), begun(runner, 61, seed=1)]
     seen = []
@@ -231,7 +230,7 @@ def test_buckets_are_near(context: int) -> None:
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("recent", [1, 5])
 @pytest.mark.parametrize("window", [None, 5, 6, 9])
-def test_the_places_of_what_is_visible_lie_together(sinks: int, recent: int, window: int | None) -> None:
+def test_indices_of_resident_tokens_are_adjacent(sinks: int, recent: int, window: int | None) -> None:
     for length in range(1, 30):
         visible = VisibleTokens.of(length, sinks=sinks, recent=recent, window=window)
         resident = {*visible.sinks, *visible.recent}
@@ -248,8 +247,8 @@ def test_a_window_cut_by_truncation_is_not_adjacent_if_it_wraps_around(floor: in
         assert resident_range(visible, 0, 6) == (range(min(at), max(at) + 1) if max(at) - min(at) < len(at) else None)
 
 
-def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:
-    """On CUDA, each sequence takes the slots of the longest one's bucket."""
+def test_plans_count_batched_slots_on_a_device() -> None:
+    """On CUDA, each sequence takes as many slots as the longest one."""
     shape = load_shape(tiny_model("llama"))
     demand = memory_demand("infinigen", {}, shape.geometry, shape.dtype)
     apart = DeviceCosts(shape, demand, 512)
@@ -265,12 +264,10 @@ def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_missed_mass_is_read_when_the_newest_row_has_been_written(
-    together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The statistic reads all KV in the pool, so it must wait for queued write-backs.
+def test_missed_mass_is_measured_after_the_newest_write_back(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missed mass is measured with all KV in the pool, so it must wait for pending write-backs.
 
-    On a device this is a race that the numbers here would not show.
+    On a device this is a race, which the numbers of this test would not show.
     """
     runner = make(together)
     batch = [begun(runner, length, seed=length) for length in (30, 90)]

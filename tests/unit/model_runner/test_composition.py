@@ -1,6 +1,6 @@
 """Test combinations of policy, KV format, eviction, sharing, restart, fork and truncation.
 
-Each cell gives the tokens of the same conversation without eviction, sharing, restart and fork, or fails with a clear
+Each combination gives the tokens of the same conversation without eviction, sharing, restart and fork, or a clear
 error. `eval/results/store/composition.md` prints this matrix.
 """
 
@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def refusal(self) -> str:
-        """Text of the expected error, or empty if the cell must equal its reference."""
+        """Text of the expected error, or "" if the tokens must equal the reference."""
         if self.eviction and self.policy in KNOWS_PLACES:
             return "does not support eviction"
         if self.session and self.policy in LEARNS_FROM_QUERIES:
@@ -145,7 +145,7 @@ def reference(cell: Cell) -> list[list[int]]:
 
 @pytest.mark.parametrize("cell", DAILY, ids=str)
 def test_cell_equals_its_reference(cell: Cell, tmp_path: Path) -> None:
-    """Run a sample of the cells, and fewer of the sliding model. `make stress` runs all."""
+    """Run a sample of the cells, with fewer cells of the sliding model. `make stress` runs all."""
     plain = Cell(cell.policy, cell.rows, overflow=cell.overflow)
     answers = converse(cell, tmp_path)
     assert answers == reference(plain)[: len(answers)]
@@ -157,7 +157,7 @@ def test_cell_is_refused(cell: Cell, tmp_path: Path) -> None:
         converse(cell, tmp_path)
 
 
-def test_the_printed_matrix_is_this_one() -> None:
+def test_the_printed_matrix_is_up_to_date() -> None:
     """Set `OFFLOAD_RT_PRINT=1` to write the file."""
     if os.environ.get("OFFLOAD_RT_PRINT"):
         PRINTED.write_text(printed(), encoding="utf-8")
@@ -165,7 +165,7 @@ def test_the_printed_matrix_is_this_one() -> None:
 
 
 def printed() -> str:
-    """Return the matrix. Rows: policy, KV format and eviction. Columns: operations on the sequence."""
+    """Return the matrix. Rows are policy, KV format and eviction, columns are operations on the sequence."""
     ways = [Cell("full", restart=r, fork=f, overflow=o) for r, f, o in itertools.product((False, True), repeat=3)]
     heads = ["prompt" if not way.session else str(way).removeprefix("full-auto-").replace("-", " + ") for way in ways]
     notes: Counter[str] = Counter()

@@ -1,5 +1,7 @@
-"""Test speculative decoding with `exact=...`: output equals full attention. `test_exact_hybrids.py` tests sessions,
-preemption and rejected drafts, with attention beside recurrent layers."""
+"""Test speculative decoding with `exact=...`: output equals full attention.
+
+`test_exact_hybrids.py` covers recurrent layers, sessions, preemption and rejected drafts.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
 
 @pytest.mark.parametrize("policy", ["quest", "h2o", "streaming"])
 def test_lookup_works_with_policies_that_cannot_discard_tokens(policy: str) -> None:
-    """Rejected draft tokens leave entries in the policy's state, which the next pass replaces."""
+    """Rejected draft tokens leave entries in the policy's state, which the next pass overwrites."""
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=1, ignore_eos=True, allowed_token_ids=[3, 50])
     prompts = [[3, 50, 3, 3, 50, 50, 3, 50] * 8]
     llm = runtime(tiny_model("llama"), policy, exact={"method": "lookup", "adaptive": False})
@@ -65,8 +67,8 @@ def test_lookup_works_with_policies_that_cannot_discard_tokens(policy: str) -> N
         ("opt", "infinigen", {"method": "sparse", "adaptive": False}),
     ],
 )
-def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) -> None:
-    """Three sequences with drafts of different lengths, greedy and sampled."""
+def test_the_text_equals_full_attention(name: str, policy: str, exact: Any) -> None:
+    """Three sequences have drafts of different lengths, greedy and sampled."""
     # Mistral slides with a window of 48. The tiny float32 models have no near ties in 16 tokens.
     model = tiny_model(name)
     options = {"budget": 0.1, "sinks": 2, "recent": 8} if policy == "oracle" else None
@@ -78,7 +80,7 @@ def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) 
 
 
 @pytest.mark.parametrize("dear", ["found", "decoded"])
-def test_what_gives_more_tokens_a_second_is_drafted(dear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_kind_of_drafts_is_chosen(dear: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text has two words, so lookup finds drafts at every step."""
     monkeypatch.setattr(
         Costs, "round_seconds", lambda _, drafts, *, decoded: 1.0 + 9 * drafts * (decoded == (dear == "decoded"))
@@ -91,10 +93,10 @@ def test_what_gives_more_tokens_a_second_is_drafted(dear: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("policy", ["infinigen", "h2o"])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_rows_that_lie_apart_are_attended_to_where_they_are(
+def test_verification_reads_scattered_kv_in_place(
     policy: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`h2o` learns from queries and keys together, and gets the KV in one piece."""
+    """`h2o` needs queries together with all keys, and gets the KV in one piece."""
     # The second prompt's KV is two runs in memory; on disk it is read in blocks.
     blocked, real = [], verification_pass.BlockedAttention.add
     monkeypatch.setattr(
@@ -133,7 +135,7 @@ def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_samples_have_the_distribution_of_the_model() -> None:
-    """Compare drafted tokens of 96 completions with the model's probabilities in a chi-square test."""
+    """A chi-square test compares tokens of 96 completions with the model's probabilities."""
     vocabulary, llm = [3, 50, 101, 150], runtime(_LLAMA, exact={"method": "sparse", "tokens": 3, "adaptive": False})
     asked = SamplingParams(n=96, seed=5, temperature=1.0, max_tokens=3, allowed_token_ids=vocabulary, ignore_eos=True)
     done = completed(llm.generate([PROMPTS[1]], asked))
@@ -151,8 +153,8 @@ def test_samples_have_the_distribution_of_the_model() -> None:
     assert len(expected) == 16 and chi_square < 37.7
 
 
-def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
-    """Some drafts are wrong with a tiny budget, and none with a budget of 1.0."""
+def test_wrong_drafts_are_rejected_and_counted() -> None:
+    """Some drafts are wrong with a tiny budget, none with a budget of 1.0."""
     model = tiny_model("llama")
     prompt = tiny_prompt(200)
     poor, rich = (
@@ -175,8 +177,8 @@ def test_drafts_that_are_wrong_are_noticed_and_counted() -> None:
     assert few.mean_accepted_length < all_right.mean_accepted_length
 
 
-def test_speed_is_told_beside_passes_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patched clock gives each pass one second, and drafting none."""
+def test_the_speedup_over_passes_without_drafts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the patched clock, each pass takes one second, and drafting no time."""
     clock = itertools.count()
     monkeypatch.setattr(decoder, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
@@ -185,7 +187,7 @@ def test_speed_is_told_beside_passes_without_drafts(monkeypatch: pytest.MonkeyPa
     assert done.stats.draft_speedup == pytest.approx(23 / done.stats.verifications)
 
 
-def test_what_was_written_before_is_found_for_nothing() -> None:
+def test_lookup_drafts_of_repeated_text_need_no_decode_steps() -> None:
     """A trained model repeats a page, so lookup drafts are accepted without decode steps."""
     llm = LLM("reference", policy="full", host_memory="64MiB", exact={"adaptive": False})
     page = llm.encode(files("offload_rt").joinpath("data/black_arrow.txt").read_text(encoding="utf-8")[:1200])
@@ -198,7 +200,7 @@ def test_what_was_written_before_is_found_for_nothing() -> None:
 
 # RMSNorm computes in float32 and sums in another order over several tokens, which leaves 1e-6 in float64.
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-6), (torch.float32, 5e-5)], ids=str)
-def test_rows_are_those_of_a_run_that_never_drafted(dtype: torch.dtype, bound: float) -> None:
+def test_kv_equals_that_of_a_run_without_drafts(dtype: torch.dtype, bound: float) -> None:
     model = tiny_model("qwen2", dtype=dtype)
     prompt = tiny_prompt(118)
     rows = []
@@ -213,7 +215,7 @@ def test_rows_are_those_of_a_run_that_never_drafted(dtype: torch.dtype, bound: f
     torch.testing.assert_close(rows[0].v, rows[1].v, rtol=0, atol=bound)
 
 
-def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
+def test_completions_beams_and_scores_equal_full_attention() -> None:
     model = tiny_model("llama")
     llm, plain = runtime(model, exact={"method": "sparse", "adaptive": False}), runtime(model, "full")
     several = SamplingParams(max_tokens=10, temperature=0.9, seed=3, n=3)
@@ -227,7 +229,7 @@ def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
 
 
 def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
-    """Two sliding sequences share three blocks: the next token fits, but not drafts in another block."""
+    """Two sliding sequences share three blocks, enough for the next token but not for drafts in another block."""
     model, prompts = tiny_model("mistral", num_hidden_layers=2), [tiny_prompt(n, seed=1) for n in (50, 51)]
     exact = {"method": "sparse", "adaptive": False}
     full = LLM(model, policy_options=SMALL, exact=exact, host_memory="192KiB", enable_prefix_caching=False)
@@ -239,7 +241,7 @@ _LLAMA = tiny_model("llama")
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4))
 def test_lookup_finds_what_a_search_finds(tokens: list[int], longest: int, most: int) -> None:
-    """Proposals continue the last occurrence of the longest n-gram, regardless of earlier calls."""
+    """Drafts continue the last occurrence of the longest n-gram, regardless of earlier calls."""
     lookup, found = Lookup(longest), []
     for stop in range(1, len(tokens) + 1):
         found = lookup.propose(tokens[:stop], most)
@@ -253,7 +255,7 @@ def test_lookup_finds_what_a_search_finds(tokens: list[int], longest: int, most:
 
 
 def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
-    """Free and right drafts have the maximum length; wrong or expensive ones are not made."""
+    """Cheap, correct drafts have the maximum length. Wrong or expensive drafts are not made."""
     costs, right, wrong = Costs(), Acceptance(), Acceptance()
     for tokens in (1, 5, 9, 3):
         costs.observe_drafts(4, 4 * 0.9)
@@ -283,7 +285,7 @@ def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
         ({"exact": True, "kv_cache_dtype": "int8"}, "kv_cache_dtype"),
     ],
 )
-def test_what_cannot_be_exact_says_so(fields: dict[str, Any], said: str) -> None:
+def test_unsupported_exact_options_are_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(_LLAMA, host_memory="8MiB", **fields)
 

@@ -1,4 +1,4 @@
-"""Test lossless mode (`exact=...`) of hybrid models: rejected draft tokens leave no trace in the recurrent state."""
+"""Test lossless mode (`exact=...`) of hybrid models: rejected draft tokens do not change the recurrent state."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list
 
 
 class ControlledDrafts:
-    """Replaces prompt lookup. Each round proposes `right` correct tokens of the known text, and then wrong ones."""
+    """Replace prompt lookup by drafts with `right` correct tokens of the known text, then wrong ones."""
 
     def __init__(self, known: list[list[int]], right: list[int]) -> None:
-        """`known` are prompts with their texts. `right` is repeated from round to round."""
+        """`known` are prompts with their texts. `right` repeats from round to round."""
         self._known, self._right = known, itertools.cycle(right)
         self.rounds: list[tuple[int, int]] = []
 
@@ -63,7 +63,7 @@ class ControlledDrafts:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", RECURRENT[::-1])
-def test_the_text_is_that_of_full_attention(name: str) -> None:
+def test_the_text_equals_full_attention(name: str) -> None:
     """Three sequences with drafts of different lengths, greedy and sampled. They end at different times."""
     prompts = [prompt_of(30 + 17 * i, seed=i) for i in range(3)]
     sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 11, 1)]
@@ -77,7 +77,7 @@ def test_the_text_is_that_of_full_attention(name: str) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_number_of_accepted_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter makes 0 to 4 correct drafts, in each order of two rounds: alone, and in a batch of three."""
+    """Cover 0 to 4 correct draft tokens in each order of two rounds, alone and in a batch of three."""
     prompts = [prompt_of(40 + 13 * i, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     model, plain = make(name)
@@ -97,8 +97,8 @@ def test_every_number_of_accepted_drafts(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", FAMILIES)
 @given(st.data())
 @settings(max_examples=5, deadline=None)
-def test_any_drafts_leave_nothing_behind(name: str, data: st.DataObject) -> None:
-    """Logits and states equal those of sequences without drafts, for any drafts and acceptances of two sequences."""
+def test_rejected_drafts_do_not_change_logits_or_states(name: str, data: st.DataObject) -> None:
+    """Logits and states equal those of sequences without drafts, for any drafts of two sequences."""
     runner = make(name, enable_prefix_caching=False, **SPARSE)[1].runner
     pairs = []
     for seed in range(2):
@@ -152,7 +152,7 @@ def _round(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequenc
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that continues an answer begins at a snapshot after one of its tokens. Rounds end there."""
+    """A prompt that continues an answer starts at a snapshot within the answer. Rounds end there."""
     prompt, params = prompt_of(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
     model, plain = make(name)
     [text] = texts(plain, [prompt], params)
@@ -168,7 +168,7 @@ def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytes
 
 
 def test_approximate_drafts_leave_no_snapshots() -> None:
-    """The state of sparse drafts at the end of a block is not published."""
+    """The state of sparse drafts at the end of a block must not be shared."""
     model, llm = make("qwen3_5", **SPARSE)
     prompt = prompt_of(60)
     [text] = texts(llm, [prompt], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
@@ -180,7 +180,7 @@ def test_approximate_drafts_leave_no_snapshots() -> None:
 
 @pytest.mark.parametrize("slots", [0, 8])
 def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three prompts that grow do not fit together. With memory for snapshots, the exact state is swapped."""
+    """Three growing prompts do not fit together. With memory for snapshots, the exact state is swapped."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
     prompts = [prompt_of(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
@@ -218,7 +218,7 @@ def test_sessions(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["decode", "verify", "replay"])
 def test_an_interrupted_round_is_no_answer(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C, the session holds the tokens that were returned and continues with the right ones."""
+    """After Ctrl-C, the session contains the returned tokens, and continues with the right ones."""
     model, llm = make("qwen3_5", **SPARSE)
     session = llm.session("talk", tmp_path)
     events, target = session.send(prompt_of(40), GREEDY), llm.runner if where == "decode" else decoder
@@ -256,7 +256,7 @@ def test_a_failed_replay_fails_one_request_or_starts_a_batch_again(
 
 
 def test_a_failed_replay_starts_only_requests_with_rejected_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two requests, one has only correct drafts. It goes on, and the other one starts again."""
+    """Of two requests, one has only correct drafts and continues. The other one restarts."""
     prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(2)]
     _, plain = make("qwen3_5")
     expected = texts(plain, prompts)
@@ -286,7 +286,7 @@ def test_a_failed_replay_starts_only_requests_with_rejected_drafts_again(monkeyp
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("right", [False, True])
 def test_draft_models(target: str, draft: str, right: bool, tmp_path: Path) -> None:
-    """The draft model, the verifying model or both are hybrids. Drafts of other weights are nearly always rejected."""
+    """The draft model, the target model or both are hybrids. Drafts of other weights are nearly always rejected."""
     small = architecture(draft) if right else architecture(draft, num_attention_heads=2)
     small.save_pretrained(tmp_path / "draft")
     exact = {"model": str(tmp_path / "draft"), "tokens": 3, "adaptive": False}
@@ -304,7 +304,7 @@ def test_draft_models(target: str, draft: str, right: bool, tmp_path: Path) -> N
 
 
 def test_completions_and_beams() -> None:
-    """They are verified without drafts, and fork the state."""
+    """Several completions and beams are verified without drafts, and fork the state."""
     (_, llm), (_, plain) = make("qwen3_5", **SPARSE), make("qwen3_5")
     several = SamplingParams(max_tokens=26, temperature=0.9, seed=3, n=3)
     beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)

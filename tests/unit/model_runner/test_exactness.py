@@ -1,7 +1,5 @@
-"""Test two invariants.
-
-Policy full gives the logits of transformers. A selecting policy with a budget of 1.0 gives those of
-full.
+"""Test two invariants: policy `full` gives transformers' logits, and other policies with a full budget give those of
+`full`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
 def test_full_gives_transformers_logits(name: str, options: dict[str, Any]) -> None:
-    """Prefill and decode, past Mistral's window of 48 and the end of a block."""
+    """Cover Mistral's window of 48 tokens and the end of a block."""
     model = tiny_model(name, **options)
     tokens = tiny_prompt(84)
     expected = model(torch.tensor([tokens])).logits[0, 59:].float()
@@ -53,8 +51,8 @@ def test_full_gives_transformers_logits(name: str, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])
-def test_prefill_slices_do_not_matter(slice_tokens: int) -> None:
-    """float64, so that summation order cannot hide an error."""
+def test_prefill_chunks_do_not_change_logits(slice_tokens: int) -> None:
+    """float64 excludes differences by the order of summation."""
     model = tiny_model("mistral", dtype=torch.float64)
     tokens = tiny_prompt(130)
     expected = model(torch.tensor([tokens])).logits[0, -1]
@@ -85,7 +83,7 @@ STRESS = "OFFLOAD_RT_STRESS" in os.environ
     ],
 )
 def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: str, options: dict[str, Any]) -> None:
-    """float64, because a batched product rounds differently and might change a token."""
+    """float64 is used because batched products round differently and might change a token."""
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="64MiB", dtype="float64")
     prompts = [tiny_prompt(length, seed=length) for length in (150, 1, 70)]
@@ -103,7 +101,7 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
         if STRESS or (i - j) % len(SCORERS) in (0, 3)
     ],
 )
-def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) -> None:
+def test_infinigen_with_a_full_budget_equals_full(name: str, source: str, scorer: str) -> None:
     model = tiny_model(name)
     prompt, params = tiny_prompt(80), SamplingParams(max_tokens=16, temperature=0)
     options = EVERYTHING | {"preset": "rows", "source": source, "scorer": scorer, "dense_layers": ()}
@@ -120,7 +118,7 @@ def test_infinigen_with_everything_is_full(name: str, source: str, scorer: str) 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_close_to_float32(dtype: str) -> None:
-    """8 bits of mantissa change logits of spread 3 by a few hundredths. Wrong KV would change them by whole units."""
+    """Rounding to 8 bits changes logits by a few hundredths. Wrong KV would change them by whole units."""
     tokens = tiny_prompt(60)
     exact = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
     half = LLM(tiny_model("llama", dtype=getattr(torch, dtype)), policy="full", host_memory="8MiB", dtype=dtype)
@@ -131,7 +129,7 @@ def test_half_precision_runs_close_to_float32(dtype: str) -> None:
     )
 
 
-def test_score_is_transformers_log_softmax_whatever_is_prefilled() -> None:
+def test_score_equals_transformers_log_softmax_for_any_prefill() -> None:
     model = tiny_model("qwen3")
     tokens = tiny_prompt(50)
     rows = torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), dim=-1)

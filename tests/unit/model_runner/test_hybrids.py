@@ -1,4 +1,4 @@
-"""Test hybrid models in the engine: recurrent state through prefill chunks, batches, forks, preemption and streaming.
+"""Test recurrent state of hybrid models in prefill chunks, batches, forks, preemption and streaming.
 
 `unit/models/test_architectures.py` compares every family with transformers, alone and in ragged batches.
 """
@@ -47,7 +47,7 @@ def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "disk"), rotated(FAMILIES, (False, True)))
 def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
-    """State passes from chunk to chunk, layer by layer. With KV on a disk, segments pass all layers in turn."""
+    """State passes from chunk to chunk within a layer. With KV on disk, each segment passes all layers."""
     options = {"disk": tmp_path, "host_memory": "4MiB"} if disk else {}
     model, llm = make(name, prefill_chunk_size=7, **options)
     for length in (75, 8):
@@ -58,7 +58,7 @@ def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
 @pytest.mark.sampled(5)  # two thirds of the families, with each policy
 @pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, list(POLICIES)))
 def test_sequences_that_leave_a_batch(name: str, policy: str) -> None:
-    """The middle one of three slots becomes free, so the other two are gathered. A fourth prompt reuses it."""
+    """The middle one of three slots becomes free, and a fourth prompt reuses it."""
     _, llm = make(name, max_num_seqs=3, policy=policy, policy_options=POLICIES[policy])
     prompts = [prompt_of(30 + i, seed=i) for i in range(4)]
     params = [SamplingParams(max_tokens=n, temperature=0) for n in (8, 3, 8, 5)]
@@ -67,7 +67,7 @@ def test_sequences_that_leave_a_batch(name: str, policy: str) -> None:
 
 
 def test_the_host_does_not_wait_if_states_are_gathered() -> None:
-    """A decode step of the first and the last of three slots on a device."""
+    """A decode step uses the first and the last of three slots."""
     with simulated(Lazy()) as sim:
         model = architecture("lfm2").to("cuda")
         runner = LLM(model, policy="full", host_memory="8MiB", verify="off", enable_prefix_caching=False).runner
@@ -85,7 +85,7 @@ def test_the_host_does_not_wait_if_states_are_gathered() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forks(name: str) -> None:
-    """Parallel samples copy the state after the prompt; beams copy it in every step."""
+    """Parallel samples copy the state after the prompt. Beams copy it in every step."""
     model, llm = make(name)
     prompt = prompt_of(30)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=1, seed=0, n=3, logprobs=0))
@@ -102,9 +102,8 @@ def test_forks(name: str) -> None:
 
 @pytest.mark.parametrize(("slots", "policy"), [(0, "full"), (8, "full"), (8, "infinigen")])
 def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three prompts that grow do not fit together. With snapshots, the KV and the exact state are swapped.
-
-    Without them, the requests are computed again.
+    """Three growing prompts do not fit together. With snapshots, KV and exact state are swapped,
+    otherwise recomputed.
     """
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
     options: dict[str, Any] = {"policy": policy}
@@ -129,7 +128,7 @@ def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch
     assert [one.new_tokens for one in requests] == texts(roomy, prompts, params)
 
 
-def test_scores_are_those_of_transformers() -> None:
+def test_scores_equal_transformers() -> None:
     """Continuations of one prompt fork its state."""
     model, llm = make("granite_hybrid")
     prompt, ends = prompt_of(20), [prompt_of(n, seed=n) for n in (3, 5)]
@@ -155,7 +154,7 @@ def test_transformers_generate(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "options"), [("qwen3_5", {"policy": "full"}), ("nemotron_h", SPARSE_DRAFTS)])
 def test_streamed_weights(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Recurrent layers are streamed too. In lossless mode, their mixers compute accepted tokens again."""
+    """Recurrent layers are streamed too. In lossless mode, they compute accepted tokens again."""
     model = architecture(name)
     model.save_pretrained(tmp_path)
     shape = load_shape(tmp_path, device="cpu")
@@ -190,7 +189,7 @@ def costs_without_states(costs: Any) -> int:
 
 
 class TestFaults:
-    """The engine asserts that every layer saw every token once, and tests would see a state that is not reset."""
+    """Faults that must be found: a layer that misses tokens, and a state that is not reset."""
 
     def test_a_layer_that_misses_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _, llm = make("qwen3_5")
@@ -217,7 +216,7 @@ class TestFaults:
 
 
 def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run out of memory at each allocation of a growth. The slots stay as they were, and grow the next time."""
+    """Each allocation of a growing state runs out of memory in turn. The slots are unchanged and can grow later."""
     shapes = (StateShape(0, -1, (4, 3), (2, 2)), StateShape(1, 0, (4, 3), ()))
     geometry = replace(adapter_for(architecture("lfm3")).geometry, states=shapes)
     for fails_at in range(3):

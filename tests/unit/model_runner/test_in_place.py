@@ -1,7 +1,7 @@
-"""Test whole requests whose attention reads the pool in place, for the head dimensions and types of the C kernels.
+"""Test requests whose attention reads the pool in place, for the head dimensions and types of the C kernels.
 
-The reference is transformers in float32 with the same weights. A budget of everything selects all tokens, so that
-selected KV is read as well. `support.kernel_calls` proves that the kernels ran.
+The reference is transformers in float32 with the same weights. A full budget selects all tokens, so that selected KV is
+read as well. `support.kernel_calls` checks that the kernels ran.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Answers = Iterator[tuple[list[int], list[int]]]
 
 
 def kinds() -> dict[str, Callable[[torch.dtype], PreTrainedModel]]:
-    """Return functions that make the models."""
+    """Return functions that create the models."""
     made: dict[str, Callable[[torch.dtype], PreTrainedModel]] = {
         f"llama {size}": lambda dtype, size=size: tiny_model("llama", dtype=dtype, num_hidden_layers=2, head_dim=size)  # type: ignore[misc]
         for size in (32, 64, 96, 128)
@@ -53,14 +53,14 @@ TYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how the runtimes of a scenario select tokens."""
+    """A model and the policy options of its runtimes."""
 
     model: PreTrainedModel
     policy: str
     folder: Path
 
     def make(self, blocks: int = 128, **options: Any) -> LLM:
-        """Return a runtime with room for this many blocks of tokens in full-attention layers."""
+        """Return a runtime with `blocks` blocks in full-attention layers."""
         chosen = {"policy": self.policy, "policy_options": EVERYTHING if self.policy == "infinigen" else {}}
         if "exact" in options:
             chosen = {"policy": "infinigen"}
@@ -82,7 +82,7 @@ def answered(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
 
 
 def shared_prefixes(case: Case) -> Answers:
-    """A batch with shared prefixes, some from the tree, in slabs of a few blocks."""
+    """Run a batch with shared prefixes, some of them cached, in slabs of a few blocks."""
     llm, stem = case.make(), tiny_prompt(200)
     llm.runner.prefixes = SharedPrefixes(1, min_saved=1)
     yield from answered(llm, [stem + tiny_prompt(20 + i, seed=i) for i in range(3)])
@@ -90,7 +90,7 @@ def shared_prefixes(case: Case) -> Answers:
 
 
 def samples(case: Case) -> Answers:
-    """Forks of one sequence, beside beams."""
+    """Run forks of one sequence beside beams."""
     llm = case.make()
     yield from answered(llm, [tiny_prompt(100)], SamplingParams(max_tokens=30, temperature=1e-4, n=3, ignore_eos=True))
     llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=30, temperature=0, num_beams=3, n=2))
@@ -98,7 +98,7 @@ def samples(case: Case) -> Answers:
 
 
 def after_eviction(case: Case) -> Answers:
-    """Prefixes that the tree had, gave up, and computes again."""
+    """Run prompts whose cached prefixes were evicted."""
     llm = case.make(blocks=8)
     for seed in (0, 1, 0, 2, 1, 0):
         yield from answered(llm, [tiny_prompt(200, seed=seed) + tiny_prompt(30, seed=seed + 5)])
@@ -117,7 +117,7 @@ def swapped(case: Case) -> Answers:
 
 
 def eviction(case: Case) -> Answers:
-    """No token is evicted yet."""
+    """Run with eviction, before any token is evicted."""
     yield from answered(case.make(blocks=4, eviction="counter"), [tiny_prompt(150)])
 
 
@@ -127,7 +127,7 @@ def drafts(case: Case) -> Answers:
 
 
 def sessions(case: Case) -> Answers:
-    """Turns, before and after the session was closed, and those of a fork."""
+    """Run turns of a session before and after it is reopened, and turns of a fork."""
     turns = [tiny_prompt(150), tiny_prompt(60, seed=1), tiny_prompt(30, seed=2)]
 
     def say(session: Any, turn: list[int]) -> tuple[list[int], list[int]]:
@@ -162,7 +162,7 @@ SCENARIOS = (
 
 
 def check(model: PreTrainedModel, prompt: list[int], tokens: list[int], near: float) -> None:
-    """Check that each token's logit is at most the share `near` of the logits' range below the largest."""
+    """Check that each token's logit is at most `near` times the logits' range below the largest."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     lost = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
@@ -183,7 +183,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("kind", "dtype", "policy", "scenario"), CASES, ids=lambda x: getattr(x, "__name__", str(x).removeprefix("torch."))
 )
-def test_tokens_are_those_of_transformers(
+def test_tokens_equal_transformers(
     kind: str, dtype: torch.dtype, policy: str, scenario: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_tokens", 2 * BLOCK_SIZE)  # KV is in several runs

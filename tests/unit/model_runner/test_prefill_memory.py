@@ -1,4 +1,4 @@
-"""Test that prefill memory is linear in the prompt."""
+"""Test that prefill memory is linear in the length of the prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ TOKENS, WIDTH = 2048, 512
 
 @pytest.mark.slow
 def test_prefill_memory_is_bounded() -> None:
-    """Limit: weights, K and V of one layer and two hidden states `[N, D]`, plus a fifth. The pool is not counted."""
+    """The limit is weights, K and V of one layer and two hidden states `[N, D]`, plus a fifth. The
+    pool is not counted.
+    """
     config = LlamaConfig(
         vocab_size=2000, hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=TOKENS, eos_token_id=None,

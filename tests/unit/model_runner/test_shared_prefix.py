@@ -1,4 +1,4 @@
-"""Test shared runs of a batch: found from block ids, with the same attention as over whole sequences."""
+"""Test shared runs of a batch: they are found from block ids, and attention equals that of separate sequences."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def batches(draw: st.DrawFn) -> list[BlockTable]:
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(0, 6))
-def test_runs_are_exactly_what_is_shared(block_tables: list[BlockTable], pays_from: int) -> None:
-    """Each shared run saves `pays_from` blocks or more, and its sequences share its blocks.
+def test_runs_contain_exactly_the_shared_blocks(block_tables: list[BlockTable], pays_from: int) -> None:
+    """Each shared run saves at least `pays_from` blocks, and all its sequences contain its blocks.
 
-    Runs of a sequence are consecutive from slot 0 up to its private part.
+    Runs of a sequence are consecutive from slot 0 to its private part.
     """
     sharing = Sharing.find(block_tables, 1, pays_from * BLOCK_SIZE)
     ordered = [block_tables[i].ids for i in sharing.order]
@@ -60,7 +60,7 @@ def test_runs_are_exactly_what_is_shared(block_tables: list[BlockTable], pays_fr
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(0, 3))
-def test_attention_over_runs_is_attention_over_everything(
+def test_attention_over_runs_equals_attention_over_sequences(
     block_tables: list[BlockTable], seed: int, group: int, pays_from: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -97,7 +97,7 @@ def test_attention_over_runs_is_attention_over_everything(
 
 
 def test_half_precision_is_merged_in_float32() -> None:
-    """Merging may double the mean error of one bf16 product, because each part is rounded."""
+    """Merging may double the mean error of one bfloat16 product, because each part is rounded."""
     generator = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(s, generator=generator).bfloat16() for s in ((2, 256, 16), (2, 256, 16), (4, 3, 16)))
     tails = [Run(b, b + 1, k[:, 192:], v[:, 192:]) for b in range(3)]
@@ -110,7 +110,7 @@ def test_half_precision_is_merged_in_float32() -> None:
     assert (got - exact).abs().mean() <= 2 * (once - exact).abs().mean()
 
 
-def test_the_tree_is_built_again_only_when_a_lease_changes() -> None:
+def test_the_tree_is_rebuilt_only_if_a_block_table_changes() -> None:
     shared = SharedPrefixes(1, min_saved=BLOCK_SIZE // 2)
     block_tables = [BlockTable([0, 1, 2]), BlockTable([0, 1, 3])]
     first = shared.find(block_tables)

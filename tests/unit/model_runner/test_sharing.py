@@ -1,4 +1,6 @@
-"""Test requests that share prefixes: same results as alone, shared cost paid once, no losses in a full pool."""
+"""Test requests that share prefixes: tokens equal those of each alone, shared work is done once, and preemption loses
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("policy", "options", "staged"),
     [(*policy, staged) for i, policy in enumerate(POLICIES) for staged in ((False, True) if STRESS else (i % 2 == 1,))],
 )
-def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: dict[str, Any], staged: bool) -> None:
+def test_prompts_with_shared_prefixes_get_the_tokens_of_each_alone(
+    policy: str, options: dict[str, Any], staged: bool
+) -> None:
     llm = make(policy=policy, policy_options=options, staged=staged)
     prompts = tree(random.Random(3), 6)
     params = [greedy(4 + 2 * i) for i in range(6)]
@@ -81,8 +85,8 @@ def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: d
 @pytest.mark.parametrize(
     ("name", "policy"), [("mistral", "full"), ("mistral", "infinigen"), ("gpt2", "full"), ("qwen3", "infinigen")]
 )
-def test_a_tree_of_prompts_for_other_models(name: str, policy: str) -> None:
-    """Sliding windows that hide shared blocks (Mistral's is 48 tokens), learned positions, QK-norm."""
+def test_prompts_with_shared_prefixes_on_other_models(name: str, policy: str) -> None:
+    """Cover sliding windows shorter than shared prefixes, learned positions, and QK-norm."""
     llm = make(name, policy=policy, host_memory="64MiB")
     prompts = tree(random.Random(4), 5)
     params = [greedy(8)] * 5
@@ -107,9 +111,9 @@ def test_samples_and_beams_share_a_pool_with_others() -> None:
     ("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8"), ("infinigen", "int4")]
 )
 def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
-    """Four requests need three blocks each in a pool of five: the youngest are preempted.
+    """Four requests need three blocks each in a pool of five, so the youngest are preempted.
 
-    Tokens with quantised KV or selection are decoded again, not prefilled.
+    With quantised KV or selection, decoded tokens are decoded again and not prefilled.
     """
     roomy = make(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     memory = 5 * roomy.runner.pool.block_bytes
@@ -128,7 +132,7 @@ def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
 
 
 def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
-    """32 questions on a 2k prompt must save at least 90 % of the shared prefill, KV and transfers."""
+    """32 questions on a 2k prompt save at least 90 % of prefill, KV and transfers."""
     llm = make(blocks=32 + 64 + 8)
     pool, shared, batch = llm.runner.pool, 32 * BLOCK_SIZE, 32
     prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
@@ -159,8 +163,10 @@ def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
         runner.free(sequence)
 
 
-def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single sequence, no common block, or a short shared run: logits are bit-identical without shared runs."""
+def test_short_shared_runs_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cover a single sequence, no common block, and a short shared run. Logits are bit-identical to those without
+    sharing.
+    """
     llm = make()
     runner, prompts = llm.runner, [tiny_prompt(3 * BLOCK_SIZE + 9, seed=i) for i in range(3)]
     sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]
@@ -201,8 +207,8 @@ def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
         runner.free(sequence)
 
 
-def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
-    """A block table outside the engine holds most of the pool."""
+def test_a_request_that_exceeds_the_free_memory_is_refused() -> None:
+    """A block table outside the engine occupies most of the pool."""
     llm = make(blocks=6)
     held = llm.runner.pool.new_block_table(4 * BLOCK_SIZE)
     engine = Engine(llm.runner, max_num_seqs=2)
@@ -219,7 +225,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
 
 @pytest.mark.slow
 def test_many_requests_in_a_pool_too_small_for_them() -> None:
-    """Random lengths, sharing, cancellations and preemptions. `make stress` runs 500 requests."""
+    """Cover random lengths, sharing, cancellations and preemptions. `make stress` runs 500 requests."""
     rng = random.Random(7)
     llm = make(blocks=16)
     stems = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
@@ -248,7 +254,7 @@ def test_many_requests_in_a_pool_too_small_for_them() -> None:
 
 
 @pytest.mark.parametrize(("policy", "beyond"), [("full", True), ("infinigen", False)])
-def test_what_a_policy_decoded_is_never_reused_as_exact(policy: str, beyond: bool) -> None:
+def test_decoded_kv_of_a_policy_is_never_reused_as_exact(policy: str, beyond: bool) -> None:
     options = {} if policy == "full" else {"recent": 8, "sinks": 2, "max_fraction": 0.1, "dense_layers": ()}
     llm = make(policy=policy, policy_options=options)
     prompt = tiny_prompt(2 * BLOCK_SIZE + 5)
@@ -257,8 +263,8 @@ def test_what_a_policy_decoded_is_never_reused_as_exact(policy: str, beyond: boo
     assert again.stats.reused_tokens == (len(prompt + first.token_ids) // BLOCK_SIZE if beyond else 2) * BLOCK_SIZE
 
 
-def test_another_policy_finds_what_was_prefilled() -> None:
-    """The second policy uses the same weights and pool, and computes only the last partial block."""
+def test_another_policy_reuses_prefilled_kv() -> None:
+    """Two policies share weights and pool. The second one computes only the last partial block."""
     options = {"budget": 0.3, "recent": 8, "sinks": 2}
     prompt = tiny_prompt(3 * BLOCK_SIZE + 5)
     first = make(policy="full")

@@ -1,7 +1,6 @@
-"""Test snapshots of recurrent state beside the prefix tree.
+"""Test snapshots of recurrent state, which let prompts with a known prefix continue at the nearest snapshot.
 
-Prompts that share a prefix with an earlier one continue at the nearest snapshot. The tokens must be those of each
-prompt alone.
+Tokens must equal those of each prompt alone.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def recomputed(output: RequestOutput) -> int:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_continue_at_snapshots(name: str) -> None:
-    """The same prompt, a longer one, and edits at the end, in the middle and at the beginning."""
+    """Cover the same prompt, a longer one, and edits at the end, in the middle and at the beginning."""
     model, llm = make(name, prefill_chunk_size=48)
     stem = prompt_of(400)
     run(llm, stem)
@@ -72,8 +71,8 @@ def test_every_edit_recomputes_little(name: str) -> None:
         assert_greedy(model, edited, output.outputs[0].token_ids)
 
 
-def test_prompts_that_part_share_all_but_the_first_time() -> None:
-    """The second prompt takes a snapshot where it parts from the first one, and later prompts start there."""
+def test_diverging_prompts_share_from_the_second_time_on() -> None:
+    """The second prompt takes a snapshot where it diverges from the first one. Later prompts start there."""
     _, llm = make("qwen3_5")
     system = prompt_of(6 * BLOCK_SIZE)
     outputs = [run(llm, system + prompt_of(500, seed)) for seed in (1, 2, 3)]
@@ -85,7 +84,9 @@ def test_prompts_that_part_share_all_but_the_first_time() -> None:
 
 @pytest.mark.parametrize(("name", "policy"), [("qwen3_5", "infinigen"), ("granite_hybrid", "infinigen")])
 def test_approximate_states_are_not_shared(name: str, policy: str) -> None:
-    """Decoded tokens of a sparse policy have another state. Their text as a prompt is computed exactly."""
+    """Decoded tokens of a sparse policy have an approximate state. As a prompt, the same tokens are
+    computed exactly.
+    """
     options: dict[str, Any] = {"policy": policy, "policy_options": {"recent": 4, "budget": 0.2}}
     _, llm = make(name, **options)
     prompt = prompt_of(200)
@@ -97,7 +98,7 @@ def test_approximate_states_are_not_shared(name: str, policy: str) -> None:
 
 
 def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Return requests whose prompts continue, edit or cut earlier texts, with one to three completions or beams."""
+    """Return requests whose prompts continue, edit or truncate earlier texts, with completions or beams."""
     texts, requests = [prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))], []
     for _ in range(8 if STRESS else 4):
         text = list(rng.choice(texts))
@@ -130,7 +131,7 @@ def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(60) if STRESS else range(4))
 def test_streams_of_prompts_give_the_tokens_of_each_alone(seed: int) -> None:
-    """Random edits, forks and evictions: memory for few blocks and few snapshots, and batches of several requests."""
+    """Cover random edits, forks and evictions with memory for few blocks and few snapshots."""
     rng = random.Random(seed)
     name = rng.choice(FAMILIES)
     _, alone = make(name, enable_prefix_caching=False)
@@ -176,7 +177,7 @@ def test_without_snapshots_nothing_is_shared(options: dict[str, Any]) -> None:
 
 
 def test_a_preempted_request_continues_at_a_snapshot() -> None:
-    """Three prompts that grow do not fit together."""
+    """Three growing prompts do not fit together."""
     prompts = [prompt_of(310, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
     _, roomy = make("qwen3_5")
@@ -205,7 +206,7 @@ def test_a_preempted_request_continues_at_a_snapshot() -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("failing", range(6))
 def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lock fails, in the prefill or in a decode step of two requests. Only this snapshot is missing."""
+    """One lock fails in the prefill or in a decode step of two requests. Only this snapshot is missing."""
     prompts = [prompt_of(180, seed) for seed in (1, 2)]
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     expected = [one.token_ids for one in completed(make("qwen3_5")[1].generate(prompts, params))]
@@ -248,7 +249,9 @@ def test_a_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_host_waits_for_copies_of_a_snapshot() -> None:
-    """A snapshot is read after it has been saved, and overwritten after it has been restored. The device is late."""
+    """A snapshot is read after it has been saved, and overwritten after it has been restored, even if the device is
+    late.
+    """
     with simulated(Late((0,))):
         llm = LLM(architecture("lfm2").to("cuda"), policy="full", host_memory="8MiB", verify="off")
         states, slots = llm.runner.pool.states, llm.runner.states
@@ -265,7 +268,7 @@ def test_the_host_waits_for_copies_of_a_snapshot() -> None:
 
 
 class TestFaults:
-    """Snapshots that are wrong in one place give other tokens."""
+    """A wrong snapshot must change the tokens, so that the tests above notice it."""
 
     def test_a_snapshot_one_block_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, llm = make("qwen3_5")

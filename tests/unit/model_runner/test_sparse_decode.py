@@ -1,4 +1,4 @@
-"""Decode steps against the plain reference: each token attends to its selection, whatever the policy and the pool."""
+"""Test decode steps against a plain reference: each token attends to its selection, with any policy and pool."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def both(model: PreTrainedModel, name: str, ids: list[int], start: int, **engine
 
 @pytest.mark.parametrize(("name", "architecture"), CELLS)
 def test_a_step_attends_to_its_selection(architecture: str, name: str) -> None:
-    """In float64 only rounding differs: one other selected token would change the result by far more than 1e-9."""
+    """In float64, only rounding differs. One other selected token would change the result by far more than 1e-9."""
     plain, steps = both(tiny_model(architecture).double(), name, tokens(130), 116)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.is_greedy == plain.is_greedy
@@ -68,15 +68,15 @@ def test_a_step_attends_to_its_selection(architecture: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "default"])
-def test_windows_that_stand(name: str) -> None:
-    """Layers of Llama 4, past several windows; its norms compute in float32."""
+def test_attention_within_fixed_chunks(name: str) -> None:
+    """Llama 4 attends within fixed chunks of tokens. Its norms compute in float32."""
     plain, steps = both(architecture("llama4").double(), name, tokens(70, VOCAB), 40)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-6)
     assert steps.stats.exact_fraction == pytest.approx(np.mean(plain.attended), abs=1e-12)
 
 
 def test_without_a_prompt() -> None:
-    """Every position goes through the policy."""
+    """Every position is decoded with the policy."""
     ids = tokens(70)
     llm = LLM(tiny_model("llama").double(), policy="infinigen", policy_options={"recent": 4})
     steps = llm.score([ids[:2]], [ids[2:]], 0)[0]
@@ -87,8 +87,8 @@ def test_without_a_prompt() -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "h2o", "repair"])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
-def test_rounded_rows(name: str, kv_cache_dtype: str) -> None:
-    """KV that is not resident is rounded."""
+def test_quantised_kv(name: str, kv_cache_dtype: str) -> None:
+    """KV that is not resident is quantised."""
     plain, steps = both(tiny_model("llama").double(), name, tokens(140), 110, kv_cache_dtype=kv_cache_dtype)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.stats.fetched_fraction == pytest.approx(np.mean(plain.fetched), abs=1e-12)
@@ -110,7 +110,7 @@ FIFO = {"policy": "fifo", "protect": "none"}
     ],
 )
 def test_a_bounded_pool(name: str, eviction: Any, start: int, more: dict[str, Any]) -> None:
-    """In two chunks, from the 129th token on over victims."""
+    """The pool has two blocks, so tokens are evicted from the 129th on."""
     model, ids = tiny_model("llama").double(), tokens(146)
     layers = model.config.num_hidden_layers
     limit = 2 * 64 * layers * 2 * 2 * (32 + 4 if more else 32 * 8)  # tokens, layers, K and V, heads, bytes
@@ -134,7 +134,7 @@ def test_a_pool_that_is_too_small() -> None:
         LLM(model, policy="full", host_memory=limit, eviction="lru").score([ids[:141]], [ids[141:]], 140)
 
 
-def test_the_reference_is_transformers_for_full() -> None:
+def test_the_reference_equals_transformers_with_full() -> None:
     model, ids = tiny_model("llama").double(), tokens(120)
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)

@@ -1,4 +1,4 @@
-"""Test selection and snapshots with the learned states of a small trained hybrid model (`tests/data/hybrid`)."""
+"""Test selection and snapshots with a small trained hybrid model (`tests/data/hybrid`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_prompts_continue_at_snapshots(policy: str) -> None:
 
 
 def test_learned_states_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot of zeros, ten tokens before the end, changes log-probabilities by more than the tolerance above."""
+    """A zero state, ten tokens before the end, changes log-probabilities by more than the tolerance
+    of the test above.
+    """
     stem = text()[:650]
     llm, params = make(), SamplingParams(max_tokens=1, temperature=0, logprobs=0)
     [expected] = llm.generate([stem], params)

@@ -1,6 +1,8 @@
-"""Test every architecture against transformers on tiny random models: logits of prefill and decode, greedy tokens of
-policies with a full budget, ragged batches, contexts longer than every window, and refusals. `make stress
-PART=architectures` combines every policy with every architecture."""
+"""Test every architecture against transformers with tiny random models.
+
+The tests compare logits of prefill and decode, and greedy tokens of ragged batches and of contexts longer than the
+windows. `make stress PART=architectures` combines every policy with every architecture.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return logits `[T, V]` of one sequence, computed layer by layer with the adapter.
 
-    Recurrent layers compute it in three pieces of odd lengths.
+    Recurrent layers process it in three pieces of odd lengths.
     """
     adapter, pieces = adapter.for_new_sequence(), [slice(0, 7), slice(7, 20), slice(20, None)]
     x, shared = adapter.embed(tokens, positions), dict[int, KVPart]()
@@ -84,9 +86,11 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_logits_are_those_of_transformers(name: str) -> None:
-    """Cover a start position other than 0 and a length beyond the windows. The tolerance for float32 rounding is
-    relative to the largest logit."""
+def test_logits_equal_transformers(name: str) -> None:
+    """Cover a start position other than 0 and a length beyond the windows.
+
+    The tolerance for float32 rounding is relative to the largest logit.
+    """
     model = architecture(name)
     adapter = adapter_for(model)
     assert bool(adapter.geometry.states) == (name in RECURRENT)
@@ -99,8 +103,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "policy"), cells())
 def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> None:
-    """Cover one prompt longer than the windows, one shorter, and one that grows past them during decode. The adapter is
-    verified first."""
+    """Prompts are longer and shorter than the windows, and one outgrows them during decode."""
     model = architecture(name)
     prompts = [prompt_of(length, seed=length) for length in (3 * WINDOW, 1, WINDOW - 2)]
     chosen, options = POLICIES[policy]
@@ -115,7 +118,7 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
 
 @pytest.mark.parametrize("name", ["llama3", "mimo_v2_flash", "youtu"])
 def test_default_scale_of_attention(name: str) -> None:
-    """A module that states no scale has that of its own head dimension, although the KV cache is wider."""
+    """If a module has no scale, its own head dimension decides, although the KV cache is wider."""
     model = architecture(name)
     expected = adapter_for(model).geometry.scales
     for module in model.modules():
@@ -125,8 +128,8 @@ def test_default_scale_of_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
-def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
-    """Cover every layer, with its own rotation or none. float32 angles of up to 1,050 radians have errors of 6e-5."""
+def test_rotated_keys_equal_keys_of_later_positions(name: str) -> None:
+    """Layers have different rotations or none. float32 angles of up to 1,050 radians have errors of 6e-5."""
     adapter = adapter_for(architecture(name))
     a, positions = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
     for layer in adapter.geometry.kv_layers:
@@ -138,7 +141,7 @@ def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_half_precision_rounds_like_transformers(name: str) -> None:
-    """Use bfloat16. K of the first layer may differ by one unit in the last place; V must be equal."""
+    """In bfloat16, K of the first layer may differ by one unit in the last place. V must be equal."""
     model = architecture(name, dtype=torch.bfloat16)
     adapter = adapter_for(model).for_new_sequence()
     tokens, positions = torch.tensor(prompt_of(WINDOW - 1)), torch.arange(WINDOW - 1)
@@ -201,7 +204,7 @@ class TestCapsAndSinks:
 
     @pytest.mark.parametrize("window", [None, 7])
     @pytest.mark.parametrize(("cap", "with_sinks"), [(0.8, False), (None, True), (0.8, True)])
-    def test_slices_and_parts(
+    def test_prefill_chunks_and_parts(
         self, cap: float | None, with_sinks: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(causal, "KEYS_AT_ONCE", 5)
@@ -227,9 +230,8 @@ class TestCapsAndSinks:
             torch.testing.assert_close(again, expected[:, -1], rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-    def test_prompts_that_begin_alike(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Attention to the shared prefix is one product, and the sinks' share is counted once. Capped scores are not
-        shared."""
+    def test_prompts_with_a_common_prefix(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Attention to the shared prefix is one product, and sinks count once. Capped scores are not shared."""
         monkeypatch.setattr("offload_rt.engine.runner.MIN_SAVED_BYTES", 1)
         model = architecture(name)
         stem = prompt_of(70)
@@ -246,7 +248,7 @@ class TestCapsAndSinks:
         ("name", "tail"),
         [("gpt_oss", "off"), *([("gemma2", "off"), ("gpt_oss", "int4"), ("llama4", "off")] if STRESS else [])],
     )
-    def test_a_device_gives_the_tokens_of_a_cpu(self, name: str, tail: str) -> None:
+    def test_tokens_on_a_device_equal_the_cpu_path(self, name: str, tail: str) -> None:
         """Cover batched selection with sinks, and selection per sequence with a cap or with approximate KV."""
         options = (
             {"preset": "rows", "approximate_kv": tail, "scorer": "auto", "dense_layers": ()} if tail == "off" else {}
@@ -262,9 +264,11 @@ class TestCapsAndSinks:
         assert found[0] == found[1]
 
     @pytest.mark.parametrize(("name", "tolerance"), [("gemma2", 0.02), ("gpt_oss", 0.1)])
-    def test_approximate_kv_has_the_cap_and_shares_the_softmax_of_sinks(self, name: str, tolerance: float) -> None:
-        """4-bit KV changes the logits of a model with a low cap or strong sinks by a few percent. Without the cap on
-        approximate scores, or the sinks in their softmax, the change would be much larger."""
+    def test_approximate_kv_uses_cap_and_sinks(self, name: str, tolerance: float) -> None:
+        """4-bit KV changes the logits by a few percent.
+
+        Without the cap on approximate scores, or the sinks in their softmax, the change would be much larger.
+        """
         model = architecture(name, **({"attn_logit_softcapping": 0.5} if name == "gemma2" else {}))
         for layer in model.model.layers if name == "gpt_oss" else ():
             layer.self_attn.sinks.fill_(3.0)
@@ -276,8 +280,8 @@ class TestCapsAndSinks:
         assert scores[1] == pytest.approx(scores[0], abs=tolerance)
 
 
-def rewire(model: Any, change: Callable[[DecoderAdapter], None]) -> DecoderAdapter:
-    """Return the model's adapter with a fault."""
+def faulty_adapter(model: Any, change: Callable[[DecoderAdapter], None]) -> DecoderAdapter:
+    """Return the model's adapter after `change` has introduced a fault."""
     adapter = adapter_for(model)
     assert isinstance(adapter, DecoderAdapter)
     change(adapter)
@@ -341,8 +345,10 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
 class TestVerification:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_large_keys_are_no_fault(self, dtype: torch.dtype) -> None:
-        """Key biases give scores of several hundred, as in Qwen2's first layer. Eager attention rounds them to half
-        precision, with errors above one."""
+        """Large key biases give scores of several hundred, as in Qwen2's first layer.
+
+        Eager attention rounds them to half precision with errors above one.
+        """
         model = architecture("qwen2", dtype=dtype)
         attention = model.model.layers[0].self_attn
         attention.k_proj.bias[::5] = 150
@@ -355,7 +361,7 @@ class TestVerification:
         name, change, named = FAULTS[fault]
         model = architecture(name, dtype=dtype)
         with pytest.raises(ModelError, match=named) as refused:
-            verify_model(model, rewire(model, change))
+            verify_model(model, faulty_adapter(model, change))
         assert refused.value.reason == ("attention_argument" if " in layer" in named else "verification")
 
     @pytest.mark.parametrize("call", ["update_conv_state", "update_recurrent_state"])
@@ -366,18 +372,17 @@ class TestVerification:
         with pytest.raises(ModelError, match=r"the embedding .* in prefill"):
             verify_model(model, adapter_for(model))
 
-    def test_a_fault_of_the_numbers_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Caps, windows and sinks are normally verified by comparing attention arguments. The outputs must reveal
-        the faults, too."""
+    def test_a_fault_of_outputs_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Caps, windows and sinks are normally verified by attention arguments. Faulty outputs must be found, too."""
         monkeypatch.setattr(verification._Verification, "_compare_arguments", lambda *_: None)
         for fault in ("no cap of scores", "no window", "a window too short", "no sinks"):
             name, change, _ = FAULTS[fault]
             model = architecture(name)
             with pytest.raises(ModelError, match="layer 0"):
-                verify_model(model, rewire(model, change))
+                verify_model(model, faulty_adapter(model, change))
 
     def test_an_unregistered_class(self) -> None:
-        """An unregistered class runs if it computes exactly its modules, and is refused if it computes more."""
+        """A loaded unregistered class runs unless its forward pass computes more than its modules."""
         model = architecture("llama3")
         model.__class__ = type("Mine", (type(model),), {})
         assert load_model(model).name == "Mine"
@@ -398,7 +403,7 @@ class TestVerification:
 
     @pytest.mark.parametrize("skipped", [False, True])
     def test_a_layer_without_attention_belongs_to_the_layer_before(self, skipped: bool) -> None:
-        """The layers of an adapter are attention layers. The decoder layer between two of them is part of the first."""
+        """Layers of an adapter are attention layers. A decoder layer between two of them belongs to the first."""
 
         class Mixer(nn.Module):
             def __init__(self, layer: Any) -> None:
@@ -423,7 +428,7 @@ class TestVerification:
         with pytest.raises(ModelError, match="layer 0 differs") if skipped else nullcontext():
             verify_model(model, adapter)
 
-    def test_it_is_done_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_verification_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         done: list[str] = []
         monkeypatch.setattr(verification, "verify_model", lambda *_: done.append("auto"))
         monkeypatch.setattr(loading, "verify_model", lambda *_: done.append("always"))

@@ -1,4 +1,4 @@
-"""Test cached fingerprints and shapes of checkpoints: they are used unless their inputs have changed."""
+"""Test cached fingerprints and shapes of checkpoints: they are used unless a file, option or package changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload_rt.models.shape import load_shape
 
 
 class Digests:
-    """Count how often the weights are digested."""
+    """Count how often weights are digested."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,7 +53,7 @@ def load(folder: Path, **options: Any) -> LoadedModel:
 
 
 def edit_embedding(folder: Path) -> None:
-    """Change one element in place and keep size, inode and mtime."""
+    """Change one element in place, with the same size, inode and mtime."""
     path = folder / "model.safetensors"
     before, tensors = path.stat(), load_file(path)
     tensors["model.embed_tokens.weight"][-1, -1] += 0.5
@@ -87,13 +87,13 @@ def test_a_change_is_seen(change: Callable[[Path], None], folder: Path, digests:
     assert load(folder).fingerprint != before.fingerprint and digests.count == 2
 
 
-def test_the_dtype_counts(folder: Path, digests: Digests) -> None:
+def test_the_dtype_is_part_of_the_key(folder: Path, digests: Digests) -> None:
     """Rounding to bfloat16 changes the model."""
     assert load(folder).fingerprint != load(folder, dtype="bfloat16").fingerprint
     assert digests.count == 2
 
 
-def test_shards_elsewhere_count(folder: Path, digests: Digests) -> None:
+def test_shards_in_other_folders_are_checked(folder: Path, digests: Digests) -> None:
     """An index may name shards in other folders."""
     tiny_model("llama", vocab_size=2048).save_pretrained(folder, max_shard_size="200kB")
     (folder / "model.safetensors").unlink(missing_ok=True)
@@ -132,7 +132,7 @@ def test_files_that_change_during_a_load_are_not_cached(
 def test_files_that_have_just_been_written_are_not_cached(
     folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later change within the clock's resolution could keep all timestamps."""
+    """A later change within the resolution of the clock might keep all timestamps."""
     monkeypatch.setattr(checkpoint_cache, "SETTLED_SECONDS", 60.0)
     load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
@@ -160,7 +160,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(folder: Path, digests: Diges
 
 @pytest.fixture
 def skeletons(digests: Digests, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list of the checkpoints for which `load_shape` builds a model without weights."""
+    """Return a list that collects each checkpoint for which `load_shape` builds a model without weights."""
     built: list[str] = []
     original = shape.build_skeleton
 

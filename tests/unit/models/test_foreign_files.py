@@ -1,4 +1,4 @@
-"""Test that damaged and foreign files of weights are refused before torch is imported, with a cause and a remedy."""
+"""Test that damaged and foreign weight files are refused before torch is imported, with a cause and a remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload_rt.errors import ModelError
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Files of a Llama checkpoint with three layers."""
+    """Return the files of a Llama checkpoint with three layers."""
     folder = Path(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -102,7 +102,7 @@ def test_damaged_folders_are_refused_before_loading(change: str, folder: Path) -
         check_before_loading(str(folder), EngineConfig())
 
 
-def test_other_names_of_weights_are_left_to_transformers(folder: Path) -> None:
+def test_other_weight_names_are_left_to_transformers(folder: Path) -> None:
     """transformers also loads checkpoints of a decoder without a head."""
     path = folder / "model.safetensors"
     data = path.read_bytes()

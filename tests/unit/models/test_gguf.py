@@ -1,4 +1,4 @@
-"""Test models in GGUF files and the default compute dtype on a CPU."""
+"""Test models in GGUF files, and the default dtype on a CPU."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], load
 
 
 def test_gguf_blocks_are_dequantised_with_a_warning(written: tuple[Path, Any], loaded: Any) -> None:
-    """For this architecture transformers dequantises the blocks silently. The runtime warns, and treats the model as
-    unquantised: the fingerprint and packing equal those of the file."""
+    """transformers dequantises this architecture without a warning.
+
+    The runtime warns and treats the model as unquantised: its fingerprint and packing equal those of the file.
+    """
     transformers = pytest.importorskip("transformers", minversion="5.23")
     path = written[0]
     asked = transformers.GgufConfig(dequantize=False)
@@ -107,7 +109,7 @@ def test_threads_replace_the_reader_one_after_the_other() -> None:
     assert entered.is_set() and gguf.GGUFReader is original
 
 
-def test_a_folder_means_the_one_file_that_it_holds(written: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_folder_with_one_file_is_that_model(written: tuple[Path, Any], tmp_path: Path) -> None:
     shutil.copy(written[0], tmp_path / "a.gguf")
     assert find_source(tmp_path) == ModelSource(str(tmp_path), "a.gguf") == find_source(tmp_path / "a.gguf")
     shutil.copy(written[0], tmp_path / "b.GGUF")
@@ -138,7 +140,7 @@ def test_a_missing_package_is_named_in_one_line(written: tuple[Path, Any], monke
     assert "\n" not in str(caught.value)
 
 
-def test_an_architecture_that_cannot_run_is_said_from_the_header(
+def test_an_unsupported_architecture_is_reported_from_the_header(
     written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_adapters", {"LlamaForCausalLM": "none"})
@@ -176,8 +178,8 @@ def test_a_damaged_file_is_refused_before_torch_is_imported(
     assert re.search(rf"bad\.gguf' {message}", found.stderr) and not found.returncode
 
 
-def test_our_reader_gives_the_values_of_the_package(written: tuple[Path, Any], tmp_path: Path) -> None:
-    """Cover all value types: the configuration and the tokenizer are made from them."""
+def test_the_reader_equals_the_gguf_package(written: tuple[Path, Any], tmp_path: Path) -> None:
+    """Configuration and tokenizer depend on all types of values."""
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     for name, kind in gguf.GGUFValueType.__members__.items():
         if name != "ARRAY":
@@ -218,8 +220,8 @@ def test_shape_of_real_files(name: str) -> None:
 
 
 @pytest.mark.parametrize("multiplies", [True, False])
-def test_dtype_that_a_cpu_takes(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bundled models stay in float32 on every processor."""
+def test_default_dtype_on_a_cpu(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundled models use float32 on every processor."""
     monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda: multiplies)
     for own in (torch.bfloat16, torch.float16, torch.float32):
         tiny_model("llama", dtype=own).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Test hub downloads, model locations in the local cache, and checkpoints with custom code."""
+"""Test hub downloads, the local hub cache, and checkpoints with custom code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_revision_from_a_folder_of_ones_own(cache: Path) -> None:
+def test_a_revision_from_another_cache_folder(cache: Path) -> None:
     for revision, layers in ((None, 2), ("main", 2), ("older", 1), ("b" * 40, 1)):
         config = EngineConfig(revision=revision, download_dir=str(cache), policy="full", host_memory="4MiB")
         llm = LLM("somebody/tiny", config)
@@ -87,7 +87,7 @@ def with_code(folder: Path, factor: float) -> Path:
 
 
 def test_remote_code_runs_only_if_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load-time verification also refuses custom code whose forward pass computes more than its modules."""
+    """Load-time verification also refuses custom code that computes more than its modules."""
     for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
     folder = with_code(tmp_path / "same", 1)

@@ -1,5 +1,7 @@
-"""Test importers of packed checkpoint folders. Tensors are written here, from the description of each layout, and the
-weights are those of the format's own dequantisation, bit by bit. (compressed-tensors 0.20 was compared by hand.)"""
+"""Test importers of packed checkpoints: weights equal the dequantisation of each format bit by bit.
+
+Tensors are written according to the description of each layout. compressed-tensors 0.20 was compared by hand.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def numbers(outs: int, ins: int, bits: int, groups: int, dtype: torch.dtype) -> 
 
 
 def gptq(bits: int, layout: str = "gptq", desc_act: bool = False) -> Callable[[int, int], Layer]:
-    """AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py: `scales * (weight - zeros)` in float16."""
+    """Return a writer of GPTQ layers: `scales * (weight - zeros)` in float16.
+
+    See AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py.
+    """
 
     def write(outs: int, ins: int) -> Layer:
         codes, zeros, scales = numbers(outs, ins, bits, ins // GROUP, torch.float16)
@@ -62,7 +67,10 @@ def gptq(bits: int, layout: str = "gptq", desc_act: bool = False) -> Callable[[i
 
 
 def awq(outs: int, ins: int) -> Layer:
-    """AutoAWQ, awq/utils/packing_utils.py: `(weight - zeros) * scales` in float16, words of outputs in its order."""
+    """Write an AWQ layer: `(weight - zeros) * scales` in float16, with the outputs of a word in AWQ's order.
+
+    See AutoAWQ, awq/utils/packing_utils.py.
+    """
     codes, zeros, scales = numbers(outs, ins, 4, ins // GROUP, torch.float16)
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     place = (torch.arange(outs).view(-1, 8)[:, order]).flatten()
@@ -72,7 +80,10 @@ def awq(outs: int, ins: int) -> Layer:
 
 
 def compressed(bits: int, layout: str, strategy: str, symmetric: bool = True) -> Callable[[int, int], Layer]:
-    """compressed-tensors, compressors/pack_quantized/helpers.py: `(weight - zero_point) * scale` in bfloat16."""
+    """Return a writer of compressed-tensors layers: `(weight - zero_point) * scale` in bfloat16.
+
+    See compressed-tensors, compressors/pack_quantized/helpers.py.
+    """
 
     def write(outs: int, ins: int) -> Layer:
         groups, half = ins // GROUP if strategy == "group" else 1, 1 << bits - 1
@@ -113,7 +124,7 @@ VARIANTS: dict[str, tuple[Callable[[int, int], Layer], dict[str, Any]]] = {
 
 
 def write_folder(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write a checkpoint in a format, and one of the weights in it. Return both folders."""
+    """Write a checkpoint in a packed format, and one with the same weights unpacked. Return both folders."""
     write, options = VARIANTS[name]
     dense, packed = (Path(tiny_checkpoint(folder / each, "llama", **SHAPE)) for each in ("dense", "packed"))
     state = load_file(dense / "model.safetensors")
@@ -132,7 +143,7 @@ def write_folder(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_weights_and_tokens_are_those_of_the_format(name: str, tmp_path: Path) -> None:
+def test_weights_and_tokens_equal_the_format(name: str, tmp_path: Path) -> None:
     dense, packed = write_folder(tmp_path, name)
     planned = load_shape(packed, device="cpu", dtype="float32")
     options = {"dtype": "float32", "policy": "full", "host_memory": "4MiB"}
@@ -160,7 +171,7 @@ def test_weights_and_tokens_are_those_of_the_format(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["gptq-4-desc-act", "awq"])
-def test_tokens_on_a_simulated_device_are_those_of_a_cpu(name: str, tmp_path: Path) -> None:
+def test_tokens_on_a_simulated_device_equal_the_cpu_path(name: str, tmp_path: Path) -> None:
     packed = write_folder(tmp_path, name)[1]
     options: dict[str, Any] = {"dtype": "float32", "policy": "full", "host_memory": "4MiB", "verify": "off"}
     prompt, few = tiny_prompt(40), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Test layers that use the KV of an earlier layer, and embeddings of each token in every layer (Gemma 4 E2B)."""
+"""Test layers that use the KV of an earlier layer, and token embeddings of every layer (Gemma 4 E2B)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("device", ["host", "staged"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_logits_after_prefills_of_odd_lengths(pattern: str, device: str) -> None:
-    """Compare prefills that end within blocks and windows, and then decode steps, with transformers."""
+    """Prefills that end within blocks and windows, and decode steps, are compared with transformers."""
     llm, tokens = make(pattern, prefill_chunk_size=7), prompt_of(90)
     runner = (staged(llm) if device == "staged" else llm).runner
     expected = model_of(pattern)(torch.tensor([tokens])).logits[0]
@@ -89,7 +89,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_only_layers_with_keys_of_their_own_are_stored(pattern: str) -> None:
+def test_only_layers_with_their_own_keys_are_stored(pattern: str) -> None:
     own, users = PATTERNS[pattern].split("|")
     llm, model = make(pattern, "infinigen"), model_of(pattern)
     geometry, pool = llm.geometry, llm.runner.pool
@@ -109,7 +109,7 @@ def test_only_layers_with_keys_of_their_own_are_stored(pattern: str) -> None:
     llm.runner.free(sequence)
 
 
-def test_the_shape_of_a_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
+def test_the_shape_of_a_checkpoint_equals_the_model(tmp_path: Path) -> None:
     model = model_of("after full")
     model.save_pretrained(tmp_path)
     shapes = [load_shape(tmp_path, device="cpu").geometry for _ in range(2)]  # the second one is cached

@@ -73,7 +73,7 @@ def test_quantize_leaves_the_weights_plain() -> None:
 
 
 class CastingLinear(nn.Linear):
-    """Linear layer whose weight has a narrower dtype than its input, like those of FP8 checkpoints."""
+    """Linear layer whose weight has a narrower dtype than its input, as in FP8 checkpoints."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight.to(x.dtype))
@@ -94,7 +94,7 @@ def test_weights_of_another_dtype_are_unpacked_too() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_a_packed_checkpoint_whose_layers_are_streamed(tmp_path: Path) -> None:
-    """The plan counts the copies before weights are read. A streamed layer is unpacked while it is on the device."""
+    """A streamed layer is unpacked while it is on the device. The plan counts the copies before weights are read."""
     from transformers import BitsAndBytesConfig
 
     architecture("youtu", kv_lora_rank=64, num_hidden_layers=6).save_pretrained(tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""Test that models with latent attention store and copy one vector per token and layer, which is key and value."""
+"""Test that models with latent attention store and copy one vector per token and layer, which is both key and value."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", LATENT)
 def test_bytes_per_token(name: str) -> None:
-    """Memory, plan and file count (rank + rotated) numbers per layer, in any storage format."""
+    """Memory, plan and file need (rank + rotated) numbers per layer in any format."""
     model = architecture(name)
     config, geometry = model.config.get_text_config(), adapter_for(model).geometry
     per_token = geometry.layers * (config.kv_lora_rank + config.qk_rope_head_dim) * torch.float32.itemsize
@@ -75,7 +75,7 @@ def test_bytes_per_token(name: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", [{}, {"working_set": 40}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}])
 def test_all_transfers_give_the_same_tokens(policy: str, options: dict[str, Any]) -> None:
-    """With exact storage, these are transformers' tokens. Without a working set, equal bytes are counted."""
+    """Tokens equal transformers' with unquantised KV. Without a working set, transferred bytes are equal as well."""
     cached = "working_set" in options  # with device transfers on any device
     found = outputs(make(policy, **({} if cached else options)))
     if "kv_cache_dtype" not in options:
@@ -99,7 +99,7 @@ def test_a_pool_on_disk_gives_the_same_tokens(policy: str, kv_cache_dtype: str, 
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_a_dense_step_moves_one_vector_per_token(copies: bool) -> None:
+def test_a_dense_step_transfers_one_vector_per_token(copies: bool) -> None:
     prompt, new = PREFIX, 6
     llm = make()
     geometry, window = llm.runner.adapter.geometry, llm.runner.policy.sinks + llm.runner.policy.recent
@@ -112,7 +112,7 @@ def test_a_dense_step_moves_one_vector_per_token(copies: bool) -> None:
 
 
 def test_device_memory_has_one_vector_per_token() -> None:
-    """The window of recent tokens and the working set have keys only."""
+    """The recent window and the working set contain keys only."""
     runner = make("rows", working_set=40).runner
     sequence = runner.new_sequence(PREFIX, len(PREFIX) + 1)
     sequence.tokens.append(5)
@@ -126,8 +126,8 @@ def test_device_memory_has_one_vector_per_token() -> None:
     runner.free(sequence)
 
 
-def test_approximate_values_leave_the_rotated_part_out() -> None:
-    """It would enlarge the quantisation steps of the values."""
+def test_approximate_values_exclude_the_rotated_part() -> None:
+    """The rotated part would enlarge the quantisation steps of the values."""
     keys = make("tail").runner.new_sequence(PREFIX, len(PREFIX)).state.scoring_keys
     assert isinstance(keys, ApproximateKV) and len(keys.bases) == LAYERS
     rows = torch.randn(1, 9, RANK + ROTATED, generator=torch.Generator().manual_seed(1))
@@ -140,7 +140,7 @@ def test_approximate_values_leave_the_rotated_part_out() -> None:
 @pytest.mark.parametrize("policy", ["full", "tail"])
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_session_continues_after_a_restart(policy: str, on_disk: bool, tmp_path: Path) -> None:
-    """Stored KV is read back. A second turn equals that of a session that was never closed."""
+    """A second turn equals that of a session that was never closed."""
     options = {"disk": tmp_path / "rows", "disk_limit": "8MiB"} if on_disk else {}
 
     def turns(restart: bool, folder: Path) -> list[int]:

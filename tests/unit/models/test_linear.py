@@ -1,5 +1,4 @@
-"""Test linear layers for a few rows in C: results equal float64 for any number of rows at every instruction set
-level."""
+"""Test linear layers in C for few rows, against float64 at every instruction set level."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ ERRORS = {torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}, torch.float32: {"rtol":
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outs", "ins"), [(3, 32), (70, 128), (5, 416), (200, 1536)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: torch.dtype, level: str) -> None:
-    """A row's result does not depend on the number of rows."""
+def test_products_equal_float64(outs: int, ins: int, bias: bool, dtype: torch.dtype, level: str) -> None:
+    """The result of a row does not depend on the number of rows."""
     layer = nn.Linear(ins, outs, bias=bias).to(dtype)
     x = torch.randn(dense.MAX_ROWS, ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
@@ -42,7 +41,7 @@ def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: t
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without bfloat16 instructions in torch, the weight is converted and multiplied tile by tile."""
+    """If torch has no bfloat16 instructions, the weight is converted and multiplied tile by tile."""
     monkeypatch.setattr(dense, "TILE_BYTES", 4 * 96 * 3)
     monkeypatch.setattr(dense, "torch_multiplies_bfloat16", lambda: False)
     layer = nn.Linear(96, 7, bias=bias).bfloat16()
@@ -56,7 +55,7 @@ def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, mo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("outs", [2, 70])
 def test_threads_share_the_weight(outs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results must not depend on the number of threads."""
+    """Results do not depend on the number of threads."""
     monkeypatch.setattr(dense, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(dense, "PART_BYTES", 1000)
     monkeypatch.setattr(team, "threads", lambda: threads)
@@ -97,7 +96,7 @@ def test_training_gives_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_checkpoint_uses_it_and_a_loaded_model_is_not_changed(dtype: str, tmp_path: Path) -> None:
+def test_checkpoints_use_the_c_code_and_loaded_models_do_not(dtype: str, tmp_path: Path) -> None:
     mine = tiny_model("qwen2", dtype=torch.bfloat16)
     folder = tiny_checkpoint(tmp_path / "tiny", "qwen2")
     loaded = load_model(str(folder), device="cpu", dtype=dtype)

@@ -1,4 +1,4 @@
-"""Test that a weight format is one class: loading, planning, streaming, verifying and fingerprinting follow from it."""
+"""Test that one class adds a weight format to loading, planning, streaming, verification and fingerprints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RowInt8Linear(BackendLinear):
 
 
 class RowInt8(LinearBackend):
-    """A weight format: int8 codes with a scale for each output, packed when a checkpoint is loaded."""
+    """Weight format with int8 codes and a scale per output, packed when a checkpoint is loaded."""
 
     layer_class = RowInt8Linear
 
@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def rounded(folder: Path) -> Any:
-    """Return the same model in transformers, with weights rounded to the codes."""
+    """Return the model in transformers, with weights rounded to the codes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for layer in (each for each in model.modules() if isinstance(each, nn.Linear)):
         scale = layer.weight.data.abs().amax(1, keepdim=True) / 127
@@ -61,7 +61,7 @@ def rounded(folder: Path) -> Any:
     return model
 
 
-def test_loads_with_planned_bytes_and_its_own_fingerprint(folder: Path, rounded: Any) -> None:
+def test_a_format_has_planned_bytes_and_its_own_fingerprint(folder: Path, rounded: Any) -> None:
     shape, loaded = load_shape(folder, dtype="float32"), load_model(folder, dtype="float32")
     dense = load_model(rounded)
     assert shape.weight_bytes == loaded.weight_bytes
@@ -71,7 +71,7 @@ def test_loads_with_planned_bytes_and_its_own_fingerprint(folder: Path, rounded:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"budget": 1.0, "approximate_kv": "off"}])
-def test_tokens_are_those_of_transformers(folder: Path, rounded: Any, options: Any, streamed: bool) -> None:
+def test_tokens_equal_transformers(folder: Path, rounded: Any, options: Any, streamed: bool) -> None:
     policy = "infinigen" if options else "full"
     config = EngineConfig(policy, options, max_model_len=192, host_memory="16MiB", dtype="float32", verify="always")
     if streamed:

@@ -1,4 +1,4 @@
-"""Test in-place weight changes under a live `LLM` or drop-in: KV of the old weights is never reused."""
+"""Test weights that change in place during the life of an `LLM` or drop-in: KV of old weights is never reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def optimizer_step(model: PreTrainedModel) -> None:
 
 
 def merge_through_data(model: PreTrainedModel) -> None:
-    """Change a weight as PEFT merges an adapter, without a new version counter."""
+    """Change a weight as PEFT merges an adapter, which does not increase its version counter."""
     weight = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
     weight.data += torch.full((len(weight), 1), 0.3) @ torch.full((1, weight.shape[1]), 0.3)
 
@@ -60,7 +60,7 @@ def test_no_prompt_is_answered_from_kv_of_old_weights(change: Callable[[PreTrain
 
 
 def test_a_buffer_of_the_checkpoint_is_a_weight() -> None:
-    """Gemma 4 multiplies the output of each layer by a buffer. Rotary frequencies follow from the configuration."""
+    """Gemma 4 multiplies the output of each layer by a buffer. Buffers of RoPE follow from the configuration."""
     model = architecture("gemma4")
     before, live = fingerprint(model), WeightChangeDetector(model)
     for name, buffer in model.named_buffers():
@@ -83,7 +83,7 @@ def test_a_drop_in_sees_changes_between_calls(change: Callable[[PreTrainedModel]
 
 
 def test_sessions_refuse_changed_weights(tmp_path: Path) -> None:
-    """A session must not be saved under the fingerprint of other weights."""
+    """A session must not be saved with the fingerprint of other weights."""
     model = tiny_model("llama")
     llm = LLM(model, policy="full", host_memory="8MiB")
     session = llm.session("s", tmp_path)

@@ -1,4 +1,4 @@
-"""Test adapters against transformers, loading, refusals and fingerprints."""
+"""Test adapters against transformers, loading of models, refused models, and fingerprints."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
 
 
 def compare(model: Any, start: int, tolerance: float) -> None:
-    """Check the largest logit difference relative to the largest logit, with positions from `start`."""
+    """Check the largest difference of logits, relative to the largest logit, with positions from `start`."""
     tokens = torch.tensor(tiny_prompt(LENGTH))
     positions = torch.arange(start, start + LENGTH)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]
@@ -84,7 +84,7 @@ def compare(model: Any, start: int, tolerance: float) -> None:
 
 
 def widen_norms(model: nn.Module) -> None:
-    """Replace transformers' RMSNorm, which rounds to float32 even in a float64 model, with torch's."""
+    """Replace transformers' RMSNorm, which rounds to float32, with torch's."""
     for path, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
@@ -102,7 +102,7 @@ class TestOracle:
 
     @variants
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_first_layer_rows_have_transformers_bits(self, variant: str, dtype: torch.dtype) -> None:
+    def test_kv_of_the_first_layer_equals_transformers_bit_for_bit(self, variant: str, dtype: torch.dtype) -> None:
         """K and V of layer 0, including biases, QK-norm and RoPE, equal transformers' cache bit for bit."""
         model = build(variant, dtype)
         adapter = adapter_for(model)
@@ -115,13 +115,13 @@ class TestOracle:
         assert torch.equal(v[:, -held:], cached.values[0])
 
     def test_yarn_attention_factor_is_not_one(self) -> None:
-        """With a factor of 1, the yarn variant above would not test its use."""
+        """With a factor of 1, the yarn variant above would not test the factor."""
         assert build("llama-yarn").model.rotary_emb.attention_scaling > 1.1
 
 
 class TestPieces:
     @variants
-    def test_query_and_key_value_are_qkv(self, variant: str) -> None:
+    def test_query_and_key_value_equal_qkv(self, variant: str) -> None:
         adapter = adapter_for(build(variant))
         geometry = adapter.geometry
         tokens, positions = torch.tensor(tiny_prompt(9)), torch.arange(5, 14)
@@ -158,7 +158,6 @@ class TestPieces:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_logits_of_half_precision_are_float32(self, dtype: torch.dtype) -> None:
-        """The head computes in half precision, and its output is converted."""
         model = tiny_model("llama", dtype=dtype)
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
         logits = adapter_for(model).logits(x)
@@ -166,8 +165,10 @@ class TestPieces:
         assert torch.equal(logits, model.lm_head(model.model.norm(x)).float())
 
     def test_rotation_follows_the_positions(self) -> None:
-        """cos and sin are cached. Other position tensors take effect in any layer, positions changed in place from
-        layer 0."""
+        """Cached cos and sin must not be used for other positions.
+
+        Another position tensor takes effect in any layer, a tensor changed in place from layer 0 on.
+        """
         adapter, fresh = adapter_for(build("llama")), adapter_for(build("llama"))
         a = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
         first, second = torch.tensor([1, 2, 3]), torch.tensor([9, 2, 70])
@@ -234,7 +235,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Save a Llama without tied embeddings."""
+    """Save a Llama with untied embeddings."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -354,7 +355,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 class TestRefusals:
-    """Each case raises one ModelError; `message` is matched against its single line."""
+    """Each case raises a ModelError, whose one-line text matches `message`."""
 
     def refused(self, model: Any, message: str) -> None:
         with pytest.raises(ModelError, match=message) as caught:
@@ -424,7 +425,7 @@ class TestRefusals:
             load_model(folder, device="cpu")
 
     def test_adapters_beside_the_weights(self) -> None:
-        """Cover a model marked by transformers' `load_adapter`, and a class from peft."""
+        """Cover a model changed by transformers' `load_adapter`, and a class of peft."""
         marked, wrapped = tiny_model("llama"), tiny_model("llama")
         marked._hf_peft_config_loaded = True
         wrapped.__class__ = type("PeftModelForCausalLM", (type(wrapped),), {"__module__": "peft.peft_model"})
@@ -462,7 +463,7 @@ class TestFingerprint:
     @pytest.mark.parametrize("path", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
     def test_sees_every_element(self, path: str, dtype: torch.dtype) -> None:
-        """Change any single element by the smallest step, including changes that bfloat16 rounds away."""
+        """The smallest change of any element counts, even if bfloat16 would round it away."""
         model = tiny_model("llama", dtype=dtype)
         weight, before = model.get_parameter(path).data.view(-1), fingerprint(model)
         for element in (0, len(weight) // 3, len(weight) - 1):
@@ -495,8 +496,10 @@ class TestFingerprint:
         assert len(set(prints)) == len(prints)
 
     def test_is_the_same_in_bfloat16(self) -> None:
-        """A bfloat16 checkpoint calibrated in float32 on a CPU can run in bfloat16 on a GPU. Rounding values that
-        bfloat16 cannot represent changes the model."""
+        """A bfloat16 checkpoint calibrated in float32 on a CPU can run in bfloat16 on a GPU.
+
+        Rounding values that bfloat16 cannot represent changes the model.
+        """
         exact = fingerprint(tiny_model("llama"))
         half = tiny_model("llama", dtype=torch.bfloat16)
         expected = fingerprint(half)
@@ -508,7 +511,7 @@ class TestFingerprint:
         weight.data = weight.data.t().contiguous().t()
         assert fingerprint(model) == before
 
-    def test_numbers_are_numbers(self) -> None:
+    def test_number_types_do_not_matter(self) -> None:
         """A checkpoint may store rope_theta as 10000 or 10000.0."""
         whole, real = ({"rope_type": "default", "rope_theta": theta} for theta in (10000, 10000.0))
         assert fingerprint(tiny_model("llama", rope_parameters=whole)) == fingerprint(

@@ -1,5 +1,7 @@
-"""Test the language model of multimodal checkpoints saved by transformers: tokens, the weights that are read, and
-fingerprints. `test_architectures.py` covers loaded multimodal models."""
+"""Test the language model of multimodal checkpoints: tokens, loaded weights, and fingerprints.
+
+`test_architectures.py` covers loaded multimodal models.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(NOTICE)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """Return a function that gives the folder of a saved multimodal model and the model itself."""
+    """Return a function that returns the folder of a saved multimodal model and the model."""
     made: dict[str, tuple[Path, Any]] = {}
 
     def give(name: str) -> tuple[Path, Any]:
@@ -46,8 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 @pytest.mark.parametrize("name", WHOLES)
 def test_a_folder_gives_the_language_model(name: str, saved: Any) -> None:
-    """Tokens equal the whole model's, weights of other parts are not loaded, and the fingerprint equals the whole
-    model's."""
+    """Tokens and fingerprint equal the whole model's, and other weights are not loaded."""
     folder, whole = saved(name)
     with pytest.warns(
         UserWarning, match=r"only the language model is loaded; images and audio are not supported"
@@ -68,7 +69,7 @@ def test_a_folder_gives_the_language_model(name: str, saved: Any) -> None:
     assert loaded.fingerprint == fingerprint(whole), "stored KV of texts does not depend on pictures"
 
 
-def test_half_precision_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loaded dtype and size equal the planned ones, although the model was first inspected without weights."""
     monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda: True)
     architecture("gemma3_multimodal", dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -77,7 +78,7 @@ def test_half_precision_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["gemma3_multimodal", "qwen2_vl"])
-def test_its_layers_stream(name: str, saved: Any) -> None:
+def test_layers_are_streamed(name: str, saved: Any) -> None:
     folder, whole = saved(name)
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=64, host_memory="4MiB", dtype="float32")
     shape = load_shape(folder, dtype="float32")
@@ -90,7 +91,7 @@ def test_its_layers_stream(name: str, saved: Any) -> None:
 
 
 def test_a_session_continues_with_the_whole_model(saved: Any, tmp_path: Path) -> None:
-    """KV stored by the checkpoint's language model can be reused with the loaded multimodal model."""
+    """KV stored with the language model of a checkpoint is reused with the loaded multimodal model."""
     folder, whole = saved("mistral3")
     first = LLM(folder, policy="full", host_memory="4MiB", dtype="float32").session("s", tmp_path)
     list(first.send(PROMPT * 3, GREEDY))
@@ -103,8 +104,7 @@ def test_a_session_continues_with_the_whole_model(saved: Any, tmp_path: Path) ->
 
 
 def test_packed_language_models_run(tmp_path: Path) -> None:
-    """bitsandbytes does not pack the vision tower. Plans count the packed bytes of the language model, not the
-    tower's layers."""
+    """bitsandbytes does not pack the vision tower. Plans count only the packed language model."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 

@@ -28,7 +28,7 @@ PROMPTS = [torch.randint(1, VOCAB, (length,), generator=GENERATOR).tolist() for 
 
 
 def write_folders(folder: Path) -> tuple[Path, Path]:
-    """Write a checkpoint in MXFP4, and one of its dequantised weights. Return both folders."""
+    """Write a checkpoint in MXFP4, and one with the same weights dequantised. Return both folders."""
     dense, packed = folder / "dense", folder / "packed"
     model = architecture("gpt_oss", **SIZES)
     for each in (dense, packed):
@@ -50,7 +50,7 @@ def write_folders(folder: Path) -> tuple[Path, Path]:
     return dense, packed
 
 
-def test_weights_and_tokens_are_those_of_the_format(tmp_path: Path) -> None:
+def test_weights_and_tokens_equal_the_format(tmp_path: Path) -> None:
     dense, packed = write_folders(tmp_path)
     planned = load_shape(packed, device="cpu", dtype="float32")
     options: dict[str, Any] = {"dtype": "float32", "policy": "full", "host_memory": "4MiB", "device": "cpu"}
@@ -71,8 +71,8 @@ def test_weights_and_tokens_are_those_of_the_format(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_tokens_on_a_simulated_device_are_those_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefill computes expert by expert, and a decode step computes all chosen experts at once."""
+def test_tokens_on_a_simulated_device_equal_the_cpu_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill computes expert by expert, and a decode step computes all chosen experts at once."""
     pytest.importorskip("triton", reason="triton is not installed")
     folder, at_once = write_folders(tmp_path)[1], []
     products = PackedProjection.products
@@ -91,7 +91,7 @@ def test_tokens_on_a_simulated_device_are_those_of_a_cpu(tmp_path: Path, monkeyp
 
 
 def test_a_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop over experts, which reads them on the host, would end the capture."""
+    """A loop over experts would read them on the host, which ends the capture."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr("offload_rt.models.linear.packed.MAX_BATCHED_PAIRS", 1)
     folder, few = write_folders(tmp_path)[1], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -1,5 +1,7 @@
-"""Test quantised weights that stay packed: their modules compute, and plans use their packed size. bitsandbytes nf4
-and torchao int8 run on a CPU; for formats that need a GPU only the refusal is tested."""
+"""Test quantised weights that stay packed in memory, and plans with their packed size.
+
+bitsandbytes nf4 and torchao int8 run on a CPU. For formats that need a GPU, only the refusal is tested.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def ours(packed: Path, policy: str, **options: Any) -> list[int]:
     return [event.token_id for event in llm.stream(PROMPT, GREEDY)]
 
 
-def test_tokens_are_those_of_transformers(packed: Path) -> None:
+def test_tokens_equal_transformers(packed: Path) -> None:
     """The reference is `generate` with the same packed modules in float32. A full budget selects all tokens."""
     model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
     given = torch.tensor([PROMPT])
@@ -79,7 +81,7 @@ def test_tokens_are_those_of_transformers(packed: Path) -> None:
 
 
 def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
-    """The plan reads only the file header and estimates the loaded size within 2 %. Some formats keep extra data."""
+    """The plan reads only the header of a file, and estimates the loaded size within 2 %."""
     shape, loaded = load_shape(packed, dtype="float32"), load_model(packed, dtype="float32")
     assert shape.weight_bytes == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert shape.packing == packed.name
@@ -102,7 +104,7 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
 
 
 def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path: Path, capsys: Any) -> None:
-    """`info` reads `config.json` and the header of a bitsandbytes file; the file contains no weights."""
+    """`info` reads `config.json` and the header of a bitsandbytes file without weights."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256}
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "dtype": "bfloat16"}
     packing = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
@@ -136,9 +138,11 @@ def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path:
         assert re.search(row, said)
 
 
-def test_packed_layers_stream(tmp_path: Path) -> None:
-    """Packed bytes and scales are copied, about an eighth of the float32 size, and logits equal those of resident
-    modules. The reference keeps bitsandbytes' original weight layout, as streamed layers do."""
+def test_packed_layers_are_streamed(tmp_path: Path) -> None:
+    """Packed bytes and scales are copied, and logits equal those of resident modules.
+
+    The reference keeps the weight layout of bitsandbytes, as streamed layers do.
+    """
     pytest.importorskip("bitsandbytes")
     plain = tiny_checkpoint(tmp_path / "plain", "llama", intermediate_size=128, num_hidden_layers=8)
     packed = tmp_path / "packed"
@@ -181,7 +185,7 @@ def test_only_4_bit_bitsandbytes_streams() -> None:
 
 
 def test_unpacked_weights_have_the_requested_dtype(packed: Path) -> None:
-    """transformers keeps the dtype of the file, but the plan needs the requested one."""
+    """transformers keeps the dtype of the file, but the plan assumes the requested one."""
     shape, model = load_shape(packed, dtype="bfloat16"), load_model(packed, dtype="bfloat16", verify="always")
     assert model.adapter.dtype == shape.dtype == torch.bfloat16
     assert shape.weight_bytes == pytest.approx(model.weight_bytes, rel=0.04)
@@ -216,7 +220,7 @@ def test_gpt2_refuses_packed_weights(tmp_path: Path) -> None:
 
 
 def test_dequantised_formats_are_not_packed(tmp_path: Path) -> None:
-    """transformers has no mxfp4 kernel for CPUs, so the weights are dequantised and the layers can stream."""
+    """transformers has no mxfp4 kernel for CPUs, so weights are dequantised and layers can stream."""
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     plain = load_shape(folder, device="cpu")
     edit_config(folder, quantization_config={"quant_method": "mxfp4"})
@@ -224,7 +228,7 @@ def test_dequantised_formats_are_not_packed(tmp_path: Path) -> None:
 
 
 def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
-    """Weights are packed at load time in torchao's CPU layout, which cannot be saved yet."""
+    """Weights are packed at load time, because torchao's CPU layout cannot be saved."""
     inference_workflow = pytest.importorskip("torchao.prototype.quantization.int4.inference_workflow")
     from transformers import TorchAoConfig
 
@@ -239,8 +243,10 @@ def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_failed_conversion_names_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers writes the cause of a failed conversion only to its own report. The loader requests unpacking in
-    host memory; otherwise transformers would use an available GPU."""
+    """transformers reports the cause only in its own log.
+
+    The loader requests unpacking in host memory, as transformers would otherwise use a GPU.
+    """
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     edit_config(folder, quantization_config={"quant_method": "torchao"})
 

@@ -1,4 +1,4 @@
-"""Test that models with packed weights work with the other features: tokens equal those of the dequantised weights."""
+"""Test models with packed weights in combination with other features: tokens equal those of dequantised weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SELECTS = {"sinks": 2, "recent": 8, "budget": 0.3}
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file whose head is not tied to its embedding."""
+    """Return a GGUF file with a head that is not tied to the embedding."""
     path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
     write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE)
     return path
@@ -57,7 +57,7 @@ def tokens(llm: LLM, sampling: SamplingParams = GREEDY) -> list[list[int]]:
     ],
     ids=str,
 )
-def test_tokens_are_those_of_dequantised_weights(file: Path, options: dict[str, Any]) -> None:
+def test_tokens_equal_dequantised_weights(file: Path, options: dict[str, Any]) -> None:
     packed, dense = runtime(file, **options), runtime(file, **options, quantize="none")
     assert packed.runner.model.weight_bytes < 0.6 * dense.runner.model.weight_bytes
     assert tokens(packed) == tokens(dense)
@@ -73,7 +73,7 @@ def test_a_packed_model_drafts_for_another(file: Path) -> None:
     assert tokens(llm) == tokens(runtime(file))
 
 
-def test_beams_are_those_of_dequantised_weights(file: Path) -> None:
+def test_beams_equal_dequantised_weights(file: Path) -> None:
     beams = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, num_beams=3)
     assert tokens(runtime(file), beams) == tokens(runtime(file, quantize="none"), beams)
 
@@ -114,7 +114,7 @@ def test_streamed_layers_with_the_embedding_in_host_memory(quantize: Any, file: 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_transformers_generates_with_packed_weights(bits: int) -> None:
-    """The drop-in computes with the packed layers of a loaded model, as transformers does."""
+    """`generate` and the drop-in use the packed layers of a loaded model."""
     model = tiny_model("llama", **SHAPE)
     quantize_layers(model, bits)
     assert packing_of(model) == "offload-rt"

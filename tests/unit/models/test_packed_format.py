@@ -1,4 +1,4 @@
-"""Test the layout of packed weights and their products: equal to float64 at every instruction set level."""
+"""Test the layout of packed weights, and their products against float64 at every instruction set level."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_code_unpacks_the_same_numbers(form: PackedFormat, level: str) -> None:
 @needs_code
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("form", "bias"), [*zip(FORMATS, cycle([False, True]), strict=False)], ids=str)
-def test_products_are_those_of_float64(form: PackedFormat, bias: bool, dtype: torch.dtype, level: str) -> None:
-    """A row's result does not depend on the number of rows, up to the rows that torch multiplies."""
+def test_products_equal_float64(form: PackedFormat, bias: bool, dtype: torch.dtype, level: str) -> None:
+    """The result of a row does not depend on the number of rows, unless torch multiplies."""
     rows, weights = random_rows(form, 21)
     layer = nn.Linear(form.ins, 21, bias=bias).to(dtype)
     use_packed_weights(layer, form, dtype, rows)
@@ -78,7 +78,7 @@ def test_threads_share_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_code
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_inputs_that_are_not_finite_give_results_that_are_not(dtype: torch.dtype, level: str) -> None:
+def test_non_finite_inputs_give_non_finite_results(dtype: torch.dtype, level: str) -> None:
     rows, _ = random_rows(FORMATS[0], 3)
     code = packed_products.compiled_for(dtype)
     assert code is not None

@@ -1,4 +1,4 @@
-"""Test models with packed weights: GGUF files that stay packed, and checkpoints that are quantised when loaded."""
+"""Test models with packed weights: GGUF files, and checkpoints that are quantised when they are loaded."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("kind", "halves"), HALVES.items())
-def test_blocks_are_those_of_the_reference(kind: str, halves: list[int]) -> None:
-    """Packed weights are equal to the reference bit by bit."""
+def test_blocks_equal_the_reference(kind: str, halves: list[int]) -> None:
+    """Packed weights equal the reference bit by bit."""
     own = gguf.GGMLQuantizationType[kind]
     values, size = gguf.GGML_QUANT_SIZES[own]
     generator = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def test_scales_that_are_not_finite_are_not_packed() -> None:
     ("kind", "architecture", "output"), [("Q4_1", "qwen2", False), ("Q8_0", "llama", True), ("Q5_0", "llama", False)]
 )
 def test_a_file_stays_packed(kind: str, architecture: str, output: bool, tmp_path: Path) -> None:
-    """Weights are those of transformers' dequantisation, in its order of rows; tied weights are held once."""
+    """Weights equal transformers' dequantisation, in its order of rows. Tied weights are stored once."""
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, kind, architecture=architecture, output=output, **SHAPE)
     planned = load_shape(path, device="cpu", dtype="float32")  # from the header
@@ -209,7 +209,7 @@ def test_the_cache_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_processes_convert_a_file_once(tmp_path: Path) -> None:
-    """A lock belongs to an open file, so that threads are as separate as processes."""
+    """Threads stand for processes, because a lock belongs to an open file."""
     written, seen = [], threading.Event()
 
     def write(folder: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_checkpoint_is_quantised_when_it_is_loaded(quantize: Any, tmp_path: Pa
 def test_weights_are_converted_only_if_they_fit_into_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights in the dtype of their file are mapped, and need no host memory before they are quantised."""
+    """Weights in the dtype of the file are mapped, so that only conversion needs host memory."""
     folder = tiny_checkpoint(tmp_path / "tiny", "llama", **SHAPE | {"num_attention_heads": 2})
     monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 16)
     message = r"int4' first converts the float32 weights of .* to bfloat16, which takes .*: pass dtype='float32'"
@@ -260,7 +260,7 @@ def test_weights_are_converted_only_if_they_fit_into_host_memory(
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_memory_for_quantisation_does_not_depend_on_the_weight(bits: int) -> None:
-    """On a GPU, this is the device memory. `count` counts the results as well, which are in host memory there."""
+    """On a GPU, this is device memory. `count` includes the results, which a GPU would store in host memory."""
     form = PackedFormat(1024, bits, 32, bits == 4, 0 if bits == 4 else 128)
     extra = []
     for rows in (4096, 8192):
@@ -272,7 +272,7 @@ def test_the_memory_for_quantisation_does_not_depend_on_the_weight(bits: int) ->
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_small_weights_keep_their_precision(bits: int) -> None:
-    """float16 alone would hold the scales of such weights with a few bits."""
+    """float16 alone would store the scales of such weights with few bits."""
     weight = torch.randn(64, 128) * torch.logspace(0, -5, 64)[:, None]
     model: Any = nn.Module()
     model.body, model.gate_of_state = nn.Linear(128, 64, bias=False), nn.Linear(128, 4)
@@ -284,7 +284,7 @@ def test_small_weights_keep_their_precision(bits: int) -> None:
     assert type(model.gate_of_state) is nn.Linear  # has few outputs
 
 
-def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
+def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     model = write_tiny_gguf(path, "Q8_0", **SHAPE)
     with pytest.raises(ConfigError, match=r"quantize='int4' is for 16-bit checkpoints, and .*tiny\.gguf' is quantised"):

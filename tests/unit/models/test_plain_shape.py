@@ -1,4 +1,4 @@
-"""Test the shapes of plain decoders, computed from config.json, against models on the meta device."""
+"""Test shapes of plain decoders that are computed from config.json, against models on the meta device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Test RoPE frequencies that depend on the sequence length. They stay fixed at those of the maximum length:
-`max_model_len` selects transformers' frequencies for short or for long sequences."""
+"""Test RoPE scaling that depends on the sequence length.
+
+Frequencies are fixed to those of `max_model_len`, which selects transformers' frequencies for short or long texts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ SHORT = 30
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tiny Phi-3 or Llama with this kind of frequencies."""
+    """Save a tiny Phi-3 or Llama with one kind of RoPE scaling."""
     folder = tmp_path_factory.mktemp("checkpoint") / str(request.param)
     model = build("Phi3" if request.param == "longrope" else "Llama", torch.float64, **KINDS[request.param])
     model.save_pretrained(folder)
@@ -67,7 +69,7 @@ def prompt_of(tokens: int) -> list[int]:
 
 
 def test_tables_are_kept_for_a_few_tensors_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks alternate in each layer. The first layer computes their tables, because positions may have changed."""
+    """Prefill chunks alternate in each layer. Layer 0 recomputes their tables, because positions may have changed."""
     rotary = load_model(tiny_model("llama")).adapter._rotary
     computed, tables = [], rotary._tables
     monkeypatch.setattr(rotary, "_tables", lambda *given: computed.append(given[2]) or tables(*given))
@@ -93,7 +95,7 @@ def test_short_texts(checkpoint: Path) -> None:
 
 
 def test_an_unregistered_class(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unregistered class is inspected before its weights are read. This must not change the loaded model."""
+    """Inspecting an unregistered class before its weights are read must not change the loaded model."""
     for architecture in ("Phi3ForCausalLM", "LlamaForCausalLM"):
         monkeypatch.delitem(registry._adapters, architecture)
     prompt = prompt_of(SHORT)

@@ -1,4 +1,4 @@
-"""Test option `ahead`: queries of hybrid models that are predicted between attention layers, and their quality."""
+"""Test option `ahead`, which predicts queries of hybrid models from the input of an earlier layer."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def layer_inputs(model: Any, tokens: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4, 9])
 @torch.inference_mode()
-def test_queries_are_predicted_from_the_input_of_that_layer(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions begin at the attention layer before, however large `ahead` is."""
+def test_queries_are_predicted_from_the_input_of_an_earlier_layer(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large `ahead` is, predictions start at the previous attention layer."""
     model, llm = make("qwen3_5", overrides=LAYERS, policy="infinigen", policy_options=EVERYTHING | {"ahead": ahead})
     guesses: list[torch.Tensor] = []
 
@@ -77,8 +77,8 @@ def test_queries_are_predicted_from_the_input_of_that_layer(ahead: int, monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.simulated
-def test_a_device_gives_the_tokens_of_a_cpu() -> None:
-    """Cover batched selection. The two layers between the attention layers are short convolutions."""
+def test_tokens_on_a_device_equal_the_cpu_path() -> None:
+    """Cover batched selection. The two layers between attention layers are short convolutions."""
     kinds = ["full_attention", "conv", "conv", "full_attention"]
     options = {"preset": "rows", "scorer": "int4", "dense_layers": (), "budget": 0.4, "recent": 4, "ahead": 1}
     params, found = SamplingParams(max_tokens=2, temperature=0), []
@@ -138,9 +138,9 @@ def test_refusals() -> None:
 
 @torch.inference_mode()
 def test_quality_is_the_mass_of_the_selected_tokens() -> None:
-    """Compare with a loop over queries. The true inputs, given as a prediction, find everything.
+    """Compare with a loop over queries. A perfect prediction finds all of the attention mass.
 
-    The first 4 and the last 64 tokens do not count.
+    The first 4 and the last 64 tokens are not counted.
     """
     adapter = adapter_for(tiny_model("llama"))
     shape, n = adapter.geometry, 200
@@ -176,7 +176,7 @@ def test_predictions_are_measured_with_the_defaults_of_the_policy() -> None:
 
 
 def test_attention_layers_are_streamed_only_if_others_do_not_suffice() -> None:
-    """Of 8 layers, 3 and 7 have attention."""
+    """Of 8 layers, layers 3 and 7 have attention."""
     hybrid, dense = SimpleNamespace(attention_at=(3, 7)), SimpleNamespace(attention_at=())
     found = [device_plan._evenly_spaced(count, 8, hybrid) for count in (0, 3, 6, 7, 8)]
     assert found == [(), (1, 4, 6), (0, 1, 2, 4, 5, 6), (0, 1, 2, 4, 5, 6, 7), tuple(range(8))]
@@ -185,7 +185,7 @@ def test_attention_layers_are_streamed_only_if_others_do_not_suffice() -> None:
 
 @pytest.mark.parametrize("source", ["query", "attention_input"])
 def test_streamed_layers_are_copied_once_per_step(source: str, tmp_path: Path) -> None:
-    """The plan streams layers without attention. A predicted query then needs no weights that are not on the device."""
+    """The plan streams layers without attention, so that query prediction needs only weights on the device."""
     architecture("qwen3_5", **LAYERS).save_pretrained(tmp_path)
     shape = load_shape(tmp_path, device="cpu")
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "source": source}}

@@ -1,4 +1,4 @@
-"""Test approximate (low-bit) KV in whole models: it stands in exactly for the tokens that were not selected."""
+"""Test approximate (low-bit) KV in whole models: it estimates the attention to all tokens that were not selected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def full_tokens(name: str, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_with_a_budget_of_everything_nothing_is_estimated(name: str) -> None:
+def test_with_a_full_budget_nothing_is_approximated(name: str) -> None:
     options = {"approximate_kv": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
     prompt = tiny_prompt(150)
     [found] = completed(make_llm(name, options).generate([prompt], GREEDY))
@@ -40,7 +40,7 @@ def test_with_a_budget_of_everything_nothing_is_estimated(name: str) -> None:
 
 
 def merge_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tuple[float, ...]) -> Any:
-    """Return an `InfiniGenState.merge_approximate` over unquantised KV."""
+    """Return a replacement of `InfiniGenState.merge_approximate` that uses unquantised KV."""
 
     def merge(
         self: InfiniGenState,
@@ -66,10 +66,10 @@ def merge_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tu
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])
 @pytest.mark.parametrize(("budget", "source"), [(1e-6, "residual"), (0.3, "query"), (0.3, "residual")])
-def test_an_estimate_without_rounding_is_full(
+def test_approximate_kv_without_rounding_gives_full_attention(
     name: str, budget: float, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any selection, exact and approximate KV together give full attention."""
+    """With unquantised KV in place of approximate KV, any selection gives full attention."""
     # Only models with full-attention layers: all layers of Mistral slide and select nothing.
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     write = ApproximateKV.write
@@ -90,7 +90,7 @@ def test_an_estimate_without_rounding_is_full(
 
 
 @pytest.mark.parametrize("tail", ["int4", "int2"])
-def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
+def test_samples_and_beams_equal_those_of_each_alone(tail: str) -> None:
     """Forks share low-bit KV until one of them writes."""
     options = {"approximate_kv": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
     llm, prompt = make_llm("llama", options, torch.float32), tiny_prompt(100)
@@ -105,8 +105,8 @@ def test_samples_and_beams_are_what_each_is_alone(tail: str) -> None:
     llm.runner.check_integrity()
 
 
-def test_low_bit_rows_take_what_is_said_of_them() -> None:
-    """Keys take 4 bits, values 2 or 4, each with one byte for the step, in pages of 512 tokens."""
+def test_low_bit_kv_has_the_documented_size() -> None:
+    """Keys take 4 bits, values 2 or 4, each with one byte for the scale, in pages of 512 tokens."""
     for tail, bits in (("int2", 2), ("int4", 4)):
         llm = make_llm("llama", {"approximate_kv": tail, "dense_layers": (0,)})
         [found] = completed(llm.generate([tiny_prompt(520)], GREEDY))
@@ -120,8 +120,8 @@ def test_low_bit_rows_take_what_is_said_of_them() -> None:
     assert plain.stats.approximate_bytes_device == plain.stats.approximate_fraction == 0
 
 
-def test_a_tail_scores_with_its_own_keys() -> None:
-    """Other scoring keys need another preset, and the error message names it."""
+def test_approximate_kv_refuses_other_scoring_keys() -> None:
+    """Other scoring keys need another preset, which the error message names."""
     for wrong in ({"scorer": "partial"}, {"scorer": "int8"}, {"columns": "prompt"}):
         for tail in ({}, {"approximate_kv": "int2"}):
             with pytest.raises(
@@ -136,8 +136,8 @@ def test_a_tail_scores_with_its_own_keys() -> None:
         make_llm("llama", {"approximate_kv": "int3"})
 
 
-def test_the_default_estimates_what_it_does_not_select() -> None:
-    """Each layer copies at most 2 % of the candidates to the device and approximates the rest."""
+def test_the_default_approximates_tokens_that_it_does_not_select() -> None:
+    """Each layer copies at most 2 % of the candidates to the device, and approximates all others."""
     llm = make_llm("llama", {})
     [found] = completed(llm.generate([tiny_prompt(600)], GREEDY))
     assert found.stats.dense_layers == () and found.stats.approximate_bytes_device > 0
@@ -146,8 +146,8 @@ def test_the_default_estimates_what_it_does_not_select() -> None:
     assert found.stats.approximate_fraction > 0.85
 
 
-def test_a_provenance_key_is_what_it_was_before_there_were_tails_and_auto() -> None:
-    """Stored sessions are found by their KV provenance."""
+def test_provenance_keys_equal_those_of_earlier_versions() -> None:
+    """A changed key would make stored sessions of earlier versions unusable."""
     before = (
         "InfiniGenOptions(alpha=None, partial_ratio=0.3, max_fraction=0.1, source='residual', corrected=True, "
         "scorer='int8', columns='calibration', skew='balanced', sinks=4, recent=64, dense_layers=(0,), "
@@ -178,7 +178,7 @@ def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> N
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [2, 6, 10, 34])
 def test_default_takes_any_even_head_dim(head_dim: int) -> None:
-    """The default runs. A budget of 1.0 gives the tokens of full attention."""
+    """With a budget of 1.0, tokens equal full attention."""
     model, prompt = tiny_model("llama", head_dim=head_dim), tiny_prompt(150)
     options = ({}, {"budget": 1.0, "dense_layers": (), "recent": 8})
     found = [
@@ -189,7 +189,7 @@ def test_default_takes_any_even_head_dim(head_dim: int) -> None:
     assert_greedy(model, prompt, list(found[1][0].token_ids))
 
 
-def test_tails_that_cannot_be_packed_are_refused() -> None:
+def test_head_dims_that_cannot_be_packed_are_refused() -> None:
     options = {"approximate_kv": "int2"}
     with pytest.raises(
         ConfigError, match=r"approximate_kv='int2' .* head_dim=6 .* use approximate_kv='int4', approximate_kv='off'"

@@ -1,4 +1,4 @@
-"""Test the policy "auto": full attention while it is cheaper, then selection over the whole context."""
+"""Test policy "auto": full attention while it is cheaper, then selection over the whole context."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def texts(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     return found
 
 
-def test_it_is_full_before_and_infinigen_after() -> None:
-    """While attention is full, the policy's selection code is not called."""
+def test_auto_is_full_below_the_limit_and_infinigen_above() -> None:
+    """During full attention, the selection code of the policy is not called."""
     prompt, calls = tiny_prompt(120), []
     llm = runtime("auto", dense_until=1000, **SMALL)
     llm.runner.policy.correct_prediction = lambda layer, x: calls.append(layer) or x  # type: ignore[method-assign]
@@ -47,8 +47,8 @@ def test_it_is_full_before_and_infinigen_after() -> None:
     assert after.token_ids == infinigen.token_ids and after.stats.attended_by_step == infinigen.stats.attended_by_step
 
 
-def test_selection_begins_within_a_text_and_beside_others() -> None:
-    """A sequence that outgrows the limit selects from then on, as after a prompt of that length."""
+def test_selection_begins_within_a_text_and_in_a_batch() -> None:
+    """A sequence that outgrows the limit continues as after a prompt of that length."""
     prompts, options = (
         [tiny_prompt(120), tiny_prompt(300, seed=1), tiny_prompt(60, seed=2)],
         SMALL | {"dense_until": 130},
@@ -68,8 +68,8 @@ def test_selection_begins_within_a_text_and_beside_others() -> None:
     assert fresh.token_ids[:14] == alone[0].token_ids[10:]
 
 
-def test_what_is_short_attends_to_everything_beside_what_selects_together() -> None:
-    """On a device, sequences of a batch select together. Short ones still attend to everything."""
+def test_short_sequences_of_a_batch_attend_to_all_tokens() -> None:
+    """On a device, sequences of a batch select together. Short ones still attend to all tokens."""
     prompts, llm = [tiny_prompt(60), tiny_prompt(300, seed=1)], staged(runtime("auto", dense_until=130, **FRACTION))
     policy = llm.runner.policy
     assert isinstance(policy, InfiniGen)
@@ -82,15 +82,15 @@ def test_what_is_short_attends_to_everything_beside_what_selects_together() -> N
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("cuda", 0)])
 def test_the_limit_depends_on_shapes(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is 64 tokens of one layer's KV on CPU, and 0 on a device, which copies each KV entry."""
+    """On a CPU, the limit is a number of bytes of one layer's KV. On a device, which copies each KV entry, it is 0."""
     geometry = runtime("full").runner.adapter.geometry
     monkeypatch.setattr(auto, "MAX_DENSE_BYTES", 64 * geometry.kv_bytes(1, torch.float32) // geometry.layers)
     assert auto.dense_limit(AutoOptions(), geometry, torch.device(device), torch.float32) == expected
     assert auto.dense_limit(AutoOptions(dense_until=7), geometry, torch.device(device), torch.float32) == 7
 
 
-def test_the_measured_length_is_used_and_is_not_part_of_the_provenance_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured length applies unless the user sets one. Stored KV can be used where another length was measured."""
+def test_the_measured_length_is_not_part_of_the_provenance_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length set by the user has priority. Stored KV can be used where another length was measured."""
     policies = []
     for measured in (128, 512, 1 << 50):
         monkeypatch.setattr(build, "measured_dense_until", lambda *_, found=measured, **__: found)

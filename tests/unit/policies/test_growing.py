@@ -1,4 +1,4 @@
-"""Test per-token tensors of a sequence: random writes and forks against plain lists."""
+"""Test tensors with one entry per token that forks share, with random writes and forks, against plain lists."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_forks_never_see_each_others_tokens(per_slot: int, writes: list[tuple[in
         assert rows.nbytes == sum(rows.data(layer).nbytes for layer in known)
 
 
-def test_a_shorter_write_takes_no_token_back() -> None:
+def test_a_smaller_reservation_keeps_the_length() -> None:
     rows = LayerTensors(0, torch.float32, torch.device("cpu"))
     assert rows.length(5) == 0
     rows.open(5, 0)

@@ -1,4 +1,4 @@
-"""Test corrected guesses of the next layer's input: a least-squares fit, and its use by the policy."""
+"""Test corrections of predicted layer inputs: a least-squares fit, and its use by the policy."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from offload_rt.skewing.prediction import SOURCES, Correction, CorrectionSums
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the decoder layers, in order."""
+    """Return the decoder layers in order."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     return list(max(lists, key=len))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
-def test_fit_is_least_squares_over_what_transformers_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer inputs come from transformers, norms and residuals from the adapter, which is tested elsewhere."""
+def test_fit_equals_least_squares_over_transformers_layer_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer inputs come from transformers, norms and residuals from the adapter, which has its own tests."""
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     adapter, ids = adapter_for(model), tiny_prompt(160)

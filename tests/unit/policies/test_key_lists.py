@@ -26,7 +26,7 @@ KEYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", KEYS, ids=lambda options: " ".join(options.values()))
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: dict[str, Any]) -> None:
-    """Several steps make the storages grow and move. New keys are appended in a batch, or per sequence."""
+    """Steps make the storage grow and move. New keys are appended for a batch, or for each sequence."""
     shape = geometry(group=group, head_dim=32)
     policy = InfiniGen(
         InfiniGenOptions.preset("rows", **{"dense_layers": ()} | options), shape, artifact(shape), CPU, torch.float32

@@ -1,4 +1,4 @@
-"""Test pages that forks share: random writes, moves, cuts, forks and releases against plain lists."""
+"""Test pages that forks share, with random writes, moves, truncations, forks and releases, against plain lists."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(owner: Owner, layer: int, start: int, stamps: list[int]) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(operations=st.lists(OPERATIONS, max_size=14))
-def test_pages_hold_what_each_owner_wrote(operations: list[tuple[str, int, int, int, int]]) -> None:
+def test_pages_contain_the_writes_of_each_owner(operations: list[tuple[str, int, int, int, int]]) -> None:
     owners: list[Owner] = [(LayerPages(LAYERS, HEADS, BLOCK, torch.device("cpu")), {layer: [] for layer in LAYERS})]
     for stamp, (what, who, layer, at, count) in enumerate(operations, 1):
         pages, known = owners[who % len(owners)]
@@ -89,7 +89,7 @@ def test_a_fork_copies_the_page_that_it_writes_to() -> None:
     assert first.pages(3).tensors[2] is last, "a page that is not shared is not copied"
 
 
-def test_a_cut_fork_has_the_pages_that_hold_its_tokens() -> None:
+def test_a_truncated_fork_keeps_the_pages_of_its_tokens() -> None:
     first = LayerPages(LAYERS, HEADS, BLOCK, torch.device("cpu"))
     owner = first, {layer: [] for layer in LAYERS}
     for layer in LAYERS:

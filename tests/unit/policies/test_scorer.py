@@ -27,7 +27,9 @@ OPTIONS: dict[str, Any] = {"budget": 0.4, "sinks": 2, "recent": 8, "dense_layers
 
 
 class LowNorm(ScorerPolicy[BudgetOptions]):
-    """Keys of small norm (Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression")."""
+    """Select keys of small norm (Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache
+    Compression").
+    """
 
     name = "low-norm"
 
@@ -36,7 +38,7 @@ class LowNorm(ScorerPolicy[BudgetOptions]):
 
 
 class BestQuery(ScorerPolicy[BudgetOptions]):
-    """Keys with the largest product with any query of the group."""
+    """Select keys with the largest product with any query of the group."""
 
     name = "best-query"
 
@@ -74,7 +76,7 @@ def test_the_best_scores_within_the_budget_are_selected(name: str, group: int) -
 
 
 def answers(device: str, name: str, head_dim: int, **settings: Any) -> tuple[list[list[int]], Any]:
-    """Return greedy tokens of four requests that decode together across the end of a block, and captured graphs."""
+    """Return greedy tokens of four requests that decode together across the end of a block, and the captured graphs."""
     model: Any = tiny_model("llama", num_hidden_layers=2, head_dim=head_dim).to(device)
     settings = {"host_memory": "8MiB", "missed_mass_every": 0, "device": device} | settings
     llm = LLM(model, policy=name, policy_options=OPTIONS, **settings)
@@ -110,7 +112,7 @@ def test_the_policy_of_the_documentation_runs(
     assert capsys.readouterr().out.strip()
 
 
-def test_memory_is_planned_for_what_is_stored() -> None:
+def test_memory_is_planned_for_stored_entries() -> None:
     shape = geometry(layers=3, head_dim=64)
     demand = memory_demand("low-norm", OPTIONS, shape, torch.bfloat16)
     assert demand.scoring_bytes(2, 1000) == 2 * shape.kv_bytes(1000, torch.bfloat16) // 3 // 2

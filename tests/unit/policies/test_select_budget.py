@@ -1,4 +1,4 @@
-"""Test the policies with a budget (oracle, streaming, h2o, quest) against plain implementations."""
+"""Test policies with a budget (oracle, streaming, h2o, quest) against plain implementations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def options(budget: float) -> BudgetOptions:
 
 
 def count(budget: float, visible: VisibleTokens) -> int:
-    """Return the number of tokens to select: the budget less the resident tokens."""
+    """Return the number of tokens to select: the budget minus the resident tokens."""
     total = math.floor(budget * (visible.all.stop - visible.all.start) + 1e-9)
     return min(len(visible.candidates), max(0, total - len(visible.sinks) - len(visible.recent)))
 
@@ -133,7 +133,7 @@ def test_quest_forks_and_bytes() -> None:
 
 
 class PlainH2O:
-    """One layer of h2o with lists, one KV head at a time."""
+    """Plain implementation of h2o for one layer, one KV head at a time."""
 
     def __init__(self, shape: ModelGeometry, budget: float, layer: int) -> None:
         self.shape, self.budget, self.layer = shape, budget, layer
@@ -173,7 +173,7 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
 
 @pytest.mark.parametrize("budget", SHARES)
 @pytest.mark.parametrize(("group", "softcap"), [(1, None), (4, 1.0)])
-def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
+def test_h2o_keeps_heavy_hitters_and_never_restores_tokens(
     group: int, softcap: float | None, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(h2o, "MAX_PREFILL_WEIGHTS", 700)  # several blocks of queries per prefill chunk

@@ -26,14 +26,14 @@ TOTAL = 110
 def policy(
     shape: ModelGeometry, dtype: torch.dtype = torch.float64, device: torch.device = CPU, **options: object
 ) -> InfiniGen:
-    """Return preset "rows" with the partial scorer and a small window."""
+    """Return preset "rows" with scorer "partial" and a small window."""
     mine: dict[str, object] = {"scorer": "partial", "dense_layers": (), "sinks": 4, "recent": 8}
     chosen = InfiniGenOptions.preset("rows", **mine | options)
     return InfiniGen(chosen, shape, artifact(shape), device, dtype)
 
 
 def filled(rule: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROMPT) -> InfiniGenState:
-    """Return a state after a prompt in two prefill chunks and single tokens up to the end of `k`."""
+    """Return a state after a prompt of two prefill chunks, and single tokens up to the end of `k`."""
     state = rule.new_state(no_keys)
     for layer in range(len(k)):
         for start, stop in ((0, prompt // 3), (prompt // 3, prompt)):
@@ -46,7 +46,7 @@ def filled(rule: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROM
 
 
 def plain_scores(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return scores `[H, N]` of a query `[H, d]`, from columns `kept` `[Hkv, r]`."""
+    """Return scores `[H, N]` of a query `[H, d]`, computed from the columns `kept` `[Hkv, r]`."""
     shape, basis = rule.geometry, artifact(rule.geometry)
     out = torch.empty(shape.heads, k.shape[2], dtype=torch.float64)
     for head in range(shape.heads):
@@ -60,7 +60,7 @@ def plain_scores(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tens
 def plain_selection(
     scores: torch.Tensor, candidates: range, group: int, alpha: float, max_fraction: float
 ) -> list[set[int]]:
-    """Apply threshold and top-n (paper §4.3) to dense scores `[H, N]`, masked except for the candidates."""
+    """Apply the threshold and top-n of the paper (§4.3) to scores `[H, N]`, masked except for candidates."""
     if not candidates:
         return [set() for _ in range(len(scores) // group)]
     masked = torch.full_like(scores, -math.inf)
@@ -78,7 +78,7 @@ def plain_selection(
 
 
 def calibrated(rule: InfiniGen) -> torch.Tensor:
-    """Return the indices of the first r columns, per KV head."""
+    """Return the indices of the first r columns for each KV head."""
     r = max(1, math.floor(rule.options.partial_ratio * rule.geometry.head_dim))
     return torch.arange(r).expand(rule.geometry.kv_heads, r)
 
@@ -230,7 +230,7 @@ def test_packing_is_reversible(rows: int, bits: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("bits", "gaussian_error"), [(4, 0.01154), (2, 0.1188)])
 def test_quantiser_error(bits: int, gaussian_error: float) -> None:
-    """Errors are at most half a step within the levels. Gaussian columns have Max's error (1960, table II)."""
+    """Errors are at most half a step within the levels. Gaussian columns have the error in Max (1960), table II."""
     generator = torch.Generator().manual_seed(0)
     std = torch.tensor([[1.0, 0.1, 10.0], [3.0, 2.0, 0.01]])
     mean = torch.tensor([[0.0, 5.0, -1.0], [1.0, 0.0, 0.5]])
@@ -272,7 +272,7 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
 
 
 def missed_mass(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, attended: list[set[int]]) -> float:
-    """Return the attention mass of scoring keys outside `attended`, as the mean over query heads."""
+    """Return the attention mass outside `attended`, computed from scoring keys, averaged over query heads."""
     scores, cap, group = (
         plain_scores(rule, layer, query, k, calibrated(rule)),
         rule.geometry.softcap,
@@ -285,7 +285,7 @@ def missed_mass(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tenso
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(("limit", "softcap"), [(0.02, None), (0.1, None), (0.3, None), (0.1, 1.5)])
-def test_repair_brings_the_missed_mass_down_with_the_fewest_tokens(
+def test_repair_reduces_the_missed_mass_with_the_fewest_tokens(
     group: int, limit: float, softcap: float | None, device: torch.device
 ) -> None:
     shape = replace(geometry(group=group), softcap=softcap)
@@ -308,7 +308,7 @@ def test_repair_brings_the_missed_mass_down_with_the_fewest_tokens(
         assert (missed_mass(rule, 1, query, k, both) <= limit) == reached
 
 
-def test_repair_keeps_to_the_cap_and_to_what_is_needed() -> None:
+def test_repair_adds_only_needed_tokens_within_the_cap() -> None:
     shape = geometry()
     q, k = tokens(shape, TOTAL)
     visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
@@ -322,7 +322,7 @@ def test_repair_keeps_to_the_cap_and_to_what_is_needed() -> None:
         assert filled(rule, q, k).repair(0, q[0, :, -1], visible, selection) is None
 
 
-def test_dense_layers_hold_nothing() -> None:
+def test_dense_layers_store_no_scoring_keys() -> None:
     shape = geometry(layers=3)
     q, k = tokens(shape, TOTAL)
     all_sparse, one_dense = (filled(policy(shape, dense_layers=dense), q, k) for dense in ((), (1,)))
@@ -337,7 +337,7 @@ def test_options_must_fit_the_model() -> None:
         InfiniGen(InfiniGenOptions(), geometry(), other, CPU, torch.float32)
 
 
-def test_provenance_key_names_what_decides_the_tokens() -> None:
+def test_provenance_key_depends_on_options_that_change_tokens() -> None:
     shape = geometry()
     provenance_keys = {
         policy(shape, **options).provenance_key

@@ -66,6 +66,6 @@ def test_infinigen_presets_and_overrides() -> None:
         ("infinigen", {"dense_layers": (3,)}, "layers 0 to 2"),
     ],
 )
-def test_what_is_wrong_is_said(name: str, options: dict[str, Any], message: str) -> None:
+def test_errors_name_the_wrong_value(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made(name, options)

@@ -64,8 +64,8 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return starts
 
 
-def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
-    """Later sequences compute only their own low-bit KV."""
+def test_low_bit_kv_of_a_shared_prefix_is_stored_once(learned: list[int]) -> None:
+    """Later sequences compute low-bit KV only for their own tokens."""
     runner, others = runner_of(), runner_of(enable_prefix_caching=False)
     sequences = [started(runner, prompt) for prompt in prompts()]
     assert learned == [0, 0, *[COMMON] * 4] and all(one.observed == one.unobserved == 0 for one in sequences)
@@ -85,8 +85,8 @@ def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
     runner.check_integrity()
 
 
-def test_only_what_a_prefill_made_is_taken(learned: list[int]) -> None:
-    """Low-bit KV is not shared from incomplete sequences, nor for decoded tokens."""
+def test_only_low_bit_kv_of_a_prefill_is_shared(learned: list[int]) -> None:
+    """Low-bit KV of incomplete sequences or decoded tokens is not shared."""
     runner, prompt = runner_of(), tiny_prompt(4 * BLOCK_SIZE)
     first = begun(runner, 3 * BLOCK_SIZE + 10)
     assert first.tokens[: 3 * BLOCK_SIZE] == prompt[: 3 * BLOCK_SIZE]
@@ -102,7 +102,7 @@ def test_only_what_a_prefill_made_is_taken(learned: list[int]) -> None:
     assert learned == [0, 0, BLOCK_SIZE + 1, BLOCK_SIZE + 1]
 
 
-def test_where_slots_are_overwritten_each_learns_for_itself(learned: list[int]) -> None:
+def test_with_eviction_low_bit_kv_is_not_shared(learned: list[int]) -> None:
     runner = runner_of(eviction="lru")
     for prompt in prompts()[:2]:
         started(runner, prompt)

@@ -1,4 +1,4 @@
-"""Test that the messages quoted on the troubleshooting page are messages of the code."""
+"""Test that messages quoted on the troubleshooting page occur in the code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "pages" / "troubleshooting.md"
 
 
 def text_of(node: ast.expr) -> str:
-    """Return a string expression with a NUL in place of each formatted value."""
+    """Return a string expression with a NUL character in place of each formatted value."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):

@@ -1,6 +1,6 @@
 """Test that the Python snippets of the documentation run and that its commands are valid.
 
-Both run with a tiny model and few new tokens. Snippets read a short text in place of books.
+Both use a tiny model, few new tokens and short texts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def shell_lines(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Return the lines of shell sessions, and commands within sentences."""
+    """Return the lines of shell sessions, and commands quoted in sentences."""
     text, found = page.read_text(encoding="utf-8"), shell_lines(page)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     quoted = [" ".join(code.split()) for code in re.findall(r"`((?:offload-rt|make|python)\s[^`]+)`", prose)]
@@ -75,10 +75,10 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def workplace(instruct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Provide files that snippets read, and names that an earlier part of a page has defined."""
+    """Write the files that snippets read, and return the names that earlier parts of a page define."""
 
     class Tiny(LLM):
-        """The tiny model with a small KV cache, whatever model and memory a snippet names."""
+        """Tiny model with a small KV cache, whatever model and memory a snippet names."""
 
         def __init__(self, model: Any, *args: Any, **options: Any) -> None:
             kept = {name: value for name, value in options.items() if name not in ("tokenizer", "disk", "disk_limit")}
@@ -134,7 +134,7 @@ def check(command: str) -> None:
 
 
 def options_of(words: list[str]) -> str:
-    """Return the help of a command, or of a benchmark or evaluation. Files that register one have their own options."""
+    """Return the help of a command, or of a benchmark or evaluation, including one registered by a file."""
     name = words[1] if words[0] == "eval" else words[0]
     if name == "--help":
         return ""
@@ -177,7 +177,7 @@ def runs(line: str) -> bool:
 
 
 def run_line(line: str, model: str) -> int:
-    """Run a line of a shell session in this process, with the values of `SMALL`. Return its exit code."""
+    """Run a line of a shell session in this process, with option values from `SMALL`. Return its exit code."""
     words = shlex.split(line, comments=True)
     out = io.StringIO()
     if words[0] == "offload-rt":

@@ -1,4 +1,4 @@
-"""Test that names, options and documentation use the field's terms (docs/pages/glossary.md) instead of private ones."""
+"""Test that names, options and documentation use the terms of docs/pages/glossary.md."""
 
 from __future__ import annotations
 

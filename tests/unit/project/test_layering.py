@@ -1,5 +1,4 @@
-"""Test the order of subpackages: none imports a later one or one of the same rank, and modules have no circular
-imports, including imports for type checking."""
+"""Test imports: no folder imports from a folder above or beside it, and no modules import each other in a circle."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ BARE = re.compile(r"\b(from|import)\s.*\b(kernels|skewing|eval)\b")
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements below a node. Walking its expressions too takes ten times as long."""
+    """Yield all statements below a node. Visiting expressions too would take ten times as long."""
     for name in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, name, ()):
             yield child
@@ -33,7 +32,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 @functools.cache
 def imported(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the absolute name of every module imported in `source`, as parts. `package` contains the code."""
+    """Return the absolute name of every module imported in `source`, as parts. `package` is the package of `source`."""
     found: list[tuple[str, ...]] = []
     for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -46,7 +45,7 @@ def imported(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def violations(source: str, path: Path) -> list[str]:
-    """Return the forbidden imports in `source`, the text of the file `path` (relative to the repository)."""
+    """Return the forbidden imports in `source`, the text of file `path` (relative to the repository)."""
     room = path.with_suffix("").parts[1] if path.parts[0] == "offload_rt" else None
     found: list[str] = []
     if room is None and not BARE.search(source):
@@ -63,14 +62,17 @@ def violations(source: str, path: Path) -> list[str]:
 
 
 def module(path: Path) -> tuple[str, ...]:
-    """Return the module name of the file `path`, as parts."""
+    """Return the module name of file `path`, as parts."""
     parts = path.with_suffix("").parts
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
 def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
-    """Return the imports between these modules. A name re-exported by a package counts as an import of the package;
-    parent packages of an imported module do not count."""
+    """Return the imports between these modules.
+
+    A name re-exported by a package counts as an import of the package. Parent packages of an imported module do not
+    count.
+    """
     modules = {module(path) for path in sources}
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for path, source in sources.items():
@@ -80,7 +82,7 @@ def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[st
 
 
 def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str]]:
-    """Return the modules in import cycles, one sorted list for each strongly connected component."""
+    """Return the modules in import cycles: one sorted list for each strongly connected component."""
 
     def reach(start: tuple[str, ...]) -> set[tuple[str, ...]]:
         found: set[tuple[str, ...]] = set()
@@ -101,8 +103,7 @@ EVAL_RANK = {folder: rank for rank, folders in enumerate(EVAL_ORDER) for folder 
 
 
 def eval_violations(source: str, path: Path) -> list[str]:
-    """Return the forbidden imports of eval in `source`, the text of the file `path` of eval (relative to the
-    repository)."""
+    """Return the forbidden imports in `source`, the text of file `path` of `eval` (relative to the repository)."""
     folder, found = path.with_suffix("").parts[2], []
     for parts in imported(source, path.parent.parts):
         if parts[:2] != ("offload_rt", "eval") or len(parts) < 3:
@@ -113,7 +114,7 @@ def eval_violations(source: str, path: Path) -> list[str]:
 
 
 def files() -> list[Path]:
-    """Return the Python files of the package (through its links), scripts and tests, relative to the repository."""
+    """Return the Python files of package, scripts and tests, relative to the repository."""
     folders = [entry for entry in PACKAGE.iterdir() if entry.is_dir()] + [ROOT / "scripts", ROOT / "tests"]
     paths = [*PACKAGE.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     return sorted(path.relative_to(ROOT) for path in paths)
@@ -124,13 +125,13 @@ def test_no_import_against_the_order() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def test_no_circle_of_files() -> None:
+def test_no_import_cycles() -> None:
     sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in files() if path.parts[0] == "offload_rt"}
     assert len(sources) > 100
     assert circles(import_graph(sources)) == []
 
 
-def test_a_circle_is_seen_however_it_is_imported() -> None:
+def test_every_kind_of_import_cycle_is_found() -> None:
     sources = {
         Path("offload_rt/a/one.py"): "from .two import f",
         Path("offload_rt/a/two.py"): "def f():\n    from offload_rt.b import three",
@@ -143,7 +144,7 @@ def test_a_circle_is_seen_however_it_is_imported() -> None:
     assert circles(import_graph(sources)) == []
 
 
-def test_no_import_against_evals_order() -> None:
+def test_no_import_against_the_order_of_eval() -> None:
     mine = [path for path in files() if path.parts[:2] == ("offload_rt", "eval")]
     assert {path.with_suffix("").parts[2] for path in mine} == EVAL_RANK.keys()
     found = [line for path in mine for line in eval_violations((ROOT / path).read_text(encoding="utf-8"), path)]
@@ -153,7 +154,7 @@ def test_no_import_against_evals_order() -> None:
     assert eval_violations(bad, Path("offload_rt/eval/suites/x.py")) == []
 
 
-def test_every_file_is_in_a_known_room() -> None:
+def test_every_file_is_in_a_known_folder() -> None:
     rooms = {path.with_suffix("").parts[1] for path in files() if path.parts[0] == "offload_rt"}
     assert rooms <= RANK.keys(), f"rooms without a rank: {sorted(rooms - RANK.keys())}"
     assert {"errors", "core", "config", "models", "policies", "transfer"} <= rooms
@@ -172,7 +173,7 @@ def test_every_file_is_in_a_known_room() -> None:
         ("scripts/x.py", "import eval.speed"),
     ],
 )
-def test_a_violation_is_seen(path: str, source: str) -> None:
+def test_violations_are_found(path: str, source: str) -> None:
     assert len(violations(source, Path(path))) == 1
 
 

@@ -1,4 +1,4 @@
-"""Test the contents of an installation. It is built without network, once from the tree and once from the sdist."""
+"""Test the contents of an installation, built without network from the working tree and from the sdist."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def run(*command: str, cwd: Path, **variables: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the working tree as a clone would contain it, with a module in every linked folder. Model weights are
-    truncated, since compressing 22 MB three times is slow and no test reads them."""
+    """Copy the working tree as a clone would contain it, with a module in every linked folder.
+
+    Model weights are truncated, because compressing 22 MB three times is slow.
+    """
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the list of files comes from git")
     copy = tmp_path_factory.mktemp("tree")
@@ -59,7 +61,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the sdist and the wheel from the tree, and in `again` the wheel from the sdist without a compiler.
+    """Build sdist and wheel from the tree, and another wheel in `again` from the sdist without a compiler.
 
     `make stress` builds the tree's wheel as for a release. Otherwise its libraries are empty files.
     """
@@ -108,8 +110,8 @@ def test_package_is_complete(built: dict[str, set[str]], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sdist", "wheel", "wheel from sdist"])
-def test_what_code_reads_beside_itself_is_there(built: dict[str, set[str]], kind: str) -> None:
-    """The package reads C code, texts, models and task files. It does not read README pages and measured results."""
+def test_data_files_of_the_code_are_included(built: dict[str, set[str]], kind: str) -> None:
+    """The package contains C code, texts, models and task files, but no README pages or measured results."""
     rooms = {f"{name}/": f"offload_rt/{name}/" for name in LINKED} | {"offload_rt/": "offload_rt/"}
     files = [name for name in tracked_or_new() if (ROOT / name).is_file() and not name.endswith((".py", "README.md"))]
     wanted = {
@@ -129,7 +131,7 @@ def test_wheel_holds_one_top_level_package(built: dict[str, set[str]], kind: str
 
 
 def test_the_wheel_contains_all_libraries_of_this_architecture(out: Path, built: dict[str, set[str]]) -> None:
-    """The wheel has the platform's tag. Without a compiler, it contains no libraries and is tagged for any platform."""
+    """The wheel has the tag of the platform. Without a compiler, it has no libraries and is tagged for any platform."""
     assert next((out / "again").glob("*.whl")).stem.endswith("-py3-none-any")
     assert not any("/native/" in name for name in built["wheel from sdist"])
     if native_code.find_compiler() is None:
@@ -145,7 +147,7 @@ def test_the_wheel_contains_all_libraries_of_this_architecture(out: Path, built:
 
 @pytest.mark.skipif(not STRESS, reason="needs a release build: make stress PART=wheel")
 def test_the_wheel_needs_no_compiler(out: Path, tmp_path: Path) -> None:
-    """Use an environment whose PATH contains only itself, and an empty cache folder."""
+    """The PATH of the environment contains only itself, and its cache folder is empty."""
     if native_code.find_compiler() is None:
         pytest.skip("no C compiler")
     environment, cache = tmp_path / "environment", tmp_path / "cache"
@@ -204,9 +206,8 @@ def test_no_file_is_too_large_for_git() -> None:
     assert (ROOT / "offload_rt/data/black_arrow.txt").stat().st_size <= 400_000
 
 
-def test_transformers_does_not_take_our_kernels_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers imports a package named `kernels`. It must not find this project's folder from the repository
-    root."""
+def test_transformers_does_not_import_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports a package named `kernels`, and must not find this project's folder of that name."""
     monkeypatch.syspath_prepend(ROOT)
     is_kernels_available.cache_clear()
     assert not is_kernels_available()

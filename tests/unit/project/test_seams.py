@@ -1,4 +1,4 @@
-"""Test extensions from outside the package, in one file each: a policy, an engine option and an architecture."""
+"""Test extensions from outside the package in one file each: a policy, an engine option and an architecture."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_command_line_and_info_know_a_policy_from_outside(capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_name_is_taken_once() -> None:
+def test_a_policy_name_can_be_registered_once() -> None:
     register_policy("every-nth", f"{__name__}:EveryNth")(EveryNthOptions)
     with pytest.raises(ConfigError, match="registered already, by test_seams:EveryNth"):
         register_policy("every-nth", f"{__name__}:Other")(EveryNthOptions)
@@ -134,7 +134,7 @@ def test_a_name_is_taken_once() -> None:
 
 @dataclass(frozen=True)
 class ToyConfig(EngineConfig):
-    """An engine configuration with additional fields."""
+    """Engine configuration with additional fields."""
 
     cushion: Size = option(1024, help="bytes left free", group="pool", plans=True)
     colour: Literal["red", "blue"] = option("red", help="what colour", group="toys")
@@ -166,7 +166,7 @@ def test_llm_takes_a_configuration_and_fields_on_top() -> None:
         LLM(model, EngineConfig(), colour="blue")
 
 
-def test_a_configuration_parses_what_people_write() -> None:
+def test_a_configuration_converts_common_notations() -> None:
     config = EngineConfig(
         host_memory="1GiB", device_memory="2GB", eviction="lru", skew="x", swap="~/y", dtype=torch.bfloat16,
         device=torch.device("cpu"), policy_options=None,
@@ -184,7 +184,7 @@ def test_a_configuration_parses_what_people_write() -> None:
 
 
 @pytest.mark.parametrize("kind", [EngineConfig, StoreOptions, EvictionOptions])
-def test_every_field_says_what_it_is(kind: type) -> None:
+def test_every_field_has_help(kind: type) -> None:
     for field in fields(kind):
         assert option_of(field).help
         shown = field.type if option_of(field).group and option_of(field).metavar is None else ""
@@ -215,8 +215,10 @@ def test_provenance_keys_are_those_of_stores_that_exist(
 
 @pytest.fixture(scope="module")
 def reference_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Return a function that makes a policy. A new cache folder is used, because an existing artifact may have been
-    calibrated in another dtype."""
+    """Return a function that creates a policy of the reference model.
+
+    The cache folder is empty, because an existing artifact may have been calibrated in another dtype.
+    """
     from offload_rt.models.loading import load_model
     from offload_rt.policies.registry import make_policy
     from offload_rt.skewing.calibrate import cached_artifact
@@ -241,7 +243,7 @@ class _Later(BudgetOptions):
     always: int = option(0, help="an option that was always there")
 
 
-def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -> None:
+def test_neutral_values_of_new_options_are_not_in_the_digest() -> None:
     text = "_Later(budget=0.1, sinks=4, recent=64, dense_layers=(0,), "
     assert _Later().provenance_text() == f"{text}always=0)"
     assert _Later(since=3).provenance_text() == f"{text}since=3, always=0)"
@@ -254,7 +256,7 @@ def test_an_option_added_later_is_left_out_of_the_digest_where_it_is_neutral() -
             assert chosen.provenance_text() == stored
 
 
-def test_the_demand_of_a_policy_is_what_its_options_say() -> None:
+def test_memory_demand_follows_the_options_of_a_policy() -> None:
     from offload_rt.models.shape import load_shape
 
     shape = load_shape(tiny_model("llama"))  # 3 layers, 2 KV heads of 16
@@ -272,7 +274,7 @@ class ScaledConfig(LlamaConfig):
 
 
 class ScaledForCausalLM(LlamaForCausalLM):
-    """A Llama whose logits are divided by 4, which no built-in adapter does."""
+    """Llama whose logits are divided by 4, which no built-in adapter does."""
 
     config_class = ScaledConfig
 
@@ -283,7 +285,7 @@ class ScaledForCausalLM(LlamaForCausalLM):
 
 
 class ScaledAdapter(DecoderAdapter):
-    """Divides the logits, and computes each MLP in a stage after its layer."""
+    """Divide the logits, and compute each MLP in a stage after its layer."""
 
     def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return residual

@@ -1,9 +1,9 @@
-"""Fixtures of the server's tests.
+"""Fixtures for tests of the server.
 
 A test module may define `say`, which returns the answer to a prompt, and `SERVED`, the options of the server.
 
 If this folder is named on the command line, pytest reads this file before `pytest_collection` selects Triton's
-interpreter. torch and transformers, which import Triton, are therefore imported in functions.
+interpreter. Functions therefore import torch and transformers, which import Triton.
 """
 
 from __future__ import annotations

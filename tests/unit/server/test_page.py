@@ -1,6 +1,6 @@
-"""Test the server's page in a browser with a tiny model.
+"""Test the web page of the server in a browser with a tiny model.
 
-Run with `make stress PART=page` if Chromium is installed (Debian's `chromium`). `out/page` gets screenshots.
+Run with `make stress PART=page` if Chromium is installed (Debian's `chromium`). Screenshots are written to `out/page`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a two-layer model with room for 200 KB of text."""
     where = tmp_path_factory.mktemp("model") / "tiny"
     folder: Path = tiny_checkpoint(where, "llama", num_hidden_layers=2, max_position_embeddings=131072)
     return folder

@@ -1,6 +1,6 @@
-"""Test how the server's page shows texts and conversations, in a browser, with scripted answers.
+"""Test the views of the web page in a browser with scripted answers.
 
-Run with `make stress PART=page` if Chromium is installed (Debian's `chromium`). `out/page` gets screenshots.
+Run with `make stress PART=page` if Chromium is installed (Debian's `chromium`). Screenshots are written to `out/page`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_search_rename_export_and_undo(browser: Browser, url: str) -> None:
         expect(titles).to_have_count(1)
 
 
-def test_a_page_that_could_not_begin_tries_again(browser: Browser, url: str) -> None:
+def test_a_page_that_could_not_load_tries_again(browser: Browser, url: str) -> None:
     with page_of(browser, url, allowed="net::ERR_FAILED") as page:
         refused: list[Route] = []
         page.route("**/v1/models", lambda route: (refused.append(route), route.abort())[1], times=1)
@@ -196,7 +196,7 @@ def test_a_failed_deletion_is_reported(browser: Browser, url: str, status: int |
 
 
 def fail_during(page: Page, engine: Engine, server: Server, label: str, lost: bool) -> None:
-    """Start an action on the answer. After the first token, abort the connections (`lost`) or let the engine fail."""
+    """Start an action on the answer. After its first token, abort the connections (`lost`) or fail the engine."""
     engine.pause, engine.fails_after = 2, 1
     engine.fails = None if lost else InputError("the disk is full")
     action(page, "assistant", label)

@@ -1,4 +1,4 @@
-"""Test two replicas and two batch engines on a local Ray cluster: routing and killed processes.
+"""Test two replicas and two batch engines on a local Ray cluster: routing, and killed processes.
 
 Needs OFFLOAD_RT_STRESS and ray.
 """
@@ -80,8 +80,8 @@ def at_once(ask: Callable[[], httpx2.Response], count: int) -> list[httpx2.Respo
         return [each.result() for each in [pool.submit(ask) for _ in range(count)]]
 
 
-def test_beginnings_stay_and_give_way_to_load(url: str) -> None:
-    """Requests with a cached prefix go to the replica that has it, and to the other one under load."""
+def test_requests_go_to_the_replica_with_their_prefix_except_under_load(url: str) -> None:
+    """Requests with a cached prefix go to the replica that has it, or under load to the other one."""
     beginnings = [f"{i}. {LONG}" for i in range(6)]
     for beginning in beginnings:
         reused(complete(url, beginning))
@@ -104,7 +104,7 @@ def cached(answer: httpx2.Response) -> int:
     return int(answer.json()["usage"]["input_tokens_details"]["cached_tokens"])
 
 
-def test_sessions_stay_and_a_killed_replica_loses_nothing(url: str) -> None:
+def test_sessions_keep_their_replica_and_survive_its_death(url: str) -> None:
     texts = {f"s{i}": f"{i} {LONG}" for i in range(8)}
     first = {name: respond(url, name, text) for name, text in texts.items()}
     assert all(cached(answer) < 64 for answer in first.values()), "each begins otherwise"
@@ -120,7 +120,7 @@ def test_sessions_stay_and_a_killed_replica_loses_nothing(url: str) -> None:
     ended = threading.Event()
 
     def load(name: str) -> None:
-        """Send requests until `ended` is set and record each outcome."""
+        """Send requests until `ended` is set, and record each outcome."""
         while not ended.is_set():
             try:
                 said.append((name, respond(url, name, "And?", second[name].json()["id"]).status_code))
@@ -195,7 +195,7 @@ def engines(parent: int) -> list[psutil.Process]:
     return [one for one in below if " ".join(one.cmdline()).startswith("ray::MapWorker")]
 
 
-def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+def test_no_request_is_lost_or_repeated(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2, max_position_embeddings=4096)
     beginnings = [tiny_prompt(150, seed=i) for i in range(FAMILIES)]
     requests = [

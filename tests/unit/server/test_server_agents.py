@@ -1,7 +1,7 @@
-"""Replay requests of agents: every request finds the longest beginning that an earlier request has.
+"""Test recorded requests of agents: the server finds the longest prefix that each prompt shares with earlier ones.
 
-`make stress PART=agents` replays all agents, restarts the server, replays them again, and prints a table. It repeats
-this with a store that is too small for all prompts. With OFFLOAD_RT_AGENTS_MODEL it uses that model.
+`make stress PART=agents` replays all agents, before and after a restart, and prints a table. It also uses a store that
+is too small for all prompts, and the model in OFFLOAD_RT_AGENTS_MODEL if set.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @dataclass(frozen=True)
 class Service:
-    """A client of a server, the server's engine, and its store."""
+    """Client of a server, the server's engine, and its store."""
 
     http: httpx2.Client
     engine: AsyncLLM
@@ -80,7 +80,7 @@ def size_of(store: Path) -> int:
 
 @contextmanager
 def serving(model: str, store: Path, limit: int | None = None) -> Iterator[Service]:
-    """Serve a new model, as a restarted process would."""
+    """Serve a newly loaded model, as a restarted process would."""
     llm = LLM(model, policy="full", verify="off", host_memory="1GiB")
     if not getattr(llm.tokenizer, "chat_template", None):
         llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
@@ -90,7 +90,7 @@ def serving(model: str, store: Path, limit: int | None = None) -> Iterator[Servi
 
 
 def known_tokens(prompt: list[int], earlier: list[list[int]]) -> int:
-    """Return the length of the longest beginning of a prompt that an earlier one has."""
+    """Return the length of the longest prefix that a prompt shares with earlier ones."""
     ends = ((i for i, pair in enumerate(zip(prompt, other, strict=False)) if pair[0] != pair[1]) for other in earlier)
     return max(
         (next(found, min(len(prompt), len(other))) for found, other in zip(ends, earlier, strict=True)), default=0
@@ -144,7 +144,7 @@ def test_agents_find_their_prefixes(model: str, tmp_path: Path) -> None:
 
 
 def test_the_store_stays_within_its_limit(model: str, tmp_path: Path) -> None:
-    """Replay with a third of the space that all prompts need."""
+    """The store has a third of the space that all prompts need."""
     earlier: list[list[int]] = []
     with serving(model, tmp_path / "whole") as service:
         for name, request in requests():

@@ -1,6 +1,6 @@
 """Test the server with LangChain, litellm and `llm`, with conformance suites, and with ten thousand requests.
 
-Needs OFFLOAD_RT_STRESS, which is the duration of schemathesis in seconds, and the installed packages.
+Needs the installed packages, and OFFLOAD_RT_STRESS, the duration of schemathesis in seconds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def chat_model(url: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain(url: str, loop: asyncio.AbstractEventLoop, responses: bool) -> None:
-    """Test calls, streams, async calls, batches, usage and tool calls with both of OpenAI's protocols."""
+    """Cover calls, streams, async calls, batches, usage and tool calls with both of OpenAI's protocols."""
     model = chat_model(url, use_responses_api=responses)
     whole = model.invoke([("system", "Be brief."), ("human", "hello")])
     assert whole.text == HELLO and whole.usage_metadata["input_token_details"]["cache_read"] > 0
@@ -117,7 +117,7 @@ def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def ways(url: str) -> dict[str, dict[str, Any]]:
-    """Return litellm's options for OpenAI's and Anthropic's protocols."""
+    """Return litellm's options for the protocols of OpenAI and Anthropic."""
     common = {"api_key": "secret", "num_retries": 0, "max_tokens": 100}
     return {
         "openai": {"model": "openai/scripted", "api_base": f"{url}/v1"} | common,
@@ -131,7 +131,7 @@ def user(text: str) -> list[Any]:
 
 @pytest.mark.parametrize("way", ["openai", "anthropic"])
 def test_litellm(litellm: Any, url: str, way: str) -> None:
-    """Test calls, streams, async calls, reasoning, tool calls and usage."""
+    """Cover calls, streams, async calls, reasoning, tool calls and usage."""
     options = ways(url)[way]
 
     def ask(word: str, **more: Any) -> Any:
@@ -162,7 +162,7 @@ def test_litellm(litellm: Any, url: str, way: str) -> None:
 
 
 def test_llm(url: str, tmp_path: Path) -> None:
-    """Test Simon Willison's `llm` command with streaming, without it, in a conversation, and with a schema."""
+    """Cover Simon Willison's `llm` command with and without streaming, in a conversation, and with a schema."""
     pytest.importorskip("llm", reason=WHY)
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: ours\n  model_name: scripted\n  api_base: {url}/v1\n  api_key_name: ours\n"
@@ -191,7 +191,7 @@ OTHERWISE = {"Image Input", "Error Handling"}
 
 
 class Obeying(ScriptedEngine):
-    """Call the first tool in the prompt until a result exists, as structured output or with tool call marks."""
+    """Engine that calls the first tool in the prompt until the prompt contains a result."""
 
     def __init__(self) -> None:
         super().__init__(reference_tokenizer(), self.obey)
@@ -258,7 +258,7 @@ MOST_GROWTH = 64 << 20
 """Allowed growth of the process in bytes after the first tenth of the requests."""
 
 
-def test_nothing_is_lost(tmp_path: Path) -> None:
+def test_no_request_is_lost(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=2)
     engine = AsyncLLM(LLM(folder, policy="full", verify="off", host_memory="32MiB"), max_waiting=2 * CONNECTIONS)
     prompts = [f"It was a dark night, said number {i}. " * (1 + i % 4) for i in range(TEXTS)]

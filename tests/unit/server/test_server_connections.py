@@ -1,4 +1,4 @@
-"""Test clients that are slow, silent, or send invalid HTTP. They are disconnected in time, and others are served."""
+"""Test clients that are slow, silent, or send invalid HTTP: they are disconnected in time, and others are served."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def post(body: dict[str, object]) -> bytes:
 
 
 async def large(scope: Scope, receive: Receive, send: Send) -> None:
-    """Application that responds with 32 MiB."""
+    """ASGI application that responds with 32 MiB."""
     if scope["type"] == "http":
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"33554432")]})
         await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
@@ -99,7 +99,7 @@ def test_a_client_that_does_not_read_is_disconnected(
 
 @pytest.mark.parametrize("slowly", [False, True])
 def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> None:
-    """The application has finished and the response is in the transport's buffer, so close() would wait forever."""
+    """The response is complete, but in the buffer of the transport, so that close() would wait forever."""
     options = ServerOptions(port=0, timeout=0.2, send_timeout=60.0 if slowly else 0.3)
     ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     with answering(large, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
@@ -173,7 +173,7 @@ def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: 
 
 
 def test_a_response_that_is_being_read_is_not_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    """The application has finished the response, and a new connection needs its slot."""
+    """The response is complete, and a new connection needs its place."""
     ask = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     with answering(large, ServerOptions(port=0, max_connections=1)) as (url, _), connect(url, ask, 4096) as slow:
         begun = slow.recv(100)
@@ -182,7 +182,7 @@ def test_a_response_that_is_being_read_is_not_cut(tokenizer: PreTrainedTokenizer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_end_of_the_server_is_said(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
+def test_a_shutdown_is_reported_to_clients(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
     """The grace period ends before the answer."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 1000, pause=0.1)
     options = ServerOptions(port=0, grace=1)
@@ -216,7 +216,7 @@ def test_small_writes_are_sent_at_once() -> None:
 
 
 def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
-    """The client sends its request late. A closed socket would reset the connection and lose the response."""
+    """The client sends its request late. Closing the socket would reset the connection and lose the response."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 50, pause=0.1)
     with served(engine, max_connections=4) as url, ExitStack() as stack:
         for _ in range(4):
@@ -232,7 +232,7 @@ def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplo
 
 
 def test_a_refused_client_may_have_reset_its_connection() -> None:
-    """Half-closing the socket then fails."""
+    """Half-closing such a socket raises an error."""
     transport = MagicMock()
     transport.write_eof.side_effect = OSError("not connected")
 
@@ -252,7 +252,7 @@ def test_a_refused_client_may_have_reset_its_connection() -> None:
 
 @pytest.mark.parametrize("most", [4, 16, 64])
 def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
-    """The request arrives while the server is busy, followed by many connections that send no data."""
+    """The request arrives while the server is busy, followed by many connections without data."""
     begun, go = threading.Event(), threading.Event()
 
     async def busy(scope: Scope, receive: Receive, send: Send) -> None:
@@ -299,7 +299,7 @@ SERVED = {"head_timeout": 1.0, "max_body": 4096}
         b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n",
     ],
 )
-def test_what_is_not_a_request_is_refused(url: str, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_requests_are_refused(url: str, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     connection = connect(url)
     with suppress(OSError):
         connection.sendall(data)

@@ -1,4 +1,4 @@
-"""Test that documents, container files and the page at `/` name only existing things, and that the examples run."""
+"""Test that documentation, container files and the page at `/` refer to existing things, and that the examples run."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_the_page_loads_nothing_from_elsewhere(url: str) -> None:
             assert "innerHTML" not in text and "eval(" not in text
 
 
-def test_vendored_libraries_are_as_published_and_named() -> None:
-    """`vendor/README.md` is the only place that names the versions, licences and checksums of other projects' files."""
+def test_vendored_libraries_have_the_published_checksums() -> None:
+    """`vendor/README.md` lists the versions, licences and checksums of files of other projects."""
     folder = STATIC / "vendor"
     table = re.findall(r"^\| `([\w.]+)` \| \S+ \S+ \| .+ \| `([\w.]+)` \| `([0-9a-f]{64})` \|$",
                        (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)  # fmt: skip
@@ -120,7 +120,7 @@ def test_vendored_libraries_are_as_published_and_named() -> None:
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 300_000
 
 
-def test_the_dockerfile_copies_what_there_is_and_starts_the_server() -> None:
+def test_the_dockerfile_copies_existing_files_and_starts_the_server() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}

@@ -38,7 +38,7 @@ def alone(engine: AsyncLLM, i: int) -> str:
     return engine.llm.generate(ids, params)[0].outputs[0].text
 
 
-def test_everybody_gets_their_own_text(url: str, engine: AsyncLLM) -> None:
+def test_each_client_gets_its_own_text(url: str, engine: AsyncLLM) -> None:
     expected = [alone(engine, i) for i in range(16)]
 
     async def ask(client: openai.AsyncOpenAI, i: int) -> str:
@@ -57,8 +57,8 @@ def test_everybody_gets_their_own_text(url: str, engine: AsyncLLM) -> None:
     assert len(set(expected)) > 8
 
 
-def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are slowed down. Otherwise the answer could be complete before the test reads the load."""
+def test_a_disconnected_client_frees_its_memory(url: str, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are slowed down. Otherwise the answer might be complete before the test reads the load."""
     decode = Runner.decode
     monkeypatch.setattr(Runner, "decode", lambda runner, batch: (time.sleep(0.005), decode(runner, batch))[1])
     asked = {"prompt": "Dick", "max_tokens": 3000, "stream": True, "ignore_eos": True}
@@ -70,7 +70,9 @@ def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM, mo
     wait_until(lambda: (engine.load().running, engine.load().pool_used_bytes) == (0, 0))
 
 
-def test_an_unexpected_error_is_one_clients_500(url: str, engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_a_500_for_one_client(
+    url: str, engine: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
     """A concurrent client and the next one get their text."""
 
     async def ask(client: httpx2.AsyncClient, i: int) -> httpx2.Response:
@@ -94,15 +96,15 @@ def test_an_unexpected_error_is_one_clients_500(url: str, engine: AsyncLLM, capl
     assert any(record.exc_info and record.exc_info[0] is AssertionError for record in caplog.records)
 
 
-def test_errors_of_the_engine_are_the_clients(url: str, engine: AsyncLLM) -> None:
-    """Errors must not reveal the server's folders."""
+def test_errors_of_the_engine_are_returned_to_the_client(url: str, engine: AsyncLLM) -> None:
+    """Errors must not reveal folders of the server."""
     for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x" * 20_000}):
         answer = httpx2.post(f"{url}/v1/completions", json=wrong)
         said = answer.json()["error"]["message"]
         assert answer.status_code == 400 and said and engine.llm.name not in said, wrong
 
 
-def test_an_answer_without_a_limit_ends_where_memory_does(engine: AsyncLLM) -> None:
+def test_an_answer_without_a_limit_ends_when_memory_is_full(engine: AsyncLLM) -> None:
     """Host memory has room for 128 of the model's 4,096 positions. A longer prompt is refused."""
     small = LLM(engine.llm.name, policy="full", verify="off", host_memory="128KiB")
     small.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
@@ -144,7 +146,7 @@ def test_an_answer_follows_a_schema(url: str, path: str) -> None:
 
 
 def test_a_call_that_must_be_made(url: str) -> None:
-    """The tools' parameters refer to local definitions, as pydantic writes them."""
+    """The parameters of the tools refer to local definitions, as pydantic writes them."""
     whole = {"type": "object", "properties": {"who": {"$ref": "#/$defs/Name"}}, "$defs": {"Name": {"enum": ["Dick"]}}}
     tools: Any = [
         {

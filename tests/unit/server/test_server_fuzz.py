@@ -1,4 +1,4 @@
-"""Test that valid bodies with one random value get status 2xx, or 4xx with a message.
+"""Test that valid request bodies with one random value get status 2xx, or 4xx with a message.
 
 `make stress PART=api` tries thousands.
 """
@@ -92,7 +92,7 @@ def replaced(body: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_right_bodies_are_answered(http: httpx2.Client, path: str) -> None:
+def test_valid_bodies_are_answered(http: httpx2.Client, path: str) -> None:
     answer = http.post(path, json=BODIES[path])
     assert answer.status_code == 200, answer.text
     described = http.get("/openapi.json").json()["paths"]

@@ -33,7 +33,7 @@ def say(prompt: str) -> str:
     return "It was a dark night. " * 20
 
 
-def test_keys(url: str) -> None:
+def test_api_keys_are_checked(url: str) -> None:
     with httpx2.Client(base_url=url) as http:
         assert http.get("/health").status_code == http.get("/").status_code == 200
         for path in ("/v1/models", "/metrics", "/v1/load", "/openapi.json", "/nothing"):
@@ -55,7 +55,7 @@ def test_a_body_has_a_limit(url: str, engine: ScriptedEngine) -> None:
     assert in_parts.json()["error"]["type"] == "request_too_large"
 
 
-def test_foreign_names_and_foreign_pages(url: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_foreign_hosts_and_origins_are_refused(url: str, tokenizer: PreTrainedTokenizerBase) -> None:
     for host, status in (("evil.example", 403), ("localhost:8000", 200), ("[::1]:9", 200), ("127.0.0.1", 200)):
         assert httpx2.get(f"{url}/health", headers={"host": host}).status_code == status, host
     asks = {"origin": "https://a.example", "access-control-request-method": "POST"}
@@ -82,7 +82,7 @@ def send(url: str, body: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
+def test_a_disconnected_client_ends_its_request(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
     slow = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 20, pause=0.05)
     with served(slow) as address:  # without an abort, the answer would take several seconds
         connection = send(address, ASK | {"stream": stream})
@@ -93,7 +93,7 @@ def test_a_client_that_leaves_ends_its_request(tokenizer: PreTrainedTokenizerBas
         wait_until(lambda: slow.aborted == 1, 10)
 
 
-def test_time_runs_out(url: str, engine: ScriptedEngine) -> None:
+def test_requests_time_out(url: str, engine: ScriptedEngine) -> None:
     aborted, engine.pause = engine.aborted, 0.05
 
     def ask(stream: bool) -> httpx2.Response:
@@ -127,7 +127,7 @@ def test_the_log_has_no_prompts_unless_asked(
     assert SECRET in "".join(lines) and "dark night" in "".join(lines)
 
 
-def test_answers_under_way_are_finished_when_the_server_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_running_answers_are_finished_at_shutdown(tokenizer: PreTrainedTokenizerBase) -> None:
     slow = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night.", pause=0.1)
     found: list[httpx2.Response] = []
     with served(slow) as address:
@@ -139,7 +139,7 @@ def test_answers_under_way_are_finished_when_the_server_ends(tokenizer: PreTrain
     assert (slow.aborted, slow.closed) == (0, True)
 
 
-def test_an_address_that_is_taken() -> None:
+def test_an_address_in_use() -> None:
     with bind_socket(ServerOptions(port=0)) as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen on"):

@@ -1,4 +1,4 @@
-"""Test the server with OpenAI's client: sync, async and streaming. Streamed answers equal complete ones."""
+"""Test the server with OpenAI's client: sync, async and streaming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def user(text: str) -> list[Any]:
 
 
 def collected(chunks: Any) -> tuple[dict[str, Any], Any]:
-    """Return the fields of a streamed chat message and the usage of the last chunk."""
+    """Return the fields of a streamed chat message, and the usage of the last chunk."""
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
     usage, calls = None, dict[int, tuple[str, str]]()
     for chunk in chunks:
@@ -54,7 +54,7 @@ def collected(chunks: Any) -> tuple[dict[str, Any], Any]:
 
 
 @pytest.mark.parametrize("word", ["hello", "think", "call"])
-def test_streamed_is_unstreamed(client: openai.OpenAI, word: str) -> None:
+def test_streamed_answers_equal_complete_ones(client: openai.OpenAI, word: str) -> None:
     options: Any = {"model": "scripted", "messages": user(word), "tools": TOOLS}
     whole = client.chat.completions.create(**options)
     message = whole.choices[0].message
@@ -70,7 +70,7 @@ def test_streamed_is_unstreamed(client: openai.OpenAI, word: str) -> None:
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-def test_what_the_parsers_find(client: openai.OpenAI) -> None:
+def test_parsed_reasoning_and_tool_calls(client: openai.OpenAI) -> None:
     def ask(word: str, **more: Any) -> Any:
         return client.chat.completions.create(model="scripted", messages=user(word), **more).choices[0]
 
@@ -222,7 +222,7 @@ def test_bad_input_is_400_in_openais_shape(client: openai.OpenAI, body: Any, par
     assert error["param"] == param
 
 
-def test_what_is_no_json_and_what_is_not_there(client: openai.OpenAI, url: str) -> None:
+def test_invalid_json_and_unknown_paths(client: openai.OpenAI, url: str) -> None:
     with httpx2.Client(base_url=url) as http:
         json_type = {"content-type": "application/json"}
         surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'

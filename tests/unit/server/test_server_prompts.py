@@ -1,7 +1,4 @@
-"""Test long prompts.
-
-Too long prompts are refused before tokenization. Others are tokenized beside short ones.
-"""
+"""Test long prompts: too long ones are refused before tokenization, and others do not delay short prompts."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ LLAMA = (
 def trained(
     normalizer: Any = None, pre_tokenizer: Any = None, model: Any = None, *added: AddedToken
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on a few words."""
     made = Tokenizer(model or models.BPE(byte_fallback=False))
     if normalizer is not None:
         made.normalizer = normalizer
@@ -62,7 +58,7 @@ def byte_level(pattern: str) -> Any:
 
 
 def gemma() -> PreTrainedTokenizerBase:
-    """Create a tokenizer like Gemma's. It does not split the text, but no learned token continues after a space."""
+    """Create a tokenizer like Gemma's: it does not split the text, but no token continues after a space."""
     made = trained(None, pre_tokenizers.Metaspace(prepend_scheme="never"), models.BPE(byte_fallback=True))
     backend = made.backend_tokenizer  # type: ignore[attr-defined]
     backend.normalizer = normalizers.Replace(" ", "▁")
@@ -116,8 +112,8 @@ def test_tokens_without_a_limit_have_no_bound(name: str) -> None:
     assert max_token_bytes(UNBOUNDED[name]()) is None
 
 
-def test_nfc_shrinks_no_further() -> None:
-    """The longest canonical equivalent of a character has the longest equivalent of each part of its decomposition."""
+def test_nfc_shrinks_texts_within_the_bound() -> None:
+    """Every character is checked with the longest canonical equivalents of its parts."""
     longest: dict[str, int] = {}
     found = ((chr(i), unicodedata.decomposition(chr(i))) for i in range(0x30000))
     characters = [character for character, parts in found if parts and "<" not in parts]
@@ -132,7 +128,7 @@ def test_nfc_shrinks_no_further() -> None:
 
 
 class Recorded:
-    """Record the lengths of encoded texts. Long texts wait for `go`."""
+    """Tokenizer that records the lengths of its texts. Long texts wait for `go`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.asked, self.given_back = threading.Event(), list[int](), 0
@@ -180,7 +176,7 @@ def test_a_prompt_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch
             recorded.go.set()
 
 
-def test_what_can_never_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_can_never_fit_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     with served(engine) as url, httpx2.Client(base_url=url, timeout=30) as http:

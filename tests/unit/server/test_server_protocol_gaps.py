@@ -1,4 +1,6 @@
-"""Test parts of the API beyond the protocols: model names, unknown fields and paths, unsupported features, tools."""
+"""Test parts of the API that protocols leave open: model names, unknown fields and paths, unsupported features, and
+tools.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ USER = {"role": "user", "content": "Who?"}
 
 
 class Recorder:
-    """Say a text, and record the prompts."""
+    """Engine that returns a fixed text and records the prompts."""
 
     def __init__(self, text: str) -> None:
         self.text, self.prompts = text, list[str]()
@@ -130,7 +132,7 @@ def plain_tokenizer() -> PreTrainedTokenizerBase:
 CALLS = '[{"name": "find", "arguments": {"q": "Dick"}}, {"name": "find", "arguments": {"q": "Joan"}}]'
 
 
-def test_tools_of_a_model_that_knows_none() -> None:
+def test_tools_of_a_model_without_tool_support() -> None:
     said = Recorder(CALLS)
     engine = ScriptedEngine(plain_tokenizer(), said)
     with served(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -163,7 +165,7 @@ def test_tools_of_a_model_that_knows_none() -> None:
             assert "anyOf" in schema.json and "items" not in schema.json
 
 
-def test_arguments_that_were_cut_off_go_back(http: httpx2.Client) -> None:
+def test_cut_off_arguments_can_be_sent_back(http: httpx2.Client) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"q": "Di'}}
     messages = [
         USER,
@@ -178,7 +180,7 @@ def test_arguments_that_were_cut_off_go_back(http: httpx2.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_cut_off_call_in_every_protocol(stream: bool) -> None:
-    """The arguments that have arrived are returned, and the finish reason is the length."""
+    """Arguments generated so far are returned, and the finish reason is the length limit."""
     text = '<tool_call>\n{"name": "find", "arguments": {"q": "' + "Dick and Joan " * 30
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: text)
     tool: Any = {"name": "find", "input_schema": {"type": "object"}}

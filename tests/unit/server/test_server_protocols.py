@@ -33,11 +33,11 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def plain(block: Any) -> Any:
-    """Return a block without the ids that are random in each answer."""
+    """Return a block without its random ids."""
     return {name: value for name, value in block.model_dump().items() if name not in ("id", "call_id", "parsed_output")}
 
 
-def test_a_message_streamed_and_not(claude: anthropic.Anthropic) -> None:
+def test_a_message_with_and_without_streaming(claude: anthropic.Anthropic) -> None:
     asked: Any = {
         "model": "scripted",
         "max_tokens": 200,
@@ -102,7 +102,7 @@ def test_anthropics_errors(claude: anthropic.Anthropic, url: str) -> None:
         claude_client(url, "three").models.list()
 
 
-def test_a_response_streamed_and_not(client: openai.OpenAI) -> None:
+def test_a_response_with_and_without_streaming(client: openai.OpenAI) -> None:
     asked: Any = {"model": "scripted", "input": "Who?", "tools": [FUNCTION]}
     whole = client.responses.create(**asked)
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -120,7 +120,7 @@ def test_a_response_streamed_and_not(client: openai.OpenAI) -> None:
     assert final.response.usage == whole.usage
 
 
-def test_a_conversation_goes_on_and_is_its_owners(client: openai.OpenAI, url: str) -> None:
+def test_a_conversation_continues_only_for_its_owner(client: openai.OpenAI, url: str) -> None:
     first = client.responses.create(model="scripted", input="A", instructions="Be brief.")
     assert first.output_text == "<system: Be brief.\nuser: A\nassistant: >"
     second = client.responses.create(model="scripted", input="B", previous_response_id=first.id)

@@ -1,4 +1,4 @@
-"""Test requests that a proxy forwards to an upstream process, and the choice of Ray replicas."""
+"""Test the proxy that forwards requests to an upstream process, and the choice of a Ray replica."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
 
 
 class Passage:
-    """Forward messages between proxy and upstream, and fail after `breaks_after` messages."""
+    """Forward messages between proxy and upstream. Fail after `breaks_after` messages."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.app = make_app(engine, OPTIONS)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def http(passage: Passage) -> Iterator[httpx2.Client]:
         yield client
 
 
-def test_answers_are_those_of_the_application(http: httpx2.Client, engine: ScriptedEngine) -> None:
+def test_answers_equal_those_of_the_application(http: httpx2.Client, engine: ScriptedEngine) -> None:
     def parts(client: httpx2.Client) -> list[Any]:
         whole = client.post("/v1/chat/completions", json=ASK).json()
         streamed = client.post("/v1/chat/completions", json=ASK | {"stream": True})
@@ -72,7 +72,7 @@ def test_answers_are_those_of_the_application(http: httpx2.Client, engine: Scrip
     assert http.post("/v1/chat/completions", content=b"x" * 20_000).status_code == 413
 
 
-def test_a_client_that_leaves_ends_its_request(http: httpx2.Client, engine: ScriptedEngine) -> None:
+def test_a_disconnected_client_ends_its_request(http: httpx2.Client, engine: ScriptedEngine) -> None:
     engine.pause, aborted = 0.05, engine.aborted
     try:
         with http.stream("POST", "/v1/chat/completions", json=ASK | {"stream": True}) as answer:
@@ -83,7 +83,7 @@ def test_a_client_that_leaves_ends_its_request(http: httpx2.Client, engine: Scri
 
 
 def test_a_replica_that_dies(http: httpx2.Client, passage: Passage) -> None:
-    """Before the first message the client gets a 503 error. Later, the connection is closed."""
+    """Before the first message, the client gets a 503 error. Later, its connection is closed."""
     passage.breaks_after = 0
     answer = http.post("/v1/chat/completions", json=ASK)
     assert answer.status_code == 503 and answer.headers["retry-after"]
@@ -102,7 +102,7 @@ def key(body: Any, **headers: str) -> str:
 LONG = "It was a dark night, and the river was high. " * 60
 
 
-def test_what_goes_together() -> None:
+def test_requests_with_equal_routing_keys() -> None:
     assert key({}, x_session_id="a") == key(ASK, x_session_id="a") != key(ASK, x_session_id="b")
     named = {"session": "novel"}
     assert key(named, authorization="one") == key(ASK | named, authorization="one") != key(named, authorization="two")
@@ -120,18 +120,18 @@ def test_what_goes_together() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10_000, b"[1]", b"\xff", json.dumps(ASK).encode()])
-def test_what_any_replica_may_answer(body: bytes) -> None:
+def test_requests_without_a_routing_key(body: bytes) -> None:
     assert route_key(Headers({}), body) == ""
 
 
-def test_affinity_gives_way_to_load() -> None:
+def test_a_loaded_replica_is_not_preferred() -> None:
     assert balance_by_load([4, 0, 1], 4) == [0, 1, 2], "not yet"
     assert balance_by_load([5, 0, 1], 4) == [1, 2, 0]
     assert balance_by_load([0, 9], 4) == [0, 1]
     assert balance_by_load([], 4) == []
 
 
-def test_a_clusters_size() -> None:
+def test_the_size_of_a_cluster() -> None:
     from offload_rt.server.ray_app import Cluster
 
     assert Cluster(2).size == {"num_replicas": 2}

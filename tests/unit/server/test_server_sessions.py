@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(
     model: Path, store: Path | None, policy: str = "full", **options: Any
 ) -> Iterator[tuple[httpx2.Client, AsyncLLM]]:
-    """Serve a new model, as a restarted process would. Sessions are in `store`, if any."""
+    """Serve a newly loaded model, as a restarted process would. Sessions are stored in `store`, if any."""
     llm = LLM(model, policy=policy, verify="off", host_memory="32MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     engine = AsyncLLM(llm, store=store)
@@ -53,7 +53,7 @@ def ask(http: httpx2.Client, **more: Any) -> Any:
     return answer.json()
 
 
-def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: Path) -> None:
+def test_a_session_is_restored_from_disk_only_for_its_api_key(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (http, _):
         first = ask(http, session="novel")
         said = first["choices"][0]["message"]["content"]
@@ -83,7 +83,7 @@ def test_a_session_comes_back_from_disk_and_is_its_keys(model: Path, tmp_path: P
         assert len([*tmp_path.glob("server/conversations/*")]) == 1
 
 
-def test_a_response_is_gone_on_with_after_a_restart(model: Path, tmp_path: Path) -> None:
+def test_a_response_is_continued_after_a_restart(model: Path, tmp_path: Path) -> None:
     asked: Any = {"model": "tiny", "max_output_tokens": 6, "temperature": 0}
     with serving(model, tmp_path) as (http, _), openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="one") as client:
         first = client.responses.create(input=LONG, **asked)
@@ -111,7 +111,7 @@ def test_a_response_is_gone_on_with_after_a_restart(model: Path, tmp_path: Path)
 
 
 def test_a_session_without_a_conversation_is_deleted(model: Path, tmp_path: Path) -> None:
-    """Text completions store no messages, but the engine stores the tokens."""
+    """The server stores no messages of text completions, but the engine stores their tokens."""
     with serving(model, tmp_path) as (http, engine):
         asked = {"prompt": LONG, "max_tokens": 4, "session": "novel"}
         assert http.post("/v1/completions", json=asked).status_code == 200
@@ -122,7 +122,7 @@ def test_a_session_without_a_conversation_is_deleted(model: Path, tmp_path: Path
     assert not list(tmp_path.rglob("session-*"))
 
 
-def test_a_response_that_its_client_left_leaves_no_session(model: Path, tmp_path: Path) -> None:
+def test_a_response_of_a_disconnected_client_leaves_no_session(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (http, engine):
         asked = {"input": LONG, "max_output_tokens": 3000, "stream": True}
         with http.stream("POST", "/v1/responses", json=asked) as answer:
@@ -131,7 +131,7 @@ def test_a_response_that_its_client_left_leaves_no_session(model: Path, tmp_path
     assert not list(tmp_path.rglob("session-*"))
 
 
-def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
+def test_requests_are_traced(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, policy="infinigen") as (http, _):
         answer = http.post("/v1/chat/completions", json=ASK | {"stream": True, "trace": True, "max_tokens": 5})
         blocks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -199,7 +199,9 @@ def http(tokenizer: PreTrainedTokenizerBase) -> Iterator[httpx2.Client]:
         ("../tokenize", {"messages": [USER], "continue_final_message": True}, "messages"),
     ],
 )
-def test_what_cannot_be_continued(http: httpx2.Client, path: str, body: dict[str, Any], param: str | None) -> None:
+def test_conversations_that_cannot_be_continued(
+    http: httpx2.Client, path: str, body: dict[str, Any], param: str | None
+) -> None:
     answer = http.post("/tokenize" if path == "../tokenize" else f"/v1/{path}", json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -218,7 +220,7 @@ def test_what_cannot_be_continued(http: httpx2.Client, path: str, body: dict[str
 def test_a_final_assistant_message_is_continued(
     tokenizer: PreTrainedTokenizerBase, path: str, more: dict[str, Any]
 ) -> None:
-    """The prompt ends with the message, and the response is its continuation only."""
+    """The prompt ends with the message. The response contains only its continuation."""
     seen: list[str] = []
 
     def say(prompt: str) -> str:
@@ -268,7 +270,7 @@ def test_other_conversations_are_answered(http: httpx2.Client, path: str, body: 
     assert answer.status_code == 200, answer.text
 
 
-def test_what_is_being_answered_is_not_deleted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_session_is_not_deleted_during_an_answer(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 40, pause=0.02)
     ask = {"messages": [USER], "session": "novel", "stream": True}
     with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
@@ -311,7 +313,7 @@ def test_a_conversation_is_renamed_and_replaced(tokenizer: PreTrainedTokenizerBa
             assert http.post(path, json=wrong).status_code == 400, wrong
 
 
-def test_a_response_is_not_deleted_while_its_conversation_goes_on(
+def test_a_response_is_not_deleted_while_its_conversation_continues(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * (40 if "more" in prompt else 1), 0.02)
@@ -339,7 +341,7 @@ def cached(http: httpx2.Client, headers: dict[str, str], **more: Any) -> int:
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_keys_share_no_kv_unless_told_to(model: Path) -> None:
+def test_api_keys_share_no_kv_by_default(model: Path) -> None:
     with serving(model, None) as (http, _):
         assert [cached(http, each) > 0 for each in (ONE, TWO, ONE, TWO)] == [False, False, True, True]
         salted = [cached(http, each, cache_salt=salt) > 0 for salt in "ab" for each in (ONE, TWO, ONE)]
@@ -362,7 +364,7 @@ def test_keys_share_no_kv_unless_told_to(model: Path) -> None:
         assert cached(http, ONE) == 0 and cached(http, ONE) > 0 and cached(http, ONE, cache_salt="a") == 0
 
 
-def test_no_salt_tells_of_its_key(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_salts_do_not_reveal_api_keys(tokenizer: PreTrainedTokenizerBase) -> None:
     salts = []
     for _ in range(2):  # each process has its own secret
         engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
@@ -374,7 +376,7 @@ def test_no_salt_tells_of_its_key(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(set(salts)) == 8 and all(len(salt) == 64 for salt in salts)
 
 
-def test_a_full_pool_names_no_sessions(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_error_of_a_full_pool_names_no_sessions(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
     engine.fails = PoolFullError("the pool is full; sessions use 3 MB of it: 'abc' 3 MB (answering)")
     engine.fails.__cause__ = PoolFullError("the pool is full")
@@ -389,8 +391,8 @@ async def generate_under(engines: Engines, policy: str) -> None:
             pass
 
 
-def test_a_client_that_leaves_leaves_no_engine_half_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine is created once and serves the next client. The counts of closed engines are included in the load."""
+def test_a_disconnected_client_leaves_no_engine_half_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next client uses the engine that is being created. The load includes tokens of closed engines."""
     llm = LLM(tiny_model("llama", num_hidden_layers=2), policy="full", verify="off", host_memory="8MiB")
     go, made = threading.Event(), list[LLM]()
     under, end = LLM.under, AsyncLLM._end

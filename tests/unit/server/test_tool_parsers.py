@@ -1,5 +1,7 @@
-"""Test tool parsers with a recorded response of each format: calls, content beside them, and cuts of the stream.
-Reasoning before them never appears in the content."""
+"""Test tool parsers with a recorded response of each format: calls, content beside them, and interrupted streams.
+
+Reasoning never appears in the content.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,7 @@ def test_a_recorded_response(case: str) -> None:
 
 @pytest.mark.parametrize("case", RECORDED)
 def test_arguments_arrive_in_parts(case: str) -> None:
-    """A file that a model writes is shown while it is generated. Python calls and untagged calls must be complete."""
+    """Clients can show arguments while they are generated, except for Python calls and untagged calls."""
     name, text, _ = RECORDED[case]
     complete = name == "pythonic" or case in ("hermes, fences", "hermes, one fence")
     pieces = parse(make(name), list(text))
@@ -176,7 +178,7 @@ def test_arguments_arrive_in_parts(case: str) -> None:
 
 @pytest.mark.parametrize("case", RECORDED)
 def test_a_response_that_is_cut_off(case: str) -> None:
-    """Nothing is lost or invented: the calls are the first ones, and at most the last call is incomplete."""
+    """The calls are the first ones of the whole response, and at most the last one is incomplete."""
     name, text, _ = RECORDED[case]
     for cut in range(len(text)):
         found = joined(parse(make(name), [text[:cut]]))
@@ -212,7 +214,7 @@ FRAGMENTS = [
 @pytest.mark.parametrize("name", [*TOOL_PARSERS, "none"])
 @settings(max_examples=2000 if "OFFLOAD_RT_STRESS" in os.environ else 30, deadline=None)
 @given(data=st.data())
-def test_any_cut_gives_the_same(name: str, data: st.DataObject) -> None:
+def test_any_split_of_the_stream_gives_the_same_result(name: str, data: st.DataObject) -> None:
     recorded = [text for kind, text, _ in RECORDED.values() if name in (kind, "none")]
     parts = st.sampled_from(FRAGMENTS) | st.sampled_from(recorded).flatmap(
         lambda text: st.integers(0, len(text)).map(lambda at: text[:at])

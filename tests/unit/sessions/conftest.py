@@ -1,4 +1,4 @@
-"""Fixtures of session tests."""
+"""Fixtures for tests of sessions."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync, for tests that do not simulate a machine failure."""
+    """Disable fsync, because no test here simulates a power failure."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)

@@ -1,7 +1,7 @@
-"""Test restored sessions, truncated sessions and KV eviction for each architecture.
+"""Test restored sessions, truncated sessions and KV eviction of every architecture.
 
-The references are transformers and a plain model that keeps KV entries in lists. By default a few architectures run;
-`make stress PART=architectures` runs all of them.
+The references are transformers and a plain model that keeps KV in lists. By default, a few architectures run. `make
+stress PART=architectures` runs all of them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_session_comes_back_and_is_truncated(name: str, tmp_path: Path) -> None:
-    """Compare the second turn with transformers, and the logits after a truncation with a plain model.
+    """The second turn is compared with transformers, and logits after a truncation with the plain model.
 
-    After the truncation, the plain model attends to the kept KV. In sliding-window layers, it attends only to the kept
-    KV after the gap.
+    After the truncation, sliding layers attend only to kept tokens after the gap.
     """
     model = architecture(name)
     session = make(model).session("s", tmp_path)

@@ -1,4 +1,4 @@
-"""Test `AsyncLLM` with a session store: whole prompts, one turn at a time, deletion, and request times."""
+"""Test `AsyncLLM` with a session store: requests contain whole prompts, and a session runs one turn at a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_a_prompt_does_to_a_session() -> None:
 
 
 def test_branches_of_a_session_answer_as_without_one(tmp_path: Path) -> None:
-    """Send longer, shorter and changed prompts. Every answer equals that of the prompt without a session."""
+    """Cover longer, shorter and changed prompts. Each answer equals that of the prompt without a session."""
     asked = [prompt(150), prompt(210), prompt(150), prompt(100) + prompt(90, 5), prompt(40)]
 
     async def run(engine: AsyncLLM, session: str | None) -> list[list[int]]:
@@ -88,7 +88,7 @@ def test_a_session_has_one_answer_at_a_time(tmp_path: Path) -> None:
 def test_a_turn_that_cannot_be_saved_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fail the save of an aborted turn and of a finished one. All requests still get their answers."""
+    """Saving an aborted turn and a finished one fails. All requests still get their answers."""
 
     async def run() -> list[RequestOutput]:
         async with make(tmp_path) as engine:
@@ -110,7 +110,7 @@ def test_a_turn_that_cannot_be_saved_is_answered(
 def test_a_session_that_gives_way_and_cannot_be_saved_is_nobodys_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fail the save of the session closed at the end of another session's turn. All requests still end."""
+    """The session limit closes one session at the end of a turn of another one. Saving it fails."""
     monkeypatch.setattr(request_factory, "MOST_OPEN", 1)
 
     async def run() -> list[RequestOutput]:
@@ -139,7 +139,7 @@ def test_only_the_oldest_sessions_above_the_limit_are_closed(tmp_path: Path, mon
 
 
 def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
-    """Close the event loop of a deletion request. The session is deleted, and no other request fails."""
+    """The event loop of the deletion request is closed. The session is deleted, and other requests succeed."""
 
     async def leave(engine: AsyncLLM) -> None:
         asking = asyncio.ensure_future(engine.delete_session("a"))
@@ -160,7 +160,7 @@ def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_gives_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preempt session turns with `swap` enabled. Their KV is already in the session store, and the pool ends empty."""
+    """With `swap`, KV of preempted session turns is not swapped, because the session store contains it."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     model, params = tiny_model("llama", num_hidden_layers=2), SamplingParams(max_tokens=60, temperature=0)
     prompts = [prompt(100, seed) for seed in (1, 2, 3, 4)]
@@ -200,7 +200,7 @@ def test_times_of_a_request() -> None:
 
 
 def test_a_prompt_that_is_read_is_given_up_at_once() -> None:
-    """Abort a request during its prefill. The remaining layers are not computed."""
+    """The layers that are left are not computed."""
     llm = LLM(tiny_model("llama", num_hidden_layers=32), policy="full", verify="off", host_memory="256MiB")
     advance, layers = llm.runner.advance_prefill, 0
 

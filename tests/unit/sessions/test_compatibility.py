@@ -1,7 +1,6 @@
-"""Test that files of earlier versions are read or refused: sessions and a skew artifact.
+"""Test that sessions and a skew artifact of earlier versions are read or refused.
 
-The commit named in `expected.json` wrote `tests/data/written_before`. It used a tiny random model, which its seed
-reproduces.
+The commit in `expected.json` wrote `tests/data/written_before` with a tiny random model, which its seed reproduces.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("kept", ["*/plain.doc", "*/*/*.kv"])
 def test_stores_of_format_1_are_refused_and_not_changed(kept: str, tiny: str, tmp_path: Path, capsys: Any) -> None:
-    """The message names the store and says what to do, also if only a history or only blocks are left."""
+    """The message names the store and a remedy, also if only a history or only blocks exist."""
     store = shutil.copytree(BEFORE / "store", tmp_path / "store")
     for path in [path for path in store.rglob("*") if path.is_file()]:
         path.unlink() if path not in store.glob(kept) else None
@@ -52,7 +51,7 @@ def test_stores_of_format_1_are_refused_and_not_changed(kept: str, tiny: str, tm
 
 
 class Selections:
-    """A `Recorder` that counts the tokens of each selection, and adds up their positions."""
+    """Recorder that counts the tokens of each selection and adds up their positions."""
 
     def __init__(self) -> None:
         self.counts: dict[int, tuple[list[int], list[int]]] = {}
@@ -65,7 +64,7 @@ class Selections:
 
 
 def test_a_skew_artifact_means_the_same(tmp_path: Path) -> None:
-    """With an artifact of 1ba94f1, every step of the bundled model selects the tokens that it selected then."""
+    """With an artifact of commit 1ba94f1, each step of the bundled model selects the same tokens as in that version."""
     expected = EXPECTED["recording"]
     before = BEFORE / "skew_reference"
     with pytest.raises(ArtifactError, match="make one for this model with 'offload-rt skew'"):  # fingerprint differs

@@ -41,7 +41,7 @@ answer = partial(take_turn, params=SHORT)
 
 
 def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[int]]:
-    """Take two turns, and close without saving again. Return the tokens after the first and after the second turn."""
+    """Run two turns, and close without saving again. Return the tokens after each turn."""
     session = llm.session(name, folder)
     answer(session, TURNS[0])
     first = session.tokens
@@ -54,7 +54,7 @@ def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[
 
 
 def file(folder: Path, name: str = "s.doc") -> Path:
-    """Return the path of a file of session "s", or of a document with another name."""
+    """Return the path of a file of session "s", or of another document."""
     stem, _, suffix = name.partition(".")
     [path] = folder.glob(f"*/{document_name(stem) if stem == 's' else stem}.{suffix}")
     return path
@@ -104,7 +104,7 @@ def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str,
 
 
 def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm: LLM, tmp_path: Path) -> None:
-    """Copy the store during an answer, with partly written blocks. The copy contains the turn before it."""
+    """The store is copied during an answer, with partly written blocks. The copy contains the turns before."""
     store, copy = tmp_path / "store", tmp_path / "copy"
     session = llm.session("s", store)
     answer(session, TURNS[0])
@@ -150,7 +150,7 @@ def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
 
 
 def test_a_closed_session_is_whole_twice(llm: LLM, tmp_path: Path) -> None:
-    """Flip one bit after closing, which writes the history a second time. No token is lost."""
+    """Closing writes the history a second time, so one flipped bit loses no token."""
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     tokens = session.tokens
@@ -198,7 +198,7 @@ def test_deep_or_strange_json_is_no_history() -> None:
 def test_deleting_beside_a_damaged_history_says_what_is_not_known(
     llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Delete a session next to a damaged one. Blocks of the damaged one are deleted too, with a warning."""
+    """The deletion also deletes blocks of a damaged session, with a warning."""
     two_turns(llm, tmp_path)
     session = llm.session("s", tmp_path)
     session.truncate(keep_last=100)
@@ -255,14 +255,14 @@ def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path)
 
 
 class Killed(BaseException):
-    """Simulate the end of the process."""
+    """Exception that simulates the end of the process."""
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
 def test_every_state_that_a_kill_can_leave_has_a_whole_document(
     links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """End the process before each file system call of `put` in turn.
+    """The process ends before each file system call of `put` in turn.
 
     Afterwards the store returns the intact old or new document and reports no damage.
     """
@@ -339,7 +339,7 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ended_between_the_two_names_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Simulate a crash of `put` after it created the link: `.doc` and `.before` are the same file."""
+    """After a crash of `put`, `.doc` and `.before` may be links to the same file."""
     store = open_store(tmp_path)
     store.documents.put(named("one"), b"first")
     os.link(file(tmp_path, f"{named('one')}.doc"), file(tmp_path, f"{named('one')}.doc").with_suffix(".before"))

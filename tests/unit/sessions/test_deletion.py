@@ -1,4 +1,4 @@
-"""Test deletion: no data of a deleted session stays on disk, and other sessions are unchanged. Any text is a name."""
+"""Test the deletion of sessions with arbitrary names: no data stays on disk, and other sessions are unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ answer = partial(take_turn, params=SHORT)
 
 
 def told(llm: LLM, folder: Path, name: str, *turns: list[int]) -> list[int]:
-    """Take these turns in a session, and close it. Return its tokens."""
+    """Run these turns in a session, and close it. Return its tokens."""
     session = llm.session(name, folder)
     for turn in turns:
         answer(session, turn)
@@ -60,9 +60,9 @@ def files(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_no_name_is_ever_parsed(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Use session names that look like files, paths, markup or documents of the store.
+    """Session names look like files, paths, markup or documents of the store.
 
-    In an earlier version, deleting any session of the store deleted `kitchen.sinks` too.
+    Regression test: deleting any session deleted `kitchen.sinks` too.
     """
     store, tokens = tmp_path / "store", {}
     for i, name in enumerate(NAMES):
@@ -99,7 +99,7 @@ def test_sessions_of_two_models_are_told_apart_by_an_option(llm: LLM, tmp_path: 
 
 @pytest.mark.parametrize("how", ["discard", "command"])
 def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path) -> None:
-    """Delete a session after truncation, regeneration, an interrupted answer and copies of its document."""
+    """The session was truncated, regenerated and interrupted, and its document was copied."""
     kept = told(llm, tmp_path, "kept", tiny_prompt(100, seed=1))
     session = llm.session("gone", tmp_path)
     seen = []
@@ -143,7 +143,7 @@ def disguise(folder: Path, name: str, other: str, suffix: str) -> Path:
 
 @pytest.mark.parametrize("suffix", [".doc", ".before", ".damaged"])
 def test_a_deletion_names_the_damaged_files_that_it_keeps(suffix: str, llm: LLM, tmp_path: Path) -> None:
-    """The damaged file may hold text of the deleted session, also if the other session has an intact history."""
+    """A damaged file may contain text of the deleted session, also if the other session has an intact history."""
     seen = told(llm, tmp_path, "gone", tiny_prompt(70))
     kept = told(llm, tmp_path, "kept", tiny_prompt(9, seed=1), tiny_prompt(5, seed=2))
     copy = disguise(tmp_path, "gone", "kept", suffix)
@@ -155,7 +155,7 @@ def test_a_deletion_names_the_damaged_files_that_it_keeps(suffix: str, llm: LLM,
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_history_in_place_of_a_block_is_deleted(damaged: bool, llm: LLM, tmp_path: Path) -> None:
-    """The history of the deleted session was renamed over a block of another session, whose history needs the block."""
+    """The history of the deleted session was renamed over a block of another session, which needs the block."""
     seen = told(llm, tmp_path, "gone", tiny_prompt(70))
     kept = told(llm, tmp_path, "kept", tiny_prompt(70, seed=1))
     block = find_stored(tmp_path, "kept").history.keys[0]
@@ -169,7 +169,7 @@ def test_a_history_in_place_of_a_block_is_deleted(damaged: bool, llm: LLM, tmp_p
 
 
 def test_commands_name_each_unreadable_file_once(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A deletion names the files, and the deletion of the KV of all other prompts names the documents."""
+    """Deleting a session names the files. Deleting the KV of all other prompts names the documents."""
     for name in ("gone", "damaged"):
         told(llm, tmp_path, name, tiny_prompt(70))
     damaged = list(tmp_path.glob(f"*/{document_name('damaged')}.*"))
@@ -216,7 +216,7 @@ def test_blocks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) 
 
 
 def test_a_deletion_spares_what_an_open_session_has_on_its_way(llm: LLM, tmp_path: Path) -> None:
-    """Delete another session during an answer. The answer's blocks, which no history contains yet, stay."""
+    """No history contains the blocks of a running answer yet, but they must stay."""
     other, session = llm.session("other", tmp_path), llm.session("s", tmp_path)
     answer(other, tiny_prompt(80, seed=7))
     events = session.send(tiny_prompt(150), SamplingParams(max_tokens=80, temperature=0))

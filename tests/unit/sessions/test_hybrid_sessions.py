@@ -1,6 +1,6 @@
-"""Test sessions and stored prompts of hybrid models: recurrent state between turns, on disk, and after a restart.
+"""Test sessions and stored prompts of hybrid models, whose recurrent state is restored from snapshots.
 
-A turn begins from a snapshot of the state. Its tokens must be those of the whole conversation computed at once.
+Tokens must equal those of the whole conversation computed at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_pa
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])
 def test_a_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path: Path) -> None:
-    """The state of decoded tokens is approximate, and a restart must not change it."""
+    """The state after decoded tokens is approximate. A restart must restore it unchanged."""
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
     found = []
     for restarts in (False, True):
@@ -67,7 +67,7 @@ def test_a_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_pa
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_undone_and_regenerated_turns(restarts: bool, tmp_path: Path) -> None:
-    """Undo the last turn and send another one. The store keeps no snapshot of the undone tokens."""
+    """The store keeps no snapshot of undone tokens."""
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(200, 1), LONG)
@@ -90,7 +90,7 @@ def test_undone_and_regenerated_turns(restarts: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 12])
 def test_interrupted_turns(at: int, tmp_path: Path) -> None:
-    """Close the stream after some tokens; the session keeps them. Then fail a decode step."""
+    """If the stream is closed, the session keeps the tokens so far. Then a decode step fails."""
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(130, 1))
@@ -117,7 +117,7 @@ def test_interrupted_turns(at: int, tmp_path: Path) -> None:
 
 
 def test_forks_and_evicted_sessions(tmp_path: Path) -> None:
-    """Several sessions in memory for two: they are evicted to disk. A fork continues as its origin."""
+    """Memory is sufficient for two sessions, so others are evicted to disk. A fork continues like its origin."""
     model, roomy = make("qwen3_5")
     assert roomy.runner.pool.states is not None
     snapshots = 6 * roomy.runner.pool.states.slot_bytes
@@ -149,7 +149,7 @@ def test_truncation_is_refused_and_overflow_computes_again(tmp_path: Path) -> No
 
 
 def test_quantised_kv_computes_all_turns_again(tmp_path: Path) -> None:
-    """Snapshots would belong to KV before rounding, so there are none."""
+    """Snapshots would belong to KV before quantisation, so there are none."""
     session = make("qwen3_5", kv_cache_dtype="int8")[1].session("s", tmp_path)
     answer(session, prompt_of(100, 1))
     answer(session, prompt_of(100, 2))
@@ -166,7 +166,7 @@ def states_of(folder: Path, session: Session) -> list[Path]:
 
 
 def test_a_flipped_bit_in_a_state_is_never_a_wrong_token(tmp_path: Path) -> None:
-    """Flip a bit in each snapshot on disk, in the header and in the state."""
+    """Bits are flipped in the header and in the state of each snapshot on disk."""
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(1500, 1), LONG)
@@ -188,7 +188,7 @@ def test_a_flipped_bit_in_a_state_is_never_a_wrong_token(tmp_path: Path) -> None
 
 
 def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All slots are used. To read a state from disk, the snapshot of the cached blocks is evicted; reading fails."""
+    """To read a state from disk, the snapshot of cached blocks is evicted. Then reading fails."""
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(300, 1), LONG)
@@ -215,7 +215,7 @@ def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing a snapshot raises. `flush` raises the error, and the thread then writes the next snapshot."""
+    """`flush` raises the error, and the thread writes the next snapshot."""
     llm = make("qwen3_5")[1]
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(300, 1))
@@ -243,7 +243,7 @@ def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_killed_while_states_are_written(tmp_path: Path) -> None:
-    """Kill a process at random times during turns. The session comes back, and continues as its tokens alone."""
+    """A process is killed at random times. The session continues like a prompt of its tokens."""
     rng, model, continued = random.Random(2), architecture("qwen3_5"), 0
     llm = make("qwen3_5")[1]
     for i in range(KILLS):
@@ -261,7 +261,7 @@ def test_killed_while_states_are_written(tmp_path: Path) -> None:
 
 
 def talk(folder: Path) -> Iterator[None]:
-    """Take turns. The first step ends after the first turn."""
+    """Run turns. The first step ends after the first turn."""
     session = make("qwen3_5")[1].session("s", folder)
     for number in range(80):
         list(session.send(prompt_of(90, number), GREEDY))
@@ -288,7 +288,7 @@ def served(store: Path, name: str, prompts: list[list[int]], **options: Any) -> 
 @pytest.mark.sampled(14)
 @pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, ("full", "infinigen")))
 def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, tmp_path: Path) -> None:
-    """Answer a prompt again, continue it, and edit its last message, in a new process each time."""
+    """A prompt is answered again, continued, and edited in its last message, each time after a restart."""
     model = architecture(name)
     stem, edit = prompt_of(1500, 1), prompt_of(100, 3)
     edited = stem[: -len(edit)] + edit
@@ -308,7 +308,7 @@ def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, 
 
 class TestFaults:
     def test_a_state_of_another_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The tests above would see a snapshot that is not the one behind the known tokens."""
+        """The tests above fail if a restored snapshot belongs to another position."""
         model, llm = make("qwen3_5")
         session = llm.session("s", tmp_path)
         answer(session, prompt_of(1500, 1))

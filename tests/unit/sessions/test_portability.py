@@ -1,4 +1,6 @@
-"""Test that sessions and calibrations from one processor work on another, emulated by its instruction set level."""
+"""Test that sessions and calibrations of one processor work on another one, which is emulated by its instruction set
+level.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from offload_rt.utils.native_libraries import native_status
 
 
 def take_turn(folder: str) -> dict[str, Any]:
-    """Take a turn of the session in `folder`."""
+    """Run a turn of the session in `folder`."""
     llm = LLM(f"{folder}/model", policy="infinigen", dtype="bfloat16", host_memory="4MiB")
     with llm.session("book", f"{folder}/store") as session:
         before = session.tokens
@@ -38,7 +40,7 @@ ELSEWHERE = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1
 
 
 def take_turn_elsewhere(folder: Path, level: str) -> dict[str, Any]:
-    """Take a turn in a new process whose C code and torch use at most instruction set level `level`."""
+    """Run a turn in a new process whose C code and torch use at most instruction set level `level`."""
     forced = {LEVEL_VARIABLE: level, "ATEN_CPU_CAPABILITY": "default" if level == "scalar" else level}
     environment = os.environ | forced | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = (sys.executable, "-c", ELSEWHERE, __file__, str(folder))
@@ -50,7 +52,7 @@ def take_turn_elsewhere(folder: Path, level: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_session_continues_at_another_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process, at a high level, calibrates. Its KV is reused at a lower level, and the other way round."""
+    """This process calibrates at a high level. KV is reused at a lower level, and the other way round."""
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
     highest = processor_level()
     below = available_levels()[: available_levels().index(highest)]

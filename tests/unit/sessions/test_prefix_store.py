@@ -1,4 +1,4 @@
-"""Test the prefix cache of prompts without a session name: in host memory, on disk, and after a restart."""
+"""Test the prefix cache of prompts without a session: in host memory, on disk, and after a restart."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make(
 
 
 def served(engine: AsyncLLM, use: Callable[[AsyncLLM], Awaitable[T]], *, parked: bool = False) -> T:
-    """Run `use` with an engine. Check that nothing is left in use afterwards, unless sessions are `parked`."""
+    """Run `use` with an engine. Afterwards, check that no memory is in use, unless sessions are `parked`."""
 
     async def run() -> T:
         async with engine:
@@ -76,7 +76,7 @@ def served(engine: AsyncLLM, use: Callable[[AsyncLLM], Awaitable[T]], *, parked:
 def test_prompts_are_found_again_after_a_restart(
     family: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Send the turns of a stateless client to two servers in turn. All tokens equal those without a cache."""
+    """Two servers get the turns of a stateless client in turn. All tokens equal those without a cache."""
     monkeypatch.setattr(context, "SEGMENT_SECONDS", 0.0)  # one slice per segment
     options = {"policy": policy, "prefill_chunk_size": 64}
     turns = [prompt(300)]
@@ -93,7 +93,7 @@ def test_prompts_are_found_again_after_a_restart(
 
 
 def test_a_full_host_memory_is_refilled_from_disk(tmp_path: Path) -> None:
-    """Alternate two conversations of which host memory holds one. All their full blocks are cached."""
+    """Two conversations alternate in host memory for one. All their full blocks are cached."""
     engine = make(tmp_path, host_memory="768KiB")
     first, second = prompt(500), prompt(500, 3)
     assert engine.llm.runner.pool.block_count < 16
@@ -106,7 +106,7 @@ def test_a_full_host_memory_is_refilled_from_disk(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_prefill_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancel a prefill after some segments. A second server continues it, and answers as one without a cache."""
+    """A second server continues from the last computed segment."""
     monkeypatch.setattr(context, "SEGMENT_SECONDS", 0.0)
     options, ids = {"prefill_chunk_size": 64}, prompt(900)
     expected = served(make(None, **options), lambda engine: last(engine, ids))
@@ -128,7 +128,9 @@ def test_a_cancelled_prefill_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_requests_with_several_answers_and_unusual_ones(tmp_path: Path) -> None:
-    """Answer beam searches, several samples, prompt log-probabilities and salted prompts as without a store."""
+    """Beam searches, several samples, prompt log-probabilities and salted prompts give the same results as without a
+    store.
+    """
     usual = {"max_tokens": 5, "temperature": 0}
     asked: list[tuple[SamplingParams, str]] = [
         (SamplingParams(**usual), ""),
@@ -150,7 +152,7 @@ def test_requests_with_several_answers_and_unusual_ones(tmp_path: Path) -> None:
 
 
 def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
-    """Open a store twice. The second engine reads the blocks of the first and writes none."""
+    """A second engine on the same store reads blocks and writes none."""
 
     async def both(writer: AsyncLLM) -> tuple[int, int]:
         await last(writer, prompt(200))
@@ -173,7 +175,7 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
 
 
 def test_a_deleted_session_leaves_the_kv_of_prompts(tmp_path: Path) -> None:
-    """Delete a session while its server runs, and another one after a restart. Then clear the store."""
+    """One session is deleted while the server runs, others after a restart. Then the store is cleared."""
 
     async def delete(engine: AsyncLLM) -> None:
         await last(engine, prompt(200))
@@ -203,9 +205,9 @@ def test_a_deleted_session_leaves_the_kv_of_prompts(tmp_path: Path) -> None:
 def test_a_session_is_deleted_beside_a_prompt_of_the_same_text(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever the session is deleted, the blocks of the prompt are stored, and nothing else of the text.
+    """The blocks of the prompt stay stored, and no other data of the text.
 
-    In an earlier version, a prompt wrote a part of the deleted blocks again, and they had no owner.
+    Regression test: a prompt stored some deleted blocks again, without an owner.
     """
     monkeypatch.setattr(context, "SEGMENT_SECONDS", 0.0)
     long = SamplingParams(max_tokens=60, temperature=0)
@@ -235,7 +237,7 @@ def test_a_session_is_deleted_beside_a_prompt_of_the_same_text(
 
 
 def test_the_engine_goes_on_while_blocks_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Release an ended request while the disk does not answer for the blocks of another one, which still computes."""
+    """A finished request is freed although the disk blocks writes of another request, which still computes."""
     own, others, written, finish = threading.Event(), threading.Event(), itertools.count(), StoreFolder.finish
 
     def slow(folder: StoreFolder, *given: Any, **named: Any) -> None:
@@ -264,7 +266,7 @@ def test_the_engine_goes_on_while_blocks_are_written(tmp_path: Path, monkeypatch
 
 
 def test_a_prompt_that_fits_alone_is_answered(tmp_path: Path) -> None:
-    """The windows that are kept for the store are released if the response needs their memory."""
+    """Windows that are kept for the store are freed if the answer needs their memory."""
     pool = make(None, "qwen2").llm.runner.pool
     memory = pool.groups.blocks(170 + 100) * pool.block_bytes
     params = SamplingParams(max_tokens=100, temperature=0)
@@ -275,7 +277,7 @@ def test_a_prompt_that_fits_alone_is_answered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_prompt_that_fits_alone_is_answered_after_a_cached_prefix(restarts: bool, tmp_path: Path) -> None:
-    """A prefill of all tokens after the prefix needs three blocks of sliding layers at once. The pool has two."""
+    """Prefilling all new tokens at once would need three blocks of sliding layers, and the pool has two."""
     model, ids = architecture("gemma3", dtype=torch.float32), [token % 97 for token in prompt(200)]
 
     def engine(store: Path | None, memory: int | str = "4MiB") -> AsyncLLM:
@@ -299,7 +301,7 @@ def test_a_prompt_that_fits_alone_is_answered_after_a_cached_prefix(restarts: bo
 
 @pytest.mark.parametrize("seconds_per_token", [0.0, 1e-9, 1e-3, 0.017, 1.0])
 def test_segments_are_whole_prefill_chunks_at_any_speed(seconds_per_token: float, tmp_path: Path) -> None:
-    """Segments that end within a chunk would change the rounding, and with it the text of a seed."""
+    """Segments that end within a chunk would change the rounding, and so the text of a seed."""
     engine = make(tmp_path, prefill_chunk_size=64)
     assert engine._sessions is not None
     shared = engine._sessions.store.context
@@ -329,7 +331,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_short_requests_do_not_evict_a_long_conversation(tmp_path: Path) -> None:
-    """Send two short requests between the turns of a conversation that nearly fills the store."""
+    """Two short requests run between turns of a conversation that nearly fills the store."""
     served(make(tmp_path), lambda engine: last(engine, prompt(450)))
     limit = sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) * 9 // 7
 
@@ -350,7 +352,9 @@ def test_short_requests_do_not_evict_a_long_conversation(tmp_path: Path) -> None
 
 
 def test_the_saver_thread_writes_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt uses blocks of a session, which is deleted at once. The deletion waits for the marks."""
+    """A prompt uses blocks of a session that is then deleted. The deletion waits until they are marked as used by the
+    prompt.
+    """
     ids, deleting, threads, marked = prompt(300), threading.Event(), set[str](), list[bool]()
     mark, retain, forget = DiskStore.mark_for_prompts, DiskStore.retain, SessionStore.delete_stored
     served(make(tmp_path), lambda engine: last(engine, ids, session="s"), parked=True)

@@ -1,5 +1,4 @@
-"""Test atomic writes and file modes: only the owner can access files with text, tokens, KV or keys, whatever the umask
-is."""
+"""Test atomic writes and file modes: only the owner can access files with text, tokens, KV or keys, with any umask."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def modes(folder: Path) -> set[str]:
-    """Return the modes of `folder` and all files below it, such as "0700 folder" or "0600 file"."""
+    """Return the modes of `folder` and everything below it, such as "0700 folder" or "0600 file"."""
     found = set()
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
@@ -83,7 +82,9 @@ def test_a_folder_of_the_users_own_keeps_its_mode_and_files(tmp_path: Path) -> N
 
 
 def test_what_the_server_remembers(tmp_path: Path) -> None:
-    """Ignore links, pipes and other files in the documents folder. Remove temporary files of a killed server."""
+    """Links, pipes and other files in the documents folder are ignored. Temporary files of a killed
+    server are removed.
+    """
     documents, name = DocumentCache(tmp_path / "server" / "conversations"), digest("a")
     documents.put(name, {"owner": "x"}, ["text"])
     folder = tmp_path / "server" / "conversations"
@@ -153,7 +154,7 @@ def refuse(*args: object) -> None:
 
 
 def opened(folder: Path) -> None:
-    """Give all users full access, to simulate files of earlier versions."""
+    """Give all users full access, as in stores of earlier versions."""
     for path in (folder, *folder.rglob("*")):
         os.chmod(path, 0o777)
     assert modes(folder) <= {"0777 folder", "0777 file"}

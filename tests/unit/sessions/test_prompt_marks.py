@@ -1,4 +1,4 @@
-"""Test the owners of stored blocks, which decide whether a deletion removes a block.
+"""Test the owners of stored blocks, which decide whether the deletion of a session deletes a block.
 
 A session owns the blocks in its history. A prompt without a session owns the blocks that it has marked in their files.
 """
@@ -48,7 +48,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), numbers=NUMBERS)
     def save_session(self, name: str, numbers: set[int]) -> None:
-        """Take a turn or edit a session. Blocks that its history no longer contains lose this owner."""
+        """Save a session whose history now contains the blocks `numbers` only."""
         for number in numbers - self.stored:
             assert save(self.store, number)
         self.stored |= numbers
@@ -58,7 +58,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
     @rule(numbers=NUMBERS)
     def run_prompt(self, numbers: set[int]) -> None:
-        """Use stored blocks and write the missing ones."""
+        """Use stored blocks and write missing ones."""
         for number in numbers:
             assert save(self.store, number, for_prompt=True) == (number not in self.stored)
         self.stored |= numbers
@@ -71,7 +71,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 7), for_prompt=st.booleans())
     def begin_one(self, number: int, for_prompt: bool) -> None:
-        """Begin a write that ends later, so that several writers of one block overlap."""
+        """Begin a write that ends later, so that several writers of a block overlap."""
         writer = self.store.begin(block_name(self.store, number), LAYER_BYTES, for_prompt=for_prompt)
         assert (writer is None) == (number in self.stored)
         if writer is not None:
@@ -99,7 +99,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(("lookahead", "fifo")))
     def reopen(self, policy: str) -> None:
-        """Close and open the store, which does not know the marks in its files any more."""
+        """Reopen the store, which then has to read the marks from its files."""
         while self.writing:
             self.end_one(keep=False)
         self.store.close()
@@ -153,7 +153,7 @@ TestClaims = pytest.mark.usefixtures("no_fsync")(ClaimsAgainstModel.TestCase)
 
 
 def test_a_store_of_an_earlier_version_has_no_claims(tmp_path: Path) -> None:
-    """Blocks without a mark are readable. A deletion removes those that no history refers to, as before."""
+    """A deletion removes blocks without a mark that no history contains, as in earlier versions."""
     store = open_store(tmp_path)
     save(store, 1)
     save(store, 2)
@@ -166,7 +166,7 @@ def test_a_store_of_an_earlier_version_has_no_claims(tmp_path: Path) -> None:
 
 
 def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:
-    """Claims keep the last use and the rank of a file, which the file system stores as its times."""
+    """A claim does not change the times of a file, which contain its last use and rank."""
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.rglob("*.kv")
@@ -184,7 +184,7 @@ def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:
 
 
 def test_a_claim_is_read_once_and_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reopened store reads the mark of each file at most once, and writes only marks that are new."""
+    """A reopened store reads the mark of each file at most once, and writes only new marks."""
     store = open_store(tmp_path)
     save(store, 1, for_prompt=True)
     save(store, 2)
@@ -209,7 +209,7 @@ def test_a_claim_is_read_once_and_written_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_header_of_a_kept_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later calls of `retain` read it again only if the size of the file has changed."""
+    """Later calls of `retain` read the header again only if the size of the file has changed."""
     store = open_store(tmp_path)
     for number in (1, 2):
         save(store, number)

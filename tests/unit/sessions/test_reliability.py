@@ -1,4 +1,4 @@
-"""Test killed processes, full disks and damaged files. Afterwards a session is correct or its KV is recomputed."""
+"""Test killed processes, full disks and damaged files: a session is then correct, or its KV is recomputed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def expected(history: list[int], turn: list[int], seed: int = 0) -> list[int]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a file system of a given size. Skip the test if mounting is not permitted.
+    """Return a function that mounts a file system of a given size. Skip the test if this is not permitted.
 
     `test_disk` simulates failing writes without a mount.
     """
@@ -114,9 +114,9 @@ def test_a_session_on_a_full_disk_says_so_and_goes_on(small_disk: Callable[[str]
 
 
 def test_two_processes_one_writes_and_the_other_reads(tmp_path: Path) -> None:
-    """Read while another process writes and evicts as fast as possible.
+    """One process writes and evicts as fast as possible, and every block that the other one reads is correct.
 
-    Every block read is correct. Opening a second writer fails with the process id of the first, until the first ends.
+    Opening a second writer fails with the process id of the first one until that ends.
     """
     child = fork_saver(tmp_path, 0)
     try:
@@ -141,7 +141,7 @@ def test_two_processes_one_writes_and_the_other_reads(tmp_path: Path) -> None:
 def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Open a session of the same name with another model or layout. It is empty, and the old session is unchanged."""
+    """A session of the same name is empty with another model or layout. The old session is unchanged."""
     session = make_llm().session("s", tmp_path)
     first = answer(session, TURNS[0])
     session.close()
@@ -164,10 +164,7 @@ def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
 
 
 def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
-    """Send the kept tokens of a truncated session as a prompt. It reuses no KV.
-
-    The KV of the kept tokens depends on the removed tokens.
-    """
+    """A prompt of the kept tokens reuses no KV, because their KV depends on the removed tokens."""
     llm = make_llm()
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -181,7 +178,7 @@ def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) -> None:
-    """Flip sampled bits in stored blocks and in the history."""
+    """Sampled bits are flipped in stored blocks and in the history."""
     llm = make_llm()
     session = llm.session("s", tmp_path)
     history = TURNS[0] + answer(session, TURNS[0])
@@ -212,9 +209,9 @@ def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
-    """Kill a process at random times during turns that are saved in the background.
+    """A process is killed at random times during turns that are saved in the background.
 
-    The restored session continues with the same answer as a prompt of its tokens.
+    The restored session continues like a prompt of its tokens.
     """
     rng, come_back = random.Random(2), 0
     llm = make_llm()
@@ -236,7 +233,7 @@ def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
 
 
 def talk(folder: Path) -> Iterator[None]:
-    """Take turns. The first step ends after the first turn."""
+    """Run turns. The first step ends after the first turn."""
     session: Any = make_llm().session("s", folder)
     for number in range(80):
         list(session.send(tiny_prompt(70, seed=number), SHORT))

@@ -1,7 +1,7 @@
 """Test sessions at the limits of positions and host memory.
 
-A conversation that would exceed the model's positions loses its oldest tokens, with the same result in a queue and
-alone. Idle sessions give up host memory for other requests, and are restored without loss.
+A conversation that would exceed the model's positions loses its oldest tokens. Idle sessions are evicted from host
+memory for other requests, and restored without loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def make_llm(blocks: int = 200, *, name: str = "llama", positions: int = 4096, **options: Any) -> LLM:
-    """Create an LLM whose pool has `blocks` blocks."""
     key = "n_positions" if name == "gpt2" else "max_position_embeddings"
     model = tiny_model(name, dtype=torch.float32, **{key: positions})
     size = LLM(model, dtype="float32", host_memory="1MiB", **({"policy": "full"} | options)).runner.pool.block_bytes
@@ -56,7 +55,7 @@ answer = partial(take_turn, params=SHORT)
 
 @contextmanager
 def forgetting() -> Iterator[None]:
-    """Ignore the warnings about truncated sessions."""
+    """Ignore warnings about truncated sessions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "session .* would outgrow", UserWarning)
         yield
@@ -94,7 +93,7 @@ def by_hand(folder: Path, name: str, turns: int, **options: Any) -> list[list[in
 def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Compare with explicit truncation, also after preemption and after loading sessions from disk."""
+    """Answers equal those with explicit truncation, also after preemption and restoring from disk."""
     right = {name: by_hand(tmp_path / "by hand", name, 5, **options) for name in NAMES}
     llm = make_llm(positions=POSITIONS, **options)
     session = llm.session("ada", tmp_path / "sent")
@@ -121,7 +120,7 @@ def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
 
 
 def test_a_cut_turn_that_is_preempted_says_the_same(tmp_path: Path) -> None:
-    """Preempt turns of a truncated session. It is saved before the turn, and is restored from disk afterwards."""
+    """A truncated session is saved before the turn, and restored from disk after preemption."""
     right = by_hand(tmp_path / "by hand", "ada", 5, **POLICIES["infinigen"])
     llm = make_llm(positions=POSITIONS, **POLICIES["infinigen"])
     queue = llm.turns(tmp_path / "queue")
@@ -260,7 +259,7 @@ def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tm
 
 
 def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None:
-    """Mix random turns, prompts and truncations. Every answer equals that with a large pool."""
+    """Random turns, prompts and truncations give the same answers as with a large pool."""
     rng, small, roomy = random.Random(4), make_llm(12), make_llm()
     sessions = [{name: llm.session(name, tmp_path / str(i)) for name in NAMES} for i, llm in enumerate((small, roomy))]
     for step in range(24):
@@ -281,7 +280,7 @@ def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None
 
 
 def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Path) -> None:
-    """Evict an idle session because a turn needs more sliding-window blocks than its session holds."""
+    """A turn needs more sliding-window blocks than its own session has."""
     model = architecture("gemma3", dtype=torch.float32)
     options: dict[str, Any] = {"policy": "full", "dtype": "float32", "verify": "off"}
     size = LLM(model, host_memory="4MiB", **options).runner.pool.block_bytes

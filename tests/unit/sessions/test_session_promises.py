@@ -1,4 +1,4 @@
-"""Test the warnings, statistics, errors and `repr` of sessions, and the size limit of the store."""
+"""Test warnings, statistics, errors and `repr` of sessions, and the size limit of the store."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ answer = partial(take_turn, params=SHORT)
 
 
 def test_forks_that_say_the_same_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enqueue the same last block from two forks while the disk is slow.
+    """Two forks save the same last block while the disk is slow.
 
-    Truncating one fork removes the block from disk. The other fork still has it in host memory and writes it again,
-    without a warning about a full store.
+    Truncating one fork removes the block from disk. The other fork writes it again from host memory, without a warning
+    about a full store.
     """
     gate, real = threading.Event(), DiskStore.begin
     gate.set()
@@ -119,7 +119,9 @@ def test_a_restore_that_reuses_nothing_is_seen(lost: str, tmp_path: Path) -> Non
 
 
 def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damage a block in a late layer, so that the first attempt of the turn fails. Count only reuse by the second."""
+    """A damaged block fails the first attempt of the turn in a late layer. Statistics contain only
+    the second attempt.
+    """
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
     session.close()
@@ -134,7 +136,7 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise an unexpected error in the loader. The turn fails with it, and the next turn succeeds."""
+    """An unexpected error in the loader fails the turn. The next turn succeeds."""
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
     session.close()
@@ -150,7 +152,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
 
 
 def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
-    """Open a store after a crash. All files count towards the limit, and blocks beyond it are evicted."""
+    """After a crash, all files count towards the limit, and blocks beyond it are evicted."""
     store = open_store(tmp_path)
     for number in range(6):
         save(store, number)
@@ -205,9 +207,9 @@ def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
 
 
 def test_blocks_close_what_they_open(tmp_path: Path) -> None:
-    """Close an LLM with a partly read answer and a queued turn.
+    """A runtime is closed with a partly read answer and a queued turn.
 
-    The tokens read so far are saved, another LLM can open the store, and later calls raise an error.
+    Tokens so far are saved, another runtime can open the store, and later calls raise an error.
     """
     with make_llm() as llm:
         with llm.session("one", tmp_path) as session:

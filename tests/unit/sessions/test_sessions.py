@@ -106,10 +106,10 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["bits", "truncated", "empty", "removed", "late"])
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damage stored blocks. The answer equals that of a prompt of the same tokens, because their KV is recomputed.
+    """After damage to stored blocks, the answer equals that of a prompt of the same tokens.
 
-    With policy "full", recomputed KV equals the stored KV. With a selective policy, KV of decoded tokens depends on the
-    selection, so damage that is found late is not compared.
+    With selection, the KV of decoded tokens depends on the selection, so cases that find the damage late are compared
+    only with policy `full`.
     """
     llm = make_llm(**POLICIES[policy])
     session = llm.session("s", tmp_path)
@@ -311,7 +311,9 @@ def test_truncation_picks_rows_and_positions_go_on(how: str, restart: bool, tmp_
 
 
 def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path) -> None:
-    """Exceed the trained context length after a truncation. The original keys of the sinks are rotated by the gap."""
+    """After a truncation, the trained context length is exceeded. The sinks' original keys are then
+    rotated by the gap.
+    """
     model = tiny_model("llama", dtype=torch.float32, max_position_embeddings=200)
     llm = LLM(model, dtype="float32", policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
@@ -332,7 +334,7 @@ def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path
 
 
 def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
-    """Rotate the sinks' keys after each of fifty truncations. They equal the original keys rotated once by the sum."""
+    """After fifty rotations, the sinks' keys equal the original keys rotated once by the sum."""
     model = tiny_model("llama", max_position_embeddings=200)
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
@@ -376,9 +378,9 @@ def test_truncation_is_refused_where_it_cannot_be_right(tmp_path: Path) -> None:
 def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Use a read buffer of one layer. Layer l + 1 is loaded while layer l is computed, but not before layer l - 1 is.
+    """With a read buffer of one layer, layer l + 1 is loaded while layer l is computed, not earlier.
 
-    All layers are computed while the saver is blocked.
+    All layers are computed while the saver thread is blocked.
     """
 
     llm = make_llm()
@@ -423,7 +425,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
 
 
 def test_the_read_buffer_hides_what_computing_cannot(tmp_path: Path) -> None:
-    """Check S_buf = B (T_load L_hist - T_pref L_new), in layers."""
+    """S_buf = B (T_load L_hist - T_pref L_new), in layers (CachedAttention)."""
     assert read_buffer_layers(8.0, 8.0, 32) == 1 and read_buffer_layers(0.0, 1.0, 32) == 1
     assert read_buffer_layers(8.0, 2.0, 32) == 24 and read_buffer_layers(8.0, 0.0, 32) == 32
 
@@ -478,7 +480,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}])
 def test_a_session_of_another_number_format_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    """Refuse to open the session, which would otherwise start empty, for example if the default dtype differs."""
+    """The session would otherwise start empty, for example if the default dtype has changed."""
     model = tiny_model("llama", dtype=torch.float64)
 
     def load(**options: Any) -> LLM:

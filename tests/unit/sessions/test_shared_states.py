@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
 def assert_continues(folder: Path, name: str) -> None:
-    """Continue a session after a restart. Check its tokens, and that only the last block is computed again."""
+    """Continue a session after a restart. Check its tokens, and that only the last block is recomputed."""
     model, llm = make("qwen3_5")
     with llm.session(name, folder) as session:
         before = session.tokens
@@ -31,7 +31,7 @@ def assert_continues(folder: Path, name: str) -> None:
 
 
 def grow(session: Session) -> None:
-    """Take turns until the session no longer needs its present snapshots."""
+    """Run turns until the session no longer needs its present snapshots."""
     before = set(session.history.states)
     for seed in (2, 3):
         answer(session, prompt_of(200, seed))
@@ -71,7 +71,7 @@ def test_an_undone_turn_keeps_the_states_of_a_fork(tmp_path: Path) -> None:
 
 
 def test_a_fork_owns_the_newest_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork a session before its last snapshot is on disk, and delete the original."""
+    """A session is forked before its last snapshot is on disk, and then deleted."""
     own = StoredStates._write
 
     def write(*given: Any, **named: Any) -> None:

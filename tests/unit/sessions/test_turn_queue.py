@@ -1,4 +1,4 @@
-"""Test turns of several sessions in one queue, and look-ahead eviction and prefetching (CachedAttention §3.3)."""
+"""Test turns of several sessions in one queue, with look-ahead eviction and prefetching (CachedAttention, §3.3)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def make_llm(blocks: int = 400, **options: Any) -> LLM:
-    """Create an LLM whose pool has `blocks` blocks."""
     chosen = {"policy": "full"} | options
     size = BLOCK_BYTES
     if "kv_cache_dtype" in options:
@@ -52,7 +51,7 @@ def turn(name: str, number: int) -> list[int]:
 
 
 def alone(folder: Path, names: tuple[str, ...], turns: int, **options: Any) -> dict[str, list[list[int]]]:
-    """Return the answers of each session run alone and without interruption. They are cached in `ALONE`."""
+    """Return the answers of each session without other sessions or interruptions. They are cached in `ALONE`."""
     assert turns <= 3
     found = {}
     for name in names:
@@ -77,7 +76,7 @@ def drain(queue: TurnQueue) -> Iterator[None]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path) -> None:
-    """Run four sessions of three turns each, with a batch of three and a pool too small for all sessions."""
+    """Four sessions of three turns run in batches of three, in a pool too small for all sessions."""
     right = alone(tmp_path / "alone", NAMES, 3, **options)
     queue = make_llm(21, **options).turns(tmp_path / "q", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(3) for name in NAMES}
@@ -96,7 +95,7 @@ def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], tmp_path: Path) -> None:
-    """Run three turns that together exceed the pool. The preempted turn restarts without changed or repeated tokens."""
+    """Three turns together exceed the pool. The preempted turn restarts without changed or repeated tokens."""
     names, lengths = NAMES[:3], [SHORT, SamplingParams(max_tokens=40, temperature=0)]
     right = {}
     for name in names:
@@ -118,10 +117,10 @@ def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], t
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])
 def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(policy: str, tmp_path: Path) -> None:
-    """Take turns round-robin, with host memory for two or three of four sessions.
+    """Turns are round-robin, with host memory for two or three of four sessions.
 
-    LRU and FIFO always evict the session whose turn is next. Look-ahead evicts the one whose turn is last, and
-    prefetches evicted sessions before their turns.
+    LRU and FIFO always evict the session of the next turn, look-ahead that of the last one. Look-ahead also prefetches
+    evicted sessions before their turns.
     """
     llm = make_llm(9)
     queue = llm.turns(tmp_path, max_num_seqs=1, policy=policy)
@@ -159,7 +158,7 @@ def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(polic
 
 
 def test_windows_are_the_papers(tmp_path: Path) -> None:
-    """Check L_pw = C_free / S_kv and L_ew = (C_mem + C_disk) / S_kv.
+    """L_pw = C_free / S_kv and L_ew = (C_mem + C_disk) / S_kv.
 
     C_mem is the size of the pool, C_disk the limit of the store, and S_kv the mean size of a session.
     """
@@ -183,7 +182,7 @@ def test_windows_are_the_papers(tmp_path: Path) -> None:
 
 
 def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
-    """Evict parked sessions early, so that the fraction `free_host` of the pool is free before a turn needs it."""
+    """Parked sessions are evicted early, so that the fraction `free_host` of the pool is free before a turn."""
     llm = make_llm(20)
     queue = llm.turns(tmp_path, max_num_seqs=1, free_host=0.5)
     for name in NAMES:
@@ -219,7 +218,7 @@ def test_parked_sessions_leave_after_their_time(tmp_path: Path) -> None:
 
 
 def test_idle_sessions_give_way_to_one_that_answers(tmp_path: Path) -> None:
-    """Evict idle sessions for a turn without a queue."""
+    """The turn runs without a queue."""
     llm = make_llm(10)
     sessions = [llm.session(name, tmp_path) for name in NAMES]
     right = alone(tmp_path / "alone", NAMES, 2)
@@ -338,7 +337,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
 def test_a_new_session_gives_back_what_others_have_of_its_prompt(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drop a turn before its first layer. The session keeps no KV of the prompt."""
+    """If a turn is dropped before its first layer, its session must free the cached KV of the prompt."""
     llm, prompt = make_llm(), turn("ada", 0)
     llm.generate([prompt], SHORT)
     queue = llm.turns(tmp_path / "q")
@@ -368,9 +367,9 @@ def test_a_new_session_gives_back_what_others_have_of_its_prompt(
 
 
 def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
-    """Take turns round-robin with a disk for 2.5 of four sessions and host memory for 1.5.
+    """Turns are round-robin, with a disk for 2.5 of four sessions and host memory for 1.5.
 
-    LRU always evicts the session that is needed next. Look-ahead recomputes fewer tokens. The answers are equal.
+    LRU always evicts the session of the next turn, and look-ahead recomputes fewer tokens. Answers are equal.
     """
     answers, again = {}, {}
     for policy in ("lookahead", "lru"):
@@ -388,7 +387,7 @@ def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
 
 
 def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) -> None:
-    """Interrupt a decode step between two layers. Resident KV and policy state are rebuilt from the pool."""
+    """A decode step is interrupted between two layers. Resident KV and policy state are rebuilt from the pool."""
     for options in POLICIES.values():
         llm = make_llm(**options)
         session = llm.session("ada", tmp_path / str(options))
@@ -446,7 +445,6 @@ def test_mistakes_are_clear(tmp_path: Path) -> None:
 
 
 def test_nobody_in_the_queue_is_nobody_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare eviction orders. Without waiting turns, look-ahead equals LRU."""
     gone: dict[str, list[str]] = {"lookahead": [], "lru": []}
     real = HostTier._evict
 

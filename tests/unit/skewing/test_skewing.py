@@ -1,4 +1,6 @@
-"""Test skewing: bases against brute force, calibration against transformers, folding, the artifact and its cache."""
+"""Test skewing: bases against brute force, calibration against transformers, folded checkpoints, artifacts and their
+cache.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ ABSOLUTE = [("opt", {}), ("opt_postnorm", {}), ("gpt2", {}), ("gpt2", {"scale_at
 
 
 def random_rows(tokens: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Q and K `[tokens, d]` float64, anisotropic in two unrelated bases and not centred."""
+    """Return Q and K `[tokens, d]` in float64 that are not centred and have unrelated principal axes."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -71,7 +73,7 @@ def moments_of(Q: torch.Tensor, K: torch.Tensor) -> Moments:
 
 
 def score_error(Q: torch.Tensor, K: torch.Tensor, basis: SkewBasis, r: int) -> float:
-    """Return the squared error of all scores from r columns, up to the constant that softmax ignores."""
+    """Return the squared error of all scores computed from r columns, up to the constant that softmax ignores."""
     centred = K - K.mean(0)
     kept = (Q @ basis.query)[:, :r] @ (centred @ basis.key)[:, :r].T
     return float((Q @ centred.T - kept).square().sum())
@@ -80,7 +82,7 @@ def score_error(Q: torch.Tensor, K: torch.Tensor, basis: SkewBasis, r: int) -> f
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tokens", [1, 5, 16, 300])
 def test_scores_are_exact_with_all_columns(method: str, tokens: int) -> None:
-    """Calibrate with few tokens (d = 16) or many, and test with other queries and keys."""
+    """Cover calibration with few tokens (d = 16) or many, and other queries and keys."""
     basis = BASES[method](moments_of(*random_rows(tokens, 16, seed=1)))
     Q, K = random_rows(50, 16, seed=2)
     exact = Q @ K.T
@@ -91,7 +93,7 @@ def test_scores_are_exact_with_all_columns(method: str, tokens: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [0.0, 100.0])
 def test_degenerate_heads(method: str, size: float) -> None:
-    """Test all-zero heads and heads with equal keys, whose covariance is rounding error and often indefinite."""
+    """Cover all-zero heads, and heads with equal keys, whose covariance is rounding error and often indefinite."""
     for seed in range(5):
         Q, K = random_rows(50, 6, seed)
         moments = moments_of(size * Q, size * K[:1].expand(7, 6))
@@ -99,7 +101,7 @@ def test_degenerate_heads(method: str, size: float) -> None:
         torch.testing.assert_close(basis.query @ basis.key.T, torch.eye(6, dtype=torch.float64), rtol=0, atol=1e-8)
 
 
-def test_svd_basis_is_the_papers() -> None:
+def test_svd_basis_equals_the_paper() -> None:
     Q, K = random_rows(200, 8, seed=3)
     basis = svd_basis(moments_of(Q, K))
     assert torch.equal(basis.key, basis.query)
@@ -147,7 +149,7 @@ def test_balanced_is_the_best_rank_and_svd_beats_none(seed: int) -> None:
         assert balanced <= svd <= plain
 
 
-def test_kept_energy_is_the_brute_force_error() -> None:
+def test_kept_energy_equals_the_brute_force_error() -> None:
     Q, K = random_rows(300, 12, seed=6)
     moments = moments_of(Q, K)
     total = float((Q @ (K - K.mean(0)).T).square().sum())
@@ -157,7 +159,7 @@ def test_kept_energy_is_the_brute_force_error() -> None:
             assert float(kept_energy(moments, make(moments), r)) == pytest.approx(expected, abs=1e-10)
 
 
-def test_batched_bases_are_those_of_each_head() -> None:
+def test_batched_bases_equal_those_of_each_head() -> None:
     heads = [moments_of(*random_rows(100, 8, seed=s)) for s in range(3)]
     batch = Moments(*(torch.stack([getattr(m, name) for m in heads]) for name in ("query", "key", "key_mean")))
     for method, make in BASES.items():
@@ -172,7 +174,7 @@ def test_batched_bases_are_those_of_each_head() -> None:
 
 @pytest.fixture
 def captured() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Capture unscaled q `[H, T, d]` and k `[Hkv, T, d]` of every attention call inside transformers."""
+    """Capture unscaled q `[H, T, d]` and k `[Hkv, T, d]` of every attention call in transformers."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -188,8 +190,8 @@ def captured() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_moments_are_those_of_transformers(name: str, captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers prefill chunks, two segments of 130 tokens, windows (Mistral: 48), groups and scales."""
+def test_moments_equal_transformers(name: str, captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cover prefill chunks, two segments of 130 tokens, windows (Mistral: 48), groups and scales."""
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     ids = tiny_prompt(260)
@@ -210,8 +212,8 @@ def test_moments_are_those_of_transformers(name: str, captured: Any, monkeypatch
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * expected.abs().max())
 
 
-def test_spread_positions_turn_queries_and_leave_attention_alone() -> None:
-    """RoPE keeps lengths, so spread positions must not change the trace of a layer's moments."""
+def test_spread_positions_rotate_queries_without_changing_attention() -> None:
+    """RoPE keeps vector lengths, so spread positions must not change the trace of a layer's moments."""
     adapter, ids = adapter_for(tiny_model("llama", dtype=torch.float64)), tiny_prompt(130)
     natural, spread = (measure(adapter, ids, positions=positions)[0] for positions in (130, 4096))
     for name in ("query", "key"):
@@ -305,7 +307,7 @@ def novels_moments(text: str, positions: int) -> Moments:
 
 @needs_novels
 def test_skewing_concentrates_a_trained_model() -> None:
-    """Keep 30 % of the columns, on a book not used for calibration. Measured: 0.71, 0.79, 0.81."""
+    """30 % of the columns are kept, on a book not used for calibration. Measured: 0.71, 0.79, 0.81."""
     calibration, held_out = novels_moments("calibration", 2048), novels_moments("book", 2048)
     plain, svd, balanced = (
         float(kept_energy(held_out, make(calibration), 19).mean()) for make in (plain_basis, svd_basis, balanced_basis)
@@ -317,7 +319,7 @@ def test_skewing_concentrates_a_trained_model() -> None:
 @needs_novels
 @pytest.mark.parametrize("method", METHODS)
 def test_a_basis_belongs_to_its_positions(method: str) -> None:
-    """A basis calibrated on 2,048 positions does not fit at 32,768. Measured: 0.63 against 0.71."""
+    """A basis calibrated on 2,048 positions is worse at 32,768. Measured: 0.63 against 0.71."""
     held_out = novels_moments("book", 32768)
     near, far = (BASES[method](novels_moments("calibration", positions)) for positions in (2048, 32768))
     assert float(kept_energy(held_out, far, 19).mean()) > float(kept_energy(held_out, near, 19).mean()) + 0.05
@@ -335,7 +337,9 @@ def artifact_for(model: Any, method: str, tokens: int = 300) -> SkewArtifact:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("name", "overrides"), ABSOLUTE)
-def test_folded_checkpoint_gives_the_logits(name: str, overrides: dict[str, Any], method: str, tmp_path: Path) -> None:
+def test_folded_checkpoint_gives_equal_logits(
+    name: str, overrides: dict[str, Any], method: str, tmp_path: Path
+) -> None:
     model = tiny_model(name, **overrides)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     fold(model, artifact_for(model, method)).save_pretrained(tmp_path)
@@ -508,7 +512,7 @@ def test_not_an_artifact(tmp_path: Path) -> None:
     ],
 )
 def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: str, tmp_path: Path) -> None:
-    """Files with a valid digest but inconsistent tensors."""
+    """The digest of the file is valid, but its tensors are inconsistent."""
     whole = {
         "query": torch.zeros(2, 2, 4, 4),
         "key": torch.zeros(2, 2, 4, 4),
@@ -573,10 +577,10 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_path(loaded, "svd").parent == Path.home() / ".cache" / "offload-rt" / "skew"
 
 
-def test_a_first_load_says_that_it_calibrates(
+def test_the_first_load_reports_calibration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message appears on a terminal, only if no artifact is cached."""
+    """The message appears on a terminal, and only if no artifact is cached."""
     monkeypatch.setattr("offload_rt.utils.progress.PATIENCE_SECONDS", -1.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     model = tiny_model("llama", seed=11)

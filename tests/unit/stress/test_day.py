@@ -1,7 +1,10 @@
-"""Simulate a day of sessions in minutes (`make stress PART=day`; DAY_SECONDS, 600). Requests arrive as in a recorded
-chat trace, or at random without one. Sessions in a store with a size limit continue, fork, and are truncated and
-deleted, while processes end normally or are killed. Memory, files and threads must not grow, the limit must hold,
-and sampled answers must equal a fresh computation."""
+"""Simulate a day of sessions in DAY_SECONDS (default 600) with `make stress PART=day`.
+
+Requests arrive as in a recorded chat trace, or at random without one. Sessions in a store with a size limit continue,
+fork, and are truncated and deleted, while processes end or are killed.
+
+Memory, files and threads must not grow, the limit must hold, and sampled answers must equal a fresh computation.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ SCALE = 200
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: seconds since the previous one, session name, and tokens of prompt and answer."""
+    """A request: seconds since the previous one, session name, and number of tokens in prompt and answer."""
 
     after: float
     name: str
@@ -48,8 +51,11 @@ class Arrival:
 
 
 def arrivals(rng: random.Random) -> Iterator[Arrival]:
-    """Yield requests without end. With a trace, start at a random position and use its intervals and lengths;
-    requests with the same prefix belong to one session. Intervals are scaled to the target rate."""
+    """Yield requests without end.
+
+    With a trace, start at a random request and use its intervals and lengths. Requests with the same prefix belong to
+    one session. Intervals are scaled to the target rate.
+    """
     if not TRACE.exists():
         while True:
             name = f"s{int(SESSIONS * rng.random() ** 3)}"
@@ -67,7 +73,7 @@ def resident() -> int:
 
 
 class Morning:
-    """One simulated process, which logs its resources until it ends."""
+    """Simulated process that logs its resources until it ends."""
 
     def __init__(self, folder: Path, log: Path, seed: int) -> None:
         self.folder, self.log, self.rng = folder, log.open("a"), random.Random(seed)
@@ -77,7 +83,7 @@ class Morning:
         self.turns = self.checked = self.forks = self.cuts = self.forgotten = 0
 
     def run(self, until: float) -> None:
-        """Answer one second of arrivals at a time, and modify sessions in between."""
+        """Alternate between one second of arrivals and changes of sessions."""
         while time.monotonic() < until:
             self.batch()
             self.others()
@@ -123,7 +129,7 @@ class Morning:
                 self.forgotten += 1
 
     def note(self, ended: bool = False) -> None:
-        """Log the process's current resources and counts."""
+        """Log the current resources and counts of the process."""
         stores = [path.stat().st_size for path in self.folder.rglob("*.*") if path.is_file()]
         held = {
             "process": os.getpid(), "rss": resident(), "files": len(stores), "bytes": sum(stores),

@@ -1,5 +1,7 @@
-"""Test a file system that fails at any call: the next start gives correct answers, and earlier saved data is intact.
-`make stress PART=faults` lets every call fail, alone and with all later calls."""
+"""Test file system calls that fail: after a restart, answers are correct and earlier saved data is intact.
+
+`make stress PART=faults` lets every call fail, alone and with all later calls.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 
 
 def take(session: Session, turn: list[int]) -> list[int]:
-    """Take a turn and compare its answer with a fresh computation."""
+    """Run a turn and compare its answer with a fresh computation."""
     before = session.tokens
     said = [event.token_id for event in session.send(turn, SHORT)]
     if not session.history.shift:
@@ -55,8 +57,7 @@ def take(session: Session, turn: list[int]) -> list[int]:
 
 
 def live(folder: Path) -> list[list[int]]:
-    """Open a session, take two turns, fork, save and close. Return the session's tokens after each step that was
-    reached."""
+    """Open a session, run two turns, fork, save and close. Return the session's tokens after each completed step."""
     known: list[list[int]] = []
     llm = make_llm()
     try:
@@ -79,7 +80,7 @@ def live(folder: Path) -> list[list[int]]:
 
 
 def check_next_start(folder: Path, saved: list[int], known: list[list[int]]) -> None:
-    """Check that the session has its earlier tokens or a later saved state, and that it continues."""
+    """Check that the session has its earlier tokens or a later saved state, and continues."""
     with make_llm() as llm:
         session = llm.session("ada", folder)
         assert session.tokens == saved or session.tokens in known
@@ -119,8 +120,10 @@ def test_any_call_may_fail(after: bool, saved: tuple[Path, list[int]], tmp_path:
 def test_a_turn_ends_while_the_disk_blocks_its_blocks(
     saved: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn completes while the saver thread waits for the disk. Replacing its last block and closing wait for
-    the write, and then all data is saved."""
+    """The turn ends although writes are blocked.
+
+    Replacing its last block and closing wait for the write.
+    """
     shutil.copytree(saved[0], tmp_path / "store")
     free, real = threading.Event(), os.fsync
 
@@ -141,8 +144,9 @@ def test_a_turn_ends_while_the_disk_blocks_its_blocks(
 
 
 def test_a_history_on_a_disk_that_blocks_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other requests run while one turn's history is synced, even in the same store. The turn's last output arrives
-    after the sync."""
+    """Other requests run while a history is synced, even in the same store. The last output of its turn waits for the
+    sync.
+    """
     blocked, free, real = threading.Event(), threading.Event(), os.fsync
     said: list[int] = []
 
@@ -205,7 +209,7 @@ def refuse(store: DocumentStore, name: str, data: bytes) -> None:
 
 
 def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: Path) -> None:
-    """The limits resemble `ulimit -f`: blocks do not fit, histories may."""
+    """Under limits as of `ulimit -f`, blocks do not fit and histories may."""
     shutil.copytree(saved[0], tmp_path / "store")
     tokens = saved[1]
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -1,5 +1,8 @@
-"""Test any value for any argument and any order of calls from several threads: only OffloadError is raised, no token
-is wrong, and nothing is left behind. OFFLOAD_RT_FUZZ sets the number of cases in `make stress PART=api`."""
+"""Test arbitrary arguments and orders of calls from several threads.
+
+Only OffloadError is raised, no token is wrong, and no memory leaks. OFFLOAD_RT_FUZZ sets the number of cases in `make
+stress PART=api`.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def make_llm(**config: Any) -> LLM:
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip fsync, since no test here covers a crash of the machine."""
+    """Disable fsync, because no test here simulates a power failure."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
@@ -72,7 +75,7 @@ def test_any_value_of_any_field(field: tuple[type, str], value: Any) -> None:
 
 
 class Place:
-    """Objects for the API calls: runtimes and a folder, and sessions and queues on demand."""
+    """Runtimes, a folder, and sessions and queues on demand, on which API calls are made."""
 
     def __init__(self, folder: Path) -> None:
         self.llm, self.folder = make_llm(), folder

@@ -1,5 +1,8 @@
-"""Test damaged files of every kind: they give an OffloadError or the right answer, but no crash, unbounded memory,
-wrong token, or file outside the folder. OFFLOAD_RT_FUZZ sets the number of cases in `make stress PART=files`."""
+"""Test damaged files of every kind: they give an OffloadError or the right answer.
+
+They cause no crash, unbounded memory, wrong token, or file outside the folder. OFFLOAD_RT_FUZZ sets the number of cases
+in `make stress PART=files`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ MEMORY = 3 << 30
 
 @pytest.fixture(autouse=True)
 def quickly_and_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Skip fsync, since no test here covers a crash of the machine, and keep all files inside the folder."""
+    """Disable fsync, because no test here simulates a power failure, and keep all files in the folder."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "run").mkdir()
@@ -68,7 +71,9 @@ def damaged(whole: Path, place: Path, seed: int, spread: int = 400) -> list[str]
 
 
 def survives(whole: Path, place: Path, cases: int, read: Callable[[Path], Any], spread: int = 400) -> int:
-    """Damage and read the folder in each case. Return the number of refusals. Neighbouring files must not change."""
+    """Damage and read the folder in each case. Return the number of refusals. Files beside the
+    folder must not change.
+    """
     refused, beside = 0, sorted(place.parent.iterdir())
     for seed in range(cases):
         done = damaged(whole, place, seed, spread)
@@ -90,8 +95,10 @@ def survives(whole: Path, place: Path, cases: int, read: Callable[[Path], Any], 
 
 
 def test_a_history_that_says_anything(tmp_path: Path) -> None:
-    """The history is refused, or is consistent and can be exported and saved again. `adversary/files.py` damages whole
-    stores."""
+    """The history is refused, or is consistent and can be exported and saved again.
+
+    `adversary/files.py` damages whole stores.
+    """
     with make_llm() as llm, llm.session("bob", tmp_path) as session:
         for seed in (2, 3):
             list(session.send(tiny_prompt(20 * seed, seed=seed), SHORT))
@@ -114,8 +121,7 @@ def test_a_history_that_says_anything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("counts", [{"shift": 10**30}, {"shift": 1 << 62}, {"shift": 5, "sink_shift": 6}])
 def test_a_history_with_counts_that_no_conversation_has(counts: dict[str, int]) -> None:
-    """Regression test: the first history opened, and its next turn raised OverflowError (case 1,995 of the store
-    test)."""
+    """Regression test: the first history could be opened, and its next turn raised OverflowError."""
     history = History("ada", "llama", tokens=[1, 2, 3], computed=3)
     assert History.from_bytes(history.to_bytes()) == history
     assert History.from_bytes(json.dumps(json.loads(history.to_bytes()) | counts).encode()) is None
@@ -187,7 +193,7 @@ def write_and_go_on(llm: LLM) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 def test_a_checkpoint_that_was_damaged(kind: str, tmp_path: Path) -> None:
-    """Changed weights or configuration values may go undetected, but nothing else may happen."""
+    """Changed weights or configuration values may be accepted, but must cause no other fault."""
     whole = tmp_path / "whole"
     if kind == "folder":
         tiny_checkpoint(whole, "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)

@@ -1,4 +1,4 @@
-"""Test that ten thousand requests leak no memory or files. Runs in `make stress PART=growth`."""
+"""Test that ten thousand requests leak no memory or files, in `make stress PART=growth`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Test out-of-memory errors at any allocation of a session: the process may fail, but the next one gives correct
-answers, and earlier saved data is intact. Runs in `make stress PART=faults`."""
+"""Test out-of-memory errors at any allocation of a session, in `make stress PART=faults`.
+
+After a restart, answers are correct and earlier saved data is intact.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ def addresses() -> int:
 
 
 def live(folder: Path, spare: int) -> int:
-    """Take a second turn in a new process with `spare` bytes of address space. Return 0 if it was answered and
-    saved, 1 if it was refused or out of memory, or 2 after any other error, which is printed."""
+    """Run a second turn in a new process with `spare` bytes of address space.
+
+    Return 0 if it was answered and saved, 1 if it was refused or out of memory, or 2 after any other error, which is
+    printed.
+    """
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

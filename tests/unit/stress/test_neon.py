@@ -1,5 +1,7 @@
-"""Test C kernels against plain loops in C (`tests/native`), for NEON under an emulator and at each level of this
-processor. Runs in `make stress PART=neon`; needs gcc-aarch64-linux-gnu and qemu-user."""
+"""Test C kernels against plain C loops (`tests/native`), with NEON in an emulator and at each level of this processor.
+
+Runs in `make stress PART=neon`. Needs gcc-aarch64-linux-gnu and qemu-user.
+"""
 
 from __future__ import annotations
 

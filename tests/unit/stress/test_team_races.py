@@ -1,4 +1,4 @@
-"""Races of the thread team (`team.c`), in a separate C program: late workers, and ThreadSanitizer."""
+"""Test the thread team (`team.c`) for races in a separate C program: late workers, and ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def compiler() -> list[str]:
 
 
 def build(compiler: list[str], folder: Path, source: str, *flags: str) -> Path | None:
-    """Compile `PROGRAM` with `source` for team.c. Return None if the compiler does not know a flag."""
+    """Compile `PROGRAM` with `source` in place of team.c. Return None if the compiler does not support a flag."""
     (folder / "team.c").write_text(source, encoding="utf-8")
     (folder / "races.c").write_text(PROGRAM, encoding="utf-8")
     command = [*compiler, "-O1", "-g", "-std=gnu11", "-pthread", f"-I{TEAM.parent}", *flags, "races.c", "-o", "races"]

@@ -1,5 +1,7 @@
-"""Test which steps are captured as CUDA graphs, and captures that fail. The cells "graphs" of `test_cuda_path.py`
-compare the tokens of replayed steps."""
+"""Test which steps are captured as CUDA graphs, and failed captures.
+
+The cells "graphs" of `test_cuda_path.py` compare the tokens of replayed steps.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from offload_rt.policies.rule import Rule
 
 
 class Repeating:
-    """Stand-in for `Graph`. `replay` runs the step again and copies the results into the memory of the first run."""
+    """Stand-in for `Graph`: `replay` runs the step again and copies the results to those of the first run."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -55,7 +57,7 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
 
     class Deaf:
         def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-            """No-op. Any recorder makes the step eager."""
+            """Ignore the selection. Any recorder makes the step eager."""
 
     decode(make(), 3, recorder=Deaf())
     decode(make(preset="paper"), 3)
@@ -70,7 +72,7 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
 
 
 def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture) -> None:
-    """The capture fails in the middle of a step, is logged once and is not tried again."""
+    """The capture fails within a step, is logged once and is not tried again."""
     tried = []
 
     class Breaks:
@@ -90,11 +92,11 @@ def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("fits", [False, True], ids=["never", "alone"])
 def test_a_capture_without_memory_drops_the_other_graphs(fits: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """If a graph fits alone, it replaces the others. If not, its steps are eager, and those of other shapes are not."""
+    """If a graph fits alone, it replaces the others. If not, only its steps are eager."""
     eager, runner, made, tried = make(), make(), [], []
 
     class Small(Repeating):
-        """There is memory for one graph, or for no graph of two sequences."""
+        """Graph in memory for one graph, or for no graph of two sequences."""
 
         def capture(self, body: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
             results = super().capture(body)
@@ -160,7 +162,7 @@ def test_graphs_need_a_cuda_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"dense_layers": (0,)}, {"scorer": "partial", "dense_layers": ()}])
 def test_graphs_on_a_device_generate_the_eager_tokens(options: dict[str, Any]) -> None:
-    """Run a ragged batch through two buckets. The cells "graphs" of `test_cuda_path.py` cover a simulated device."""
+    """A ragged batch passes through two buckets. The cells "graphs" of `test_cuda_path.py` use a simulated device."""
     prompts = [tiny_prompt(length, seed=length) for length in (30, 61)]
     tokens = []
     for graphs in (False, True):

@@ -1,5 +1,6 @@
-"""Test the CUDA path on a simulated device: late streams change no token, and the host waits for the device only
-where it must."""
+"""Test the CUDA path on a simulated device: late streams change no token, and the host waits for the device only where
+it must.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ _expected: dict[str, list[list[int]]] = {}
 
 
 def on_cpu(cell: Cell, folder: Path) -> list[list[int]]:
-    """Return the CPU's answers, computed once for each cell. For a cell with a working set, use the byte counts of a
-    simulated run: hits depend on the order of the selected tokens, which differs on the CPU."""
+    """Return the answers on a CPU, computed once for each cell.
+
+    With a working set, byte counts come from a simulated run, because hits depend on the order of selected tokens,
+    which differs on a CPU.
+    """
     if cell.name not in _expected:
         answers = cell.run("cpu", folder)
         if "working_set" in cell.settings:
@@ -128,7 +132,7 @@ def test_a_decode_step_waits_only_where_allowed(name: str, tmp_path: Path, waits
 
 
 def test_rows_that_k_and_v_share_are_copied_whole() -> None:
-    """K and V of a window head of Gemma 4 share a row. A copy of only one of them would make the host wait."""
+    """K and V of a window head of Gemma 4 share a row. Copying them separately would make the host wait."""
     tokens = [token % VOCAB for token in tiny_prompt(200)]
     with simulated(Lazy()) as sim:
         model = architecture("gemma4").to("cuda")
@@ -143,7 +147,7 @@ def test_rows_that_k_and_v_share_are_copied_whole() -> None:
 
 
 def test_a_batch_with_a_tail_is_as_many_launches_as_one_sequence() -> None:
-    """A step of the default policy launches at most 45 operations a layer. The schedule runs nothing before the end."""
+    """A step of the default policy launches at most 45 operations per layer."""
     counts: list[Counter[str]] = []
     with simulated(Lazy()) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -186,7 +190,7 @@ def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["infinigen", "graphs", "working set", "shared", "rounded"] if ALL else ["infinigen"])
 def test_the_host_copies_kv_if_kernels_cannot_read_host_memory(name: str, tmp_path: Path) -> None:
-    """WSL is such a system. One warning is given when a model is loaded, and nothing is captured."""
+    """WSL is such a system. Loading a model warns once, and no step is captured."""
     cell = BY_NAME[name]
     scene = single if name == "graphs" else cell.scene
     expected = on_cpu(replace(cell, scene=scene, name=f"{name}, copied"), tmp_path)
@@ -200,7 +204,7 @@ def test_the_host_copies_kv_if_kernels_cannot_read_host_memory(name: str, tmp_pa
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", [0]), ("cuda", [])])
 def test_the_missed_mass_is_measured_on_the_device_of_the_keys(device: str, steps: list[int], tmp_path: Path) -> None:
-    """By default, missed mass is measured on the CPU only."""
+    """By default, missed mass is measured on a CPU only."""
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
         [done] = completed(make(missed_mass_every=None).generate([tiny_prompt(40)], SamplingParams(3, temperature=0)))
@@ -214,9 +218,11 @@ def test_the_missed_mass_is_measured_on_the_device_of_the_keys(device: str, step
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy", "options"), [("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})])
 def test_staging_memory_does_not_depend_on_how_far_the_host_is_ahead(policy: str, options: dict[str, Any]) -> None:
-    """The schedule runs nothing before the host waits at a step's end, so the host is ahead by all layers. The
-    memory staged for two layers and for four is the same, except for two kilobytes a layer (pending write-backs,
-    positions of resident KV). One layer stages 120 KB."""
+    """Operations run only when the host waits at the end of a step.
+
+    The staged memory of two layers equals that of four, except for 2 KB per layer of pending write-backs and positions.
+    One layer stages 120 KB.
+    """
     extra = [staged_bytes(policy, options, layers) for layers in (2, 4)]
     assert extra[1] - extra[0] < (4 - 2) * 20 * 1024
     assert extra[0] > 0.8 * 0.9 * layer_bytes(), "nothing was staged"
@@ -225,8 +231,11 @@ def test_staging_memory_does_not_depend_on_how_far_the_host_is_ahead(policy: str
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}], ids=["as they are", "rounded"])
 def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings: dict[str, Any]) -> None:
-    """Prefill chunks that are written back are held for one layer. The peak is the same for two layers and for four,
-    except for the resident KV and positions of a layer (a kilobyte), whether the write-back runs at once or late."""
+    """Prefill chunks stay on the device for one layer until they are written back.
+
+    The peak of two layers equals that of four, except for 1 KB per layer of resident KV and positions, whether the
+    write-back runs at once or late.
+    """
     extra = []
     for layers, schedule in ((2, Late()), (2, Lazy()), (4, Lazy()), (4, Late((2,)))):
         with simulated(schedule) as sim:
@@ -244,8 +253,9 @@ def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings:
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_closed_sequence_has_no_pending_transfers(fetches: bool) -> None:
-    """Another sequence may reuse its blocks. `free` therefore waits for the write-back of the last KV entry and for
-    pending fetches."""
+    """Another sequence may reuse the blocks, so `free` waits for pending fetches and for the write-back of the last KV
+    entry.
+    """
     with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -268,9 +278,11 @@ def test_a_closed_sequence_has_no_pending_transfers(fetches: bool) -> None:
     ids=["between steps", "between steps, nothing read", "within a step"],
 )
 def test_kv_moves_after_pending_reads(within: bool, read: bool) -> None:
-    """An eviction overwrites a slot with a KV entry that is still being written back. The write-back and a pending
-    fetch of the slot must run first. Within a step the host does not wait. A fetch runs after the write-back, so
-    waiting for the fetch is enough."""
+    """An eviction overwrites a slot with a KV entry that is still being written back.
+
+    The write-back and a pending fetch of the slot must run first. The fetch runs after the write-back, so it is enough
+    to wait for the fetch. Within a step, the host does not wait.
+    """
     with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -295,13 +307,13 @@ def test_kv_moves_after_pending_reads(within: bool, read: bool) -> None:
 
 
 def overwritten(device: str) -> list[torch.Tensor]:
-    """Allocate small tensors to overwrite all memory that was just freed."""
+    """Allocate small tensors, which overwrite memory that was just freed."""
     return [torch.full((n,), 3, dtype=torch.int64, device=device) for n in (1, 64, 65) for _ in range(20)]
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["prefetch", "write-back"])
 def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
-    """The row lists are memory of the compute stream, and the other two streams read them."""
+    """The compute stream allocated the row lists, and two other streams read them."""
     with simulated(Late((late,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -330,7 +342,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
 
 
 def test_write_backs_of_a_graph_count_as_written() -> None:
-    """A replay marks the sequences' KV as it queues the write-back, so that later readers wait for it."""
+    """A replay records an event after the write-back, so that later readers wait for it."""
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         options = BY_NAME["infinigen"].options
@@ -351,7 +363,7 @@ def test_write_backs_of_a_graph_count_as_written() -> None:
 
 
 def test_another_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that saves a sequence waits for the KV of earlier steps, not for events of the capture."""
+    """The thread that saves a sequence waits for KV of earlier steps, not for events of the capture."""
     seen: list[bool] = []
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -381,7 +393,7 @@ def test_another_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: p
 
 
 def test_shared_kv_is_in_the_pool() -> None:
-    """Prompt KV is in the pool after the prefill, and decoded KV before a fork copies it."""
+    """Prompt KV is in the pool after prefill, and decoded KV before a fork copies it."""
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -396,7 +408,7 @@ def test_shared_kv_is_in_the_pool() -> None:
 
 
 def test_the_missed_mass_is_that_of_a_cpu(tmp_path: Path) -> None:
-    """It is measured against all keys, including the newest one, which is still being written back."""
+    """Missed mass is measured with all keys, including the newest one, which is still being written back."""
     found: list[float] = []
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:

@@ -67,7 +67,7 @@ def test_a_missing_wait_shows(late_side: Simulator) -> None:
 
 
 def staged_and_freed(side: torch.cuda.Stream, record: bool) -> torch.Tensor:
-    """Read a tensor of the side stream on the compute stream while the side stream frees it and continues."""
+    """Read a tensor of the side stream on the compute stream after the side stream freed it and continued."""
     with torch.cuda.stream(side):
         staged = torch.full((4,), 5.0, device=CUDA)
     torch.cuda.current_stream().wait_stream(side)
@@ -120,7 +120,7 @@ def test_a_block_that_was_freed_is_poison(sim: Simulator) -> None:
 
 
 def test_copies_that_are_not_asynchronous_are_noted(sim: Simulator) -> None:
-    """Each is noted with its line in this file. Asynchronous copies are not noted."""
+    """The note contains the line in this file. Asynchronous copies are not noted."""
     pageable, pinned = torch.ones(4, 4), torch.ones(4, 4).pin_memory()
     x = torch.empty(4, 4, device=CUDA)
     x.copy_(pinned, non_blocking=True)
@@ -206,7 +206,7 @@ def test_a_graph_repeats_the_captured_launches(sim: Simulator) -> None:
 
 
 def test_captures_are_refused_as_cuda_refuses_them(sim: Simulator) -> None:
-    """Cover a side stream that is not joined, an event recorded outside the capture, and a host that waits."""
+    """Cover a side stream that is not joined, an event recorded outside the capture, and a host wait."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     before, x = torch.cuda.Event(), torch.zeros(4, device=CUDA)
     before.record()

@@ -41,7 +41,7 @@ def test_a_block_with_kv_is_readable_layer_by_layer_after_it_was_loaded() -> Non
 
 
 def test_a_block_that_the_pool_reuses_loses_its_copy() -> None:
-    """A sequence was truncated and got the freed block again, with KV that the host copied there."""
+    """A truncated sequence gets its freed block again, with KV that the host copied there."""
     blocks = DeviceBlocks(4, LAYERS)
     blocks.update(1, [5, 6], 0)
     before = blocks.version(1)
@@ -115,7 +115,7 @@ class Tables(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), told=st.booleans(), grow=st.integers(0, 3))
     def change(self, data: Any, told: bool, grow: int) -> None:
-        """Truncate a sequence and let it grow. It may tell of both only later."""
+        """Truncate a sequence and let it grow. If not `told`, the device learns of both changes later."""
         key = data.draw(st.sampled_from(sorted(self.tables)))
         kept = data.draw(st.integers(0, len(self.tables[key])))
         dropped = self.tables[key][kept:]

@@ -100,7 +100,7 @@ def run(memory: int | None, policy: str, options: dict[str, Any], **settings: An
 
 @pytest.mark.parametrize(("policy", "options"), [("full", {}), ("infinigen", LOW_BITS), ("quest", POLICIES["quest"])])
 def test_kv_with_copies_is_not_transferred(policy: str, options: dict[str, Any]) -> None:
-    """If all blocks have copies, decode steps transfer nothing. With two copies, they transfer less than without."""
+    """If all blocks have copies, decode steps transfer no KV. With two copies, they transfer less than without."""
     with simulated(Lazy()):
         without, few, many = (run(memory, policy, options) for memory in (None, FEW, MANY))
     for plain, mixed, copied in zip(without, few, many, strict=True):
@@ -116,7 +116,7 @@ def test_kv_with_copies_is_not_transferred(policy: str, options: dict[str, Any])
 
 
 def test_a_prefix_is_transferred_once() -> None:
-    """The prefill after a cached prefix copies it to the device, where the decode steps then read it."""
+    """The prefill after a cached prefix copies the prefix to the device, where decode steps read it."""
     params, stem = SamplingParams(max_tokens=DECODED, temperature=0), tiny_prompt(128)
     # The second request overwrites the copies of the first one.
     prompts = [stem + tiny_prompt(9, seed=1), tiny_prompt(137, seed=2), stem + tiny_prompt(9, seed=3)]
@@ -135,7 +135,7 @@ def test_a_prefix_is_transferred_once() -> None:
 
 @pytest.mark.parametrize(("memory", "swaps"), [(FEW, True), (MANY, True), (MANY, False)])
 def test_preempted_requests_continue_with_copies(memory: int, swaps: bool, tmp_path: Path) -> None:
-    """The pool is too small for three answers. Preempted requests are restored from a disk, or computed again."""
+    """The pool is too small for three answers. Preempted requests are restored from disk or recomputed."""
     prompts = [tiny_prompt(94) + tiny_prompt(28, seed=seed) for seed in range(3)]
 
     def llm(device: str, blocks: int, **settings: Any) -> LLM:
@@ -180,7 +180,7 @@ def test_a_moved_entry_moves_in_the_copy_too() -> None:
 
 
 class NamedStream(InlineStream):
-    """Record each wait as (name of the waiting stream, name of the other stream)."""
+    """Stream that records each wait as (name of the waiting stream, name of the other stream)."""
 
     def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
         self.name, self.waits = name, waits
@@ -196,7 +196,7 @@ class NamedStream(InlineStream):
 
 
 def test_loads_and_reused_slots_are_ordered_with_writes() -> None:
-    """A copy is loaded after all writes to its slot and before the next ones, which the simulator cannot interleave."""
+    """A copy is loaded after all writes to its slot and before the next ones. The simulator cannot interleave them."""
     pool, waits = make_pool(4), list[tuple[str, str]]()
     streams = NamedStream("prefetch", waits), NamedStream("write-back", waits)
     transfer = CudaTransfer(pool, geometry(), torch.device("cpu"), streams=streams, device_blocks=2)

@@ -1,5 +1,7 @@
-"""Test that the allocator's peak stays below `device_memory` during prefill and decode. The peak includes memory
-that streams still hold, however far the host is ahead of the device."""
+"""Test that the peak of the allocator stays below `device_memory` during prefill and decode.
+
+The peak includes memory that streams still hold, however far the host is ahead of the device.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_peak_is_below_the_limit(
     row: Row, schedule: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is the smallest one that the plan accepts. The simulator has no cuBLAS workspace, so its share is
-    set to 0."""
+    """The limit is the smallest one that the plan accepts.
+
+    The simulator has no cuBLAS workspace, so the share of the workspace is set to 0.
+    """
     monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))  # empty: the first start calibrates
     with simulated(SCHEDULES[schedule]()) as sim:
@@ -119,7 +123,7 @@ def test_the_peak_is_below_the_limit(
 def test_a_first_start_calibrates_with_layers_that_stream(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peak stays within the limit, although calibration takes more memory than the planned context."""
+    """Calibration needs more memory than the planned context, but stays within the limit."""
     monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     row = Row("tail, streamed", "infinigen", options=WINDOW, streamed=True)
@@ -134,7 +138,7 @@ def test_a_first_start_calibrates_with_layers_that_stream(
 
 
 def least(row: Row, folder: Path) -> int:
-    """Return the smallest limit in bytes that holds the row's sequences."""
+    """Return the smallest limit in bytes with which the sequences of the row fit."""
     shape = load_shape(folder, device="cuda", dtype="float32")
     demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
     rounded, working = "kv_cache_dtype" in row.settings, row.settings.get("working_set", 0)
@@ -148,8 +152,10 @@ def least(row: Row, folder: Path) -> int:
 
 
 def test_info_shows_the_memory_of_captured_graphs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By default, up to eight graphs keep the staging and work buffers of one step each, one for each length bucket.
-    Under a limit they keep one step's, and only if CUDA graphs are requested."""
+    """By default, up to eight graphs keep the buffers of one step each, one graph per length bucket.
+
+    Under a limit, they keep those of one step in total, and only if CUDA graphs are requested.
+    """
     arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")
     name, said = "device: CUDA graphs, at most", {}
     with simulated(Lazy()):

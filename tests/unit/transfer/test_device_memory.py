@@ -1,5 +1,7 @@
-"""Test `device_memory`: streamed weights give the same tokens, and plans hold what they state. `test_device_limit.py`
-compares the peak with the limit."""
+"""Test `device_memory`: streamed weights give the same tokens, and plans state the memory in use.
+
+`test_device_limit.py` compares the peak with the limit.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def deep_model(name: str) -> PreTrainedModel:
-    """Return a model of twelve layers whose weights outweigh its KV."""
+    """Return a model of twelve layers whose weights are larger than its KV."""
     heads = {"head_dim": 16} if name == "llama" else {}
     return tiny_model(name, **depth(name, LAYERS), **heads)
 
@@ -70,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration needs more memory than these short contexts; `test_device_limit.py` covers it."""
+    """Calibrate without the limit, because calibration needs more memory than these short contexts."""
     monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
 
 
@@ -81,7 +83,7 @@ def costs_of(folder: Path, policy: str, options: dict[str, Any]) -> DeviceCosts:
 
 
 def streaming_limit(costs: DeviceCosts, contexts: list[int], resident: int = 4) -> int:
-    """Return the bytes that hold `contexts`, `resident` layers and two weight buffers."""
+    """Return the number of bytes for `contexts`, `resident` layers and two weight buffers."""
     sizes = costs.shape.sizes
     return sizes.fixed + (resident + 2) * sizes.layers[0] + costs.total(contexts)
 
@@ -171,8 +173,11 @@ def test_device_memory_before_a_run_equals_the_plan(folder: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy: str, options: dict[str, Any]) -> None:
-    """Use CUDA's own peak counter; the limit includes CUDA_WORKSPACE for cuBLAS. Tokens equal those of the same
-    device without a limit. `test_device_limit.py` covers a simulated device, without the workspace."""
+    """CUDA's own peak counter is used. The limit includes CUDA_WORKSPACE for cuBLAS.
+
+    Tokens equal those of the same device without a limit. `test_device_limit.py` covers a simulated device, without the
+    workspace.
+    """
     shape = load_shape(folder("llama"), device="cuda", dtype="float32")
     demand = memory_demand(policy, options, shape.geometry, shape.dtype)
     limit = streaming_limit(DeviceCosts(shape, demand, 512), [CONTEXT, CONTEXT], resident=0)
@@ -194,7 +199,7 @@ def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy:
 
 @pytest.mark.parametrize("options", [{}, POLICIES[2][1], POLICIES[3][1]])
 def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str, Any]) -> None:
-    """The limit holds everything except the bases and scoring keys."""
+    """The limit has room for everything except skewing bases and scoring keys."""
     costs = costs_of(folder("llama"), "infinigen", options)
     on_device = streaming_limit(costs, [CONTEXT], resident=0)
     plan = plan_device(on_device, costs, CONTEXT)
@@ -347,7 +352,6 @@ def test_a_pass_brings_each_streamed_layer_once_and_a_layer_ahead() -> None:
 
 
 def test_compute_waits_for_a_copy_and_a_copy_for_readers_of_its_buffer() -> None:
-    """Check the order of waits between the copy stream and the compute stream."""
     told: list[str] = []
 
     class Telling(InlineStream):
@@ -378,8 +382,10 @@ def test_compute_waits_for_a_copy_and_a_copy_for_readers_of_its_buffer() -> None
     ],
 )
 def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> None:
-    """With 128k tokens, everything fits in 24 GB, layers stream in 12 GB, and nothing fits in 4 GB even with scoring
-    keys on the host."""
+    """With 128k tokens, everything fits in 24 GB, and layers are streamed in 12 GB.
+
+    4 GB are too little, even with scoring keys on the host.
+    """
     layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
     sizes = WeightSizes(2 * (2 * 128_256 + 1) * 4096, (layer,) * 32, 14336)
     geometry = ModelGeometry(

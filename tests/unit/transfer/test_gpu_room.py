@@ -61,8 +61,11 @@ def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str],
 
 
 def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Run evaluations in this process, where the device is simulated. Only write the result files of pytest, which runs
-    in a separate process, and of evaluations that decode as the perplexity of the part "accuracy" does."""
+    """Run evaluations in this process, where the device is simulated.
+
+    For pytest, which needs a separate process, and evaluations like the perplexity of part "accuracy", only write the
+    result files.
+    """
     assert limit <= gpu_parts.LIMIT
     name, *flags = command[len(programs.CLI) + 1 :]
     if "/trained_" in command[-1] or (name == "retrieval" and not ALL):
@@ -83,8 +86,10 @@ def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the results of all parts. All succeed except racecheck. With pytest-xdist, the first
-    worker creates them for all."""
+    """Return a folder with the results of all parts, of which only racecheck fails.
+
+    With pytest-xdist, the first worker creates them for all.
+    """
     if os.environ.get("PYTEST_XDIST_WORKER") is None:
         return run_all_parts(tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("data"))
     shared = tmp_path_factory.getbasetemp().parent / "gpu_results"

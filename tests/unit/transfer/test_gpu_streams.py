@@ -1,6 +1,7 @@
-"""Test stream order: a late stream never lets KV be read before it arrives, or overwritten while it is still read.
-On CUDA each stream is delayed in turn, and tokens must not change. `test_cuda_path.py` tests late streams on the
-simulated device."""
+"""Test stream order: KV is never read before it arrives, or overwritten while it is read, if a stream is late.
+
+On CUDA each stream is delayed in turn, and tokens must not change. `test_cuda_path.py` covers the simulated device.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Wait = Callable[[], None]
 
 
 class LateLane:
-    """A stream that delays itself before and after each queued operation."""
+    """Stream that delays itself before and after each queued operation."""
 
     def __init__(self, inner: Stream, wait: Wait) -> None:
         self._inner, self._wait = inner, wait
@@ -45,7 +46,7 @@ class LateLane:
 
 
 class Delay:
-    """Delay the current stream and count calls. With a seed, the delay is random."""
+    """Delay the current stream and count calls. With a seed, delays are random."""
 
     def __init__(self, seed: int | None) -> None:
         self._random, self._varies, self.calls = random.Random(seed), seed is not None, 0
@@ -56,8 +57,10 @@ class Delay:
 
 
 def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...], delay: Delay) -> LLM:
-    """Return an LLM whose streams in `late` are delayed. CUDA graphs are off: a delay after a stream's last event
-    would remain unjoined when a capture ends."""
+    """Return an LLM whose streams in `late` are delayed.
+
+    CUDA graphs are off: a delay after a stream's last event would not be joined when a capture ends.
+    """
     model = tiny_model("llama").to(device)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="4MiB", cuda_graphs=False)
     runner = llm.runner

@@ -57,8 +57,10 @@ def test_staged_kv_equals_kv_read_in_place(name: str, policy: str, options: dict
     ("policy", "options"), [("full", {}), ("infinigen", {"recent": 8}), ("infinigen", {"preset": "paper"})]
 )
 def test_staged_kv_equals_kv_read_in_place_while_slots_are_overwritten(policy: str, options: dict[str, Any]) -> None:
-    """A dense layer is fetched before the newest token exists, so a KV entry that leaves the window must already be
-    in its new slot."""
+    """A dense layer is fetched before the newest token exists.
+
+    A KV entry that leaves the window must therefore already be in its new slot.
+    """
 
     def run(prepare: bool) -> list[int]:
         model = tiny_model("llama", dtype=torch.float32)
@@ -72,7 +74,7 @@ def test_staged_kv_equals_kv_read_in_place_while_slots_are_overwritten(policy: s
 
 
 def test_a_fork_loads_its_resident_kv() -> None:
-    """Equal prompts are prefilled once. The fork loads its sinks and window from the pool."""
+    """Equal prompts are prefilled once. The fork loads sinks and window from the pool."""
     model = tiny_model("llama", dtype=torch.float32)
     tokens = tiny_prompt(90)
     options = {"sinks": 3, "recent": 16}
@@ -87,8 +89,10 @@ def test_a_fork_loads_its_resident_kv() -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int2"])
 def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: Any) -> None:
-    """Blocks of two sequences are interleaved over several slabs. A fetch returns the appended KV, including blocks
-    allocated since the previous fetch."""
+    """Blocks of two sequences alternate in several slabs.
+
+    A fetch returns appended KV, including blocks allocated since the previous fetch.
+    """
     geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
     pool = HostPool(
         geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * BLOCK_SIZE
@@ -120,7 +124,7 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: A
 
 
 class TellingStream(InlineStream):
-    """Record each wait as (name of the waiting stream, event)."""
+    """Stream that records each wait as (name of the waiting stream, event)."""
 
     def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
         self.name, self.told, self.newest = name, told, None
@@ -137,7 +141,7 @@ class TellingStream(InlineStream):
 
 
 def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
-    """Check the order of marks and waits for each fetch method."""
+    """Cover every method that fetches KV."""
     told: list[tuple[str, Any]] = []
     prefetch, write_back = TellingStream("prefetch", told), TellingStream("write-back", told)
     geometry = tiny_llama_geometry()
@@ -191,8 +195,10 @@ def tiny_llama_geometry() -> Any:
 
 
 def test_dense_fetches_of_split_kv_do_not_disturb_each_other() -> None:
-    """Slabs of two blocks split the KV of each sequence into several runs. Both fetches are read together, as a batch
-    with a shared prefix does, with the head dimension of kernels that read the pool in place."""
+    """Slabs of two blocks split the KV of each sequence into several runs.
+
+    Both fetches are read together, as for a batch with a shared prefix.
+    """
     shape = pool_geometry(head_dim=32)
     pool = HostPool(shape, torch.float32, 1 << 22, slab_tokens=2 * BLOCK_SIZE)
     transfer, tables, written = CpuTransfer(pool, shape), [pool.new_block_table(1) for _ in range(2)], []

@@ -72,7 +72,7 @@ def test_table_shows_usual_values_and_advice(infinigen: Stats) -> None:
 
 
 def test_table_names_layers_without_selection(infinigen: Stats) -> None:
-    """With 100 tokens and a budget of 20, the sinks and the window hold 68 tokens."""
+    """With 100 tokens and a budget of 20, sinks and window contain 68 tokens."""
     options = {"budget": 0.2, "dense_layers": ()}
     llm = LLM(tiny_model("llama"), policy="streaming", policy_options=options)
     [done] = completed(llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=4, temperature=0)))
@@ -111,7 +111,7 @@ def test_requirements_equal_the_memory_of_a_run(scorer: str, tmp_path: Path, mon
 
 
 def test_contexts_with_full_attention_are_fetched_entirely() -> None:
-    """A longer context was once as short as these."""
+    """Longer contexts count the tokens that were fetched before selection began."""
     shape = load_shape(tiny_model("llama"))
     options = {"dense_until": 500, "max_fraction": 0.1, "dense_layers": (1,)}
     whole, selecting = (

@@ -1,4 +1,4 @@
-"""Test packed weights on a simulated CUDA device: they stay packed there, and tokens are those of a CPU."""
+"""Test packed weights on a simulated CUDA device: they stay packed, and tokens equal those of a CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a GGUF file whose head is not tied to its embedding."""
+    """Return a GGUF file with a head that is not tied to the embedding."""
     path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
     write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE)
     return path
@@ -45,7 +45,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(model: Path, device: str, scene: Callable[..., list[list[int]]], **settings: Any) -> list[list[int]]:
-    """Return the tokens of a scene with the default policy."""
+    """Return the tokens of `scene` with the default policy and packed weights."""
 
     def make() -> LLM:
         llm = LLM(

@@ -1,4 +1,4 @@
-"""Test that a layer of a prefill takes few launches, and that their number does not depend on the chunk's length."""
+"""Test that a layer of a prefill takes few launches, independent of the length of the chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a decode step costs no more than `CONTRIBUTING.md` states."""
+"""Test that a decode step costs no more than the table in `CONTRIBUTING.md` states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DAILY = ("default", "shared prefix", "working set")
 
 @pytest.mark.parametrize("case", [case for case in CASES if ALL or case.name in DAILY], ids=str)
 def test_a_step_costs_no_more_than_on_the_page(case: Case) -> None:
-    """The step replays a graph if the page says so. `make stress PART=cuda` runs all cases."""
+    """The step replays a graph if the table says so. `make stress PART=cuda` runs all cases."""
     page, found = on_page()[case.name], count_step(case)
     assert found.replayed is page.replayed
     assert all(now <= stated for now, stated in zip(astuple(found), astuple(page), strict=True)), (found, page)

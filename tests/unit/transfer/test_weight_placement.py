@@ -1,6 +1,8 @@
-"""Test experts and the embedding in host memory: results equal those of a model entirely on the device, and only
-chosen experts and embedding rows are copied. Weights are random, so hit rates do not predict those of trained
-models."""
+"""Test experts and embeddings in host memory: results equal those of a model entirely on the device.
+
+Only chosen experts and embedding rows are copied. Weights are random, so hit rates do not predict those of trained
+models.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def runtime(folder: Path, **settings: Any) -> LLM:
 
 
 def logits_of(llm: LLM) -> torch.Tensor:
-    """Return logits `[9, V]`: the last prompt token of each sequence, then two decode steps of the whole batch."""
+    """Return logits `[9, V]`: the last prompt token of each sequence, then two decode steps of the batch."""
     runner = llm.runner
     sequences = [runner.new_sequence([*prompt, 1, 2], len(prompt) + 2) for prompt in PROMPTS]
     found = [runner.prefill(s, len(p), want_logits=True)[None] for s, p in zip(sequences, PROMPTS, strict=True)]
@@ -77,8 +79,10 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_in_host_memory_give_the_same_logits(folder: Any, name: str) -> None:
-    """Cover fewer device slots than a token's experts, as many, and nearly all. The tolerance is for float32 sums in
-    another order."""
+    """Cover fewer device slots than experts per token, as many, and nearly all.
+
+    The tolerance is for float32 sums in another order.
+    """
     expected = logits_of(runtime(folder(name)))
     for slots in (1, 2, 3):
         llm = runtime(folder(name), experts_on_device=slots)
@@ -126,7 +130,7 @@ def test_statistics_count_transferred_weights(folder: Any) -> None:
 @pytest.mark.simulated
 @pytest.mark.parametrize("name", MIXTURES if ALL else MIXTURES[:1])
 def test_a_device_gives_the_tokens_of_a_cpu(folder: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use transformers' batched expert products, because the simulated device has no grouped ones."""
+    """transformers' batched expert products are used, because the simulated device has no grouped ones."""
     monkeypatch.setattr(PreTrainedModel, "get_correct_experts_implementation", lambda self, asked: "batched_mm")
     few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     prompts = [prompt[:6] for prompt in PROMPTS[: 3 if ALL else 2]]
@@ -160,8 +164,11 @@ def stacked() -> Any:
 def test_outputs_are_right_for_any_choice_of_experts(
     stacked: Any, calls: list[tuple[int, int, int]], slots: int
 ) -> None:
-    """Each call is (tokens, experts per token, seed). Outputs equal those of the module with all experts, each
-    expert is copied at most once per call, and the least recently used experts are evicted."""
+    """Each call is (tokens, experts per token, seed).
+
+    Outputs equal those of the module with all experts, each expert is copied at most once per call, and the least
+    recently used experts are evicted.
+    """
     cache = ExpertCache(copy.deepcopy(stacked), slots, torch.device("cpu"))
     one = cache.host_bytes // 6
     used: dict[int | None, int] = {}
@@ -249,8 +256,9 @@ WIDE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 8, "moe_interm
 def test_the_allocator_never_holds_more_than_the_limit(
     name: str, more: dict[str, Any], slots: int, tmp_path: Path
 ) -> None:
-    """Peak memory comes from the outputs of a token's eight experts in one case, and from scores with a sink in the
-    other."""
+    """Peak memory is used by the outputs of a token's eight experts in one case, and by scores with a sink in the
+    other.
+    """
     architecture(name, **more).save_pretrained(tmp_path)
     config = EngineConfig("full", device_memory="1GiB", max_model_len=128, host_memory="8MiB", experts_on_device=slots)
     plan = plan_for(config, load_shape(tmp_path, device="cpu", dtype="float32"))

@@ -1,5 +1,4 @@
-"""Test the working set, which caches KV on the device. The table equals a plain implementation, cached KV equals the
-pool's, tokens do not change, and only misses are copied."""
+"""Test the working set, which caches KV on the device: tokens do not change, and only misses are copied."""
 
 from __future__ import annotations
 
@@ -45,14 +44,14 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 class PlainTable:
-    """Reference implementation of the replacement rule for one list. With decay 1/2 every score is exact."""
+    """Plain implementation of the replacement rule for one list. With decay 1/2, every score is exact."""
 
     def __init__(self, capacity: int) -> None:
         self.slots: list[int | None] = [None] * capacity
         self.scores = [-1.0] * capacity
 
     def look_up(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Return two lists with one entry per token: its slot or -1, and the slot it replaces or -1."""
+        """Return for each token its slot or -1, and the slot it replaces or -1."""
         found = [self.slots.index(token) if token in self.slots else -1 for token in tokens]
         self.scores = [score / 2 if score >= 0 else score for score in self.scores]
         for slot in found:
@@ -125,7 +124,7 @@ def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     ids=["default", "paper", "repair", "int4", "h2o", "sliding"],
 )
 def test_tokens_are_the_same_and_fewer_bytes_are_transferred(rows: int, policy: str, settings: dict[str, Any]) -> None:
-    """Run a ragged batch and check integrity after every step."""
+    """Integrity is checked after every step of a ragged batch."""
     prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
     plain = completed(make(policy=policy, **settings).generate(prompts, greedy(12)))
     llm = make(rows, policy, **settings)
@@ -145,8 +144,7 @@ def test_tokens_are_the_same_and_fewer_bytes_are_transferred(rows: int, policy: 
 
 
 def test_hits_bytes_and_fractions_agree() -> None:
-    """Compared with the same selections without a working set, the savings in bytes and in KV entries equal the
-    hits."""
+    """The bytes and KV entries saved by the working set equal the number of hits."""
     prompt, steps = tiny_prompt(150), 20
     [plain] = completed(make().generate([prompt], greedy(steps + 1)))
     [done] = completed(make(9).generate([prompt], greedy(steps + 1)))
