@@ -193,9 +193,7 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
     """
     tokens = tuple(ids[: min(config.context, positions)])
     if len(tokens) <= config.scored + 1:
-        raise InputError(
-            f"the text has {len(tokens)} tokens, too few for scored={config.scored}: use a longer text"
-        )
+        raise InputError(f"the text has {len(tokens)} tokens, too few for scored={config.scored}: use a longer text")
     start = len(tokens) - config.scored - 1
     return Text(tokens, start, start + 1)
 
