@@ -1,8 +1,8 @@
 """Check that prose is plain technical English: `python scripts/prose.py`, part of `make lint`.
 
-The check counts constructions that are rare in technical English. It reads docstrings, comments, messages and Markdown
-files, and fails if a folder has more of them per 1,000 words than its budget. Budgets may only fall. A text without
-matches can still be unclear: read it as a stranger would.
+The check counts constructions that are rare in technical English, in docstrings, comments, messages and Markdown files.
+It fails if a folder exceeds its budget of matches per 1,000 words. Budgets may only fall. Text without matches can
+still be unclear.
 
     python scripts/prose.py --show server    print every match in folders whose name contains "server"
 """
@@ -74,7 +74,7 @@ def markdown_prose(text: str) -> Iterator[tuple[int, str]]:
 
 
 def part_of(path: Path) -> str:
-    """Return the folder or page that `path` counts for: `offload_rt/engine`, `docs`, `README.md`."""
+    """Return the folder or page whose budget applies to `path`: `offload_rt/engine`, `docs`, `README.md`."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts[: 2 if parts[0] in ("offload_rt", "eval", "tests") and len(parts) > 2 else 1])
 
@@ -90,7 +90,7 @@ def files() -> Iterator[Path]:
 
 
 def count() -> tuple[Counter[str], dict[str, list[str]]]:
-    """Return the words of each part, and its matches with their places."""
+    """Return the number of words and the matches of each part."""
     words: Counter[str] = Counter()
     found: dict[str, list[str]] = {}
     for path in files():

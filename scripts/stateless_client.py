@@ -127,7 +127,6 @@ class Measurements:
         return [{"role": "user", "content": f"{self._texts[text]}\n\n{QUESTIONS[0]}"}]
 
     def row(self, name: str, client: Client, messages: list[Message]) -> str:
-        """Send a request, print its row, and return the text of the answer."""
         answer = client.ask(messages)
         print(f"| {name} | {answer.prompt:,} | {answer.cached:,} | {answer.seconds:.2f} |", flush=True)
         return answer.text

@@ -133,7 +133,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text with hidden statements and questions at its end. Everything before the first question is prefilled."""
+    """A text with hidden statements and questions at its end. By default, everything before the first question is
+    prefilled.
+    """
 
     kind: str
     text: Text
@@ -160,8 +162,7 @@ class Haystack:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def hide(self, rng: Rng, kind: str, length: int) -> Passage:
-        """Build a passage of exactly `length` tokens that hides a needle of this kind at random sentence starts of the
-        book.
+        """Build a passage of exactly `length` tokens with a needle hidden at random sentence starts of the book.
 
         Raises:
             InputError: The needle and its questions do not fit, or the book is too short.

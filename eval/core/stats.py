@@ -51,7 +51,7 @@ def paired_bootstrap(
 
     Args:
         values: Scores of n documents, `[n]`.
-        base: Baseline scores of the same documents in the same order, `[n]`.
+        base: Baseline scores of the same documents, `[n]`.
         weights: Weights of the documents, `[n]`.
         change: Function that compares the two ratios.
     """

@@ -51,7 +51,7 @@ OTHERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
 
 
 class SelectionHistogram:
-    """Counts the positions that decode steps select, over all layers and KV heads, in a text of `size` tokens.
+    """Count the selected positions of a text of `size` tokens, over all layers and KV heads.
 
     Attributes:
         steps: For each decode step, the number of selected positions in each bin, `[BINS]`.

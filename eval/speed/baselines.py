@@ -101,9 +101,7 @@ class Baseline(Protocol):
         """Load K and V `[Hkv, N, d]` of one layer. Called once per layer, in order, before the first step."""
         ...
 
-    def step(self) -> None:
-        """Decode one token and append it to the context."""
-        ...
+    def step(self) -> None: ...
 
     def facts(self) -> dict[str, Any]: ...
 
@@ -129,18 +127,12 @@ class TransformersBaseline:
 
 
 class SyntheticContext:
-    """A synthetic context in a host pool. Each sequence of the batch has its own copy, without shared blocks.
-
-    Every policy decodes copies (forks) of these sequences.
-    """
+    """A synthetic context in a host pool. Sequences of a batch share no blocks. Every policy decodes forks of them."""
 
     def __init__(
         self, pool: HostPool, transfer: Transfer, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
     ) -> None:
-        """Write the context to the pool. Each sequence has slots for `room` tokens.
-
-        Random numbers are drawn on `device`.
-        """
+        """Write the context to the pool, with slots for `room` tokens per sequence."""
         self.pool, self.transfer, self.room = pool, transfer, room
         self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
         for layer, kv in enumerate(synthetic.layers(device)):

@@ -72,7 +72,6 @@ class Case:
 
 
 def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
-    """Measure every kernel at each level of this processor, for each context length in `tokens`."""
     threads, before = torch.get_num_threads(), os.environ.get(LEVEL_VARIABLE)
     torch.set_num_threads(1)
     rate, clock, rows = _read_rate(repeats), _clock(), list[Row]()

@@ -88,8 +88,7 @@ class Case:
         moved: Number of bytes that the operation must read and write.
         over_pcie: Whether these bytes are copied from host to device, not within device memory.
         call: Runs the operation.
-        error: Runs the operation once and returns the largest difference from float64, divided by the tolerance
-            (kernels/README.md).
+        error: Returns the largest error relative to its tolerance (kernels/README.md).
     """
 
     name: str

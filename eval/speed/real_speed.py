@@ -64,7 +64,6 @@ def run_real_speed(model: str, text: str, config: SpeedConfig, out: Path, say: S
 
 
 def _started(model: str, config: SpeedConfig, say: Say, ends: ExitStack) -> dict[str, SubprocessCompetitor]:
-    """Start the competitors, and return those that run. Report the reason for others."""
     workers: dict[str, SubprocessCompetitor] = {}
     for name in (FIRST, *config.runtimes):
         try:

@@ -91,10 +91,6 @@ def run_accuracy(job: GpuJob) -> Iterator[Results]:
 
 
 def run_sessions(job: GpuJob) -> Iterator[Results]:
-    """Measure the time to the first token of the next turn of a session.
-
-    The KV of earlier turns is computed again, or read from host memory or disk.
-    """
     model, rows = SHAPES[job.size.decode.shape[0]].model(1 << 16, job.device), list[Any]()
 
     def make() -> LLM:

@@ -15,7 +15,6 @@ from .gpu_job import GpuJob, PrefillPoint, Results
 
 
 def run_prefill(job: GpuJob) -> Iterator[Results]:
-    """Measure prefills at each point, with transformers or with a policy of this runtime."""
     rows: list[dict[str, Any]] = []
     for point in job.size.prefills:
         shape = SHAPES[point.shape]

@@ -58,10 +58,10 @@ class PaperSize:
     """Sample sizes of the reproduction. Lengths and contexts are in tokens, budgets are fractions of the context.
 
     Attributes:
-        length_windows: Number of windows per context of Figure 19b.
-        pool_windows: Number of windows of Table 2.
-        limit: Number of documents per harness task.
-        also_dense: Further sets of dense layers. All policies are compared with each set.
+        length_windows: Windows per context of Figure 19b.
+        pool_windows: Windows of Table 2.
+        limit: Documents per harness task.
+        also_dense: Additional sets of dense layers to compare all policies with.
     """
 
     context: int = 2048

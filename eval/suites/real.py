@@ -175,7 +175,6 @@ class Real:
         self._tasks("ruler", TasksConfig(self._requested(RULER), limit=self.size.limit, lengths=lengths or (4096,)))
 
     def extraction(self) -> None:
-        """Run the tasks with long outputs, also with a KV cache of 4 bits."""
         self._tasks("extraction", TasksConfig(self._requested(EXTRACTION), limit=self.size.limit), (KV_INT4,))
 
     def tasks(self) -> None:
@@ -255,9 +254,9 @@ def run_real(
     say: Say,
     chosen: Sequence[Variant] = (),
 ) -> None:
-    """Run `parts` (keys of `PARTS`) for each model folder, or name below $OFFLOAD_RT_MODELS.
+    """Run `parts` (keys of `PARTS`) for each model.
 
-    After `minutes`, no part begins a new row. `chosen` replaces the default variants of each part.
+    No new row begins after `minutes`. `chosen` replaces the default variants of each part.
 
     Raises:
         InputError: A model or a text is missing.

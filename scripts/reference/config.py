@@ -143,7 +143,7 @@ class TrainConfig:
         return next(stage for stage in self.stages if step < stage.until * self.steps() or stage.until == 1.0)
 
     def length(self, step: int) -> int:
-        """Return the sequence length of a step, determined by (seed, step) like the batch."""
+        """Return the sequence length of a step. It depends only on the seed and the step."""
         lengths, shares = zip(*self.stage(step).lengths, strict=True)
         rng = np.random.default_rng([self.seed, step, 1])
         return int(rng.choice(lengths, p=np.array(shares) / sum(shares)))

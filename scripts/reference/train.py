@@ -98,7 +98,7 @@ class TrainingRun:
         self.validation = load_corpus([watched], self.tokenizer) if watched.exists() else self.corpus
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Return the settings that must not change when a run resumes. The length of training may change."""
+        """Return the settings that must not change when a run resumes. They exclude the length of training."""
         kept = json.loads(json.dumps(asdict(replace(self.config, total_tokens=self.config.tokens_per_step))))
         return {"config": kept, "corpus_tokens": len(self.corpus.ids)}
 

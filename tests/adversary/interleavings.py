@@ -272,7 +272,6 @@ class Clients:
                 raise
 
     async def turn(self, request_id: str, rng: random.Random) -> None:
-        """Continue a session, or edit it by cutting its earlier text at any point."""
         name = rng.choice("ab")
         before = self.histories.get(name, ())
         kept = before if rng.random() < 0.6 else before[: rng.randint(0, len(before))]

@@ -61,7 +61,6 @@ def command(part: str, seed: int) -> str:
 
 
 def record_failure(part: str, seed: int) -> None:
-    """Print the current exception and the command that repeats the case. Append them to `FAILURES`."""
     report = f"FAILED: {command(part, seed)}\n{traceback.format_exc()}"
     print(report, end="", flush=True)
     FAILURES.parent.mkdir(exist_ok=True)

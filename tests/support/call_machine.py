@@ -209,7 +209,6 @@ class Calls(RuleBasedStateMachine):
 
     @rule(name=names, other=names, prompt=prompts)
     def fork(self, name: str, other: str, prompt: list[int]) -> None:
-        """Fork a session. The fork continues as session `other` if that does not exist."""
         session, talk, target = self.opened(name), self.talks[name], self.talks[other]
         try:
             twin = session.fork(other)

@@ -53,7 +53,6 @@ class Lanes(np.ndarray):  # type: ignore[type-arg]
 
 
 def shape_of(data: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    """Return the shape of the values of one program."""
     return data.shape[1:] if isinstance(data, Lanes) else data.shape
 
 

@@ -73,7 +73,6 @@ class Operators:
         return None
 
     def constant(self, value: float, name: str) -> np.ndarray[Any, Any]:
-        """Return a read-only shared array `[1]`."""
         if (value, name) not in self.constants:
             self.constants[value, name] = np.array([value], dtype=self.numpy_types[name])
         return self.constants[value, name]
@@ -168,8 +167,6 @@ class Operators:
         return operator
 
     def load(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a load operator. Masked elements are set to `other`."""
-
         def operator(pointer: Any, mask: Any = None, other: Any = None, **named: Any) -> Any:
             element = getattr(pointer.dtype, "element_ty", None)
             block = pointer.type.is_block()
@@ -190,8 +187,6 @@ class Operators:
         return operator
 
     def store(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a store operator for blocks with the pointers' element type."""
-
         def operator(pointer: Any, value: Any, mask: Any = None, **named: Any) -> Any:
             element, block = getattr(pointer.dtype, "element_ty", None), pointer.type.is_block()
             known = type(value) is self.tensor and element is not None and element.name == value.dtype.name

@@ -29,9 +29,7 @@ from offload_rt.transfer.plan import attended_tokens
 
 @dataclass(frozen=True)
 class PlainScore:
-    """Log-probabilities of scored tokens. Attended and fetched fractions and missed mass are listed by position and
-    layer.
-    """
+    """Results of `plain_scores`. Fractions and missed masses are listed by scored position and layer."""
 
     logprobs: list[float]
     is_greedy: list[bool]

@@ -19,7 +19,7 @@ class PrefillCounts:
     """Counts of one layer of a prefill.
 
     Attributes:
-        kernels: Launches of kernels, including copies within the device.
+        kernels: Launches, including copies within the device.
         copies: Copies between host and device.
         allocations: Tensors that are allocated on the device.
         waits: Waits of the host for the device.

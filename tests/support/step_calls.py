@@ -23,8 +23,6 @@ FIRST, LAST = 10, 30
 
 
 class CallCounter:
-    """Counts calls while it is the profile function of `sys.setprofile`."""
-
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.crossings = 0

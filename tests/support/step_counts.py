@@ -95,7 +95,7 @@ class StepCounts:
 
     Attributes:
         replayed: Whether a graph was replayed.
-        nodes: Kernels and copies per layer, in the graph if there is one.
+        nodes: Kernels and copies per layer.
         launches: Launches by the host.
         allocations: Tensors that are allocated on the device outside of graphs.
         waits: Waits of the host for the device.

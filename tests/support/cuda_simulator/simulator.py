@@ -20,7 +20,7 @@ class Simulator:
     Attributes:
         syncs: All waits of the host for a device.
         launched: Numbers of kernels and copies by name, without poisoning.
-        error: Pending error of a call that returned a code. The next launch raises it.
+        error: Error that the next launch raises, as after a failed CUDA call.
         graphs: Number of graphs by memory pool.
         nodes: Kernels and copies of the graph that was replayed last.
     """
@@ -86,7 +86,6 @@ class Simulator:
     # ----------------------------------------------------------------------------------------------------- tensors
 
     def new(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a poisoned device tensor with the shape, strides and dtype of `like`."""
         queue = self.stream(device.index if device.index is not None else self.device)
         pool = 0 if queue.capture is None else queue.capture.pool
         return self._shaped(self.memory.allocate(queue, _extent(like), pool), like)

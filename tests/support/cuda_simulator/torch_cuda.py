@@ -30,8 +30,6 @@ def index_of(sim: Simulator, device: Any) -> int:
 
 
 class Event:
-    """Replace `torch.cuda.Event` and `torch.Event`."""
-
     def __init__(self, sim: Simulator, *args: Any, **named: Any) -> None:
         self._sim = sim
         self._point: Point | None = None
@@ -97,8 +95,6 @@ class Stream:
 
 
 class Graph:
-    """Replace `torch.cuda.CUDAGraph`."""
-
     def __init__(self, sim: Simulator) -> None:
         self._sim = sim
         self._captured: Capture | None = None
