@@ -159,7 +159,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 @settings(max_examples=CASES // 2 or 80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(door=st.sampled_from(sorted(DOORS)), value=ANYTHING)
 @example(door="LLM tokenizer", value=torch.tensor([1, 2]))
-def test_any_value_at_any_door(place: Place, door: str, value: Any) -> None:
+def test_any_value_of_any_argument(place: Place, door: str, value: Any) -> None:
     only_ours(lambda: DOORS[door](place, value))
     place.llm.runner.check_integrity()
     assert place.llm.runner.pool.sequence_bytes == 0 and not place.llm.runner.reclaimables

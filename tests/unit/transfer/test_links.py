@@ -88,7 +88,7 @@ def test_a_fork_loads_its_resident_kv() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int2"])
-def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: Any) -> None:
+def test_a_fetch_reads_blocks_allocated_since_the_last_one(device: torch.device, kv_cache_dtype: Any) -> None:
     """Blocks of two sequences alternate in several slabs.
 
     A fetch returns appended KV, including blocks allocated since the previous fetch.
