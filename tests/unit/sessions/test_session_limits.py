@@ -54,7 +54,7 @@ answer = partial(take_turn, params=SHORT)
 
 
 @contextmanager
-def forgetting() -> Iterator[None]:
+def ignore_truncation_warnings() -> Iterator[None]:
     """Ignore warnings about truncated sessions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "session .* would outgrow", UserWarning)
@@ -101,13 +101,13 @@ def test_overflowing_turns_are_equal_in_a_queue_and_alone(options: dict[str, Any
             llm = make_llm(positions=POSITIONS, **options)
             session = llm.session("ada", tmp_path / "sent")
         outgrows = len(session.tokens) + len(turn("ada", i)) + 6 > POSITIONS
-        with pytest.warns(UserWarning, match=r"its oldest \d+ tokens") if outgrows else forgetting():
+        with pytest.warns(UserWarning, match=r"its oldest \d+ tokens") if outgrows else ignore_truncation_warnings():
             assert answer(session, turn("ada", i)) == right["ada"][i]
         assert len(session.tokens) <= POSITIONS
     session.close()
     queue = make_llm(11, positions=POSITIONS, **options).turns(tmp_path / "queue", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(5) for name in NAMES}
-    with forgetting():
+    with ignore_truncation_warnings():
         while not queue.idle:
             queue.step()
             queue.check_integrity()
@@ -125,7 +125,7 @@ def test_a_preempted_turn_of_a_truncated_session_gives_the_same_tokens(tmp_path:
     scheduler, preempted = queue._engine.scheduler, 0
     for i in range(5):
         queued = queue.add("ada", turn("ada", i), SHORT)
-        with forgetting():
+        with ignore_truncation_warnings():
             while not queue.idle:
                 queue.step()
                 if queued.turn is not None and queued.turn in scheduler.running and preempted == i:

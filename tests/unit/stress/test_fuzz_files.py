@@ -42,7 +42,7 @@ MEMORY = 3 << 30
 
 
 @pytest.fixture(autouse=True)
-def quickly_and_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_fsync_and_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Disable fsync, because no test here simulates a power failure, and keep all files in the folder."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -123,7 +123,7 @@ def test_a_fetch_reads_blocks_allocated_since_the_last_one(device: torch.device,
     pool.check_integrity()
 
 
-class TellingStream(InlineStream):
+class RecordingStream(InlineStream):
     """Stream that records each wait as (name of the waiting stream, event)."""
 
     def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
@@ -143,7 +143,7 @@ class TellingStream(InlineStream):
 def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
     """Cover every method that fetches KV."""
     told: list[tuple[str, Any]] = []
-    prefetch, write_back = TellingStream("prefetch", told), TellingStream("write-back", told)
+    prefetch, write_back = RecordingStream("prefetch", told), RecordingStream("write-back", told)
     geometry = tiny_llama_geometry()
     pool = HostPool(geometry, torch.float32, 1 << 21)
     transfer = CudaTransfer(pool, geometry, torch.device("cpu"), streams=(prefetch, write_back))
