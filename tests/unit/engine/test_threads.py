@@ -33,7 +33,7 @@ def make_llm(**options: Any) -> LLM:
     return LLM(tiny_model("llama", dtype=torch.float32), dtype="float32", host_memory="32MiB", **options)
 
 
-def work(llm: LLM, folder: Path, number: int) -> list[Any]:
+def all_calls(llm: LLM, folder: Path, number: int) -> list[Any]:
     """Make every kind of call. The results depend only on `number`."""
     prompts = [tiny_prompt(90 + 7 * number + i, seed=10 * number + i) for i in range(2)]
     found: list[Any] = [completion.token_ids for completion in completed(llm.generate(prompts, SHORT))]
@@ -52,9 +52,9 @@ def test_threads_get_the_tokens_that_they_would_get_alone(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     alone = make_llm(**options)
-    expected = [work(alone, tmp_path / "alone", number) for number in range(3)]
+    expected = [all_calls(alone, tmp_path / "alone", number) for number in range(3)]
     llm = make_llm(**options)
-    calls: list[Callable[[], list[Any]]] = [lambda n=n: work(llm, tmp_path / "store", n) for n in range(3)]  # type: ignore[misc]
+    calls: list[Callable[[], list[Any]]] = [lambda n=n: all_calls(llm, tmp_path / "store", n) for n in range(3)]  # type: ignore[misc]
     with ThreadPoolExecutor(3) as threads:
         found = [future.result() for future in [threads.submit(call) for call in calls]]
     assert found == expected

@@ -278,7 +278,7 @@ def test_shifted_sequences_read_the_positions_they_begin_at():
 def test_share_of_steps_begins_anywhere_it_fits():
     config = replace(TINY, shifted=0.5, total_tokens=1024 * 400)
     begins = [config.first_position(step) for step in range(400)]
-    assert 120 < sum(begin == 0 for begin in begins) < 300  # half, and those of full length
+    assert 120 < sum(begin == 0 for begin in begins) < 300  # half of the steps, and those of full length
     assert max(begins) > 200
     longest = config.shape.max_positions
     assert all(begin + config.length(step) <= longest for step, begin in enumerate(begins))

@@ -177,7 +177,7 @@ def test_tokens_are_read_from_copies_on_the_device(
         out, tally = torch.full_like(want, 7), torch.ones(3, 2, dtype=torch.int64, device=kernel_device)
         gather(rows, tokens, limits, bases, planes, out, device, tally)
         assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
-        assert torch.equal(tally, per_sequence + 1)  # added to what is there
+        assert torch.equal(tally, per_sequence + 1)  # counts are added
     starts = bases.gather(1, block.view(3, -1)).view(3, 2, -1)
     offsets = torch.where(starts >= device.first, device.planes[0, :, None] + device.first, planes[0, :, None])
     ids = (starts + offsets).view(6, -1) + tokens % BLOCK_SIZE

@@ -313,7 +313,7 @@ def test_a_partly_filled_window_block_is_not_cached() -> None:
 
 
 class OneWindowMachine(PoolMachine):
-    windows = (65,)  # the window leaves a block in the step in which it enters the next one
+    windows = (65,)  # a step can leave one block and enter the next one
     blocks = 2
 
 

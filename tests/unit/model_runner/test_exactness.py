@@ -110,7 +110,7 @@ def test_infinigen_with_a_full_budget_equals_full(name: str, source: str, scorer
     )
     assert_greedy(model, prompt, sparse.token_ids)  # equals transformers, like full
     assert sparse.stats.exact_fraction == 1.0
-    if name == "mistral":  # all layers slide and select nothing
+    if name == "mistral":  # all layers slide, so none selects tokens
         assert sparse.stats.missed_mass is None
     else:
         assert sparse.stats.missed_mass == pytest.approx(0, abs=1e-6)

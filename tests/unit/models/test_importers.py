@@ -158,8 +158,8 @@ def test_weights_and_tokens_equal_the_format(name: str, tmp_path: Path) -> None:
                 weight = layer.form.unpack(layer.packed, torch.float32)
                 if layer.form.permuted:
                     weight = weight[:, torch.argsort(layer.order)]
-                # The format rounds its result to its dtype of 16 bits. Packed weights are the numbers before this, so
-                # the reference gets them, too: its tokens may differ by the rounding.
+                # The format rounds weights to 16 bits, and packed weights are not rounded. The reference gets the
+                # unrounded weights, because rounding may change its tokens.
                 assert weight.to(torch.bfloat16 if name[0] == "w" else torch.float16).float().equal(module.weight)
                 module.weight.data.copy_(weight)
     assert layer.form.permuted == ("desc-act" in name)

@@ -70,7 +70,7 @@ def test_approximate_kv_without_rounding_gives_full_attention(
     name: str, budget: float, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With unquantised KV in place of approximate KV, any selection gives full attention."""
-    # Only models with full-attention layers: all layers of Mistral slide and select nothing.
+    # Only models with full-attention layers: Mistral has none, so it selects no tokens.
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     write = ApproximateKV.write
 

@@ -190,7 +190,7 @@ OTHERWISE = {"Image Input", "Error Handling"}
 """Known failures of llm-comply: images are refused, and `model` is optional, as in vLLM."""
 
 
-class Obeying(ScriptedEngine):
+class ToolCallingEngine(ScriptedEngine):
     """Engine that calls the first tool in the prompt until the prompt contains a result."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Obeying(ScriptedEngine):
 
 @pytest.fixture(scope="module")
 def obeying_url() -> Iterator[str]:
-    with served(Obeying()) as address:
+    with served(ToolCallingEngine()) as address:
         yield address
 
 

@@ -23,7 +23,7 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
 OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
 
 
-class Passage:
+class FlakyUpstream:
     """Forward messages between proxy and upstream. Fail after `breaks_after` messages."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
@@ -46,12 +46,12 @@ class Passage:
 
 
 @pytest.fixture
-def passage(engine: ScriptedEngine) -> Passage:
-    return Passage(engine)
+def passage(engine: ScriptedEngine) -> FlakyUpstream:
+    return FlakyUpstream(engine)
 
 
 @pytest.fixture
-def http(passage: Passage) -> Iterator[httpx2.Client]:
+def http(passage: FlakyUpstream) -> Iterator[httpx2.Client]:
     app = Starlette(routes=[Mount("/", app=Proxy(passage.ask, OPTIONS.max_body, OPTIONS.timeout))])
     with answering(app) as (url, _), httpx2.Client(base_url=url) as client:
         yield client
@@ -82,7 +82,7 @@ def test_a_disconnected_client_ends_its_request(http: httpx2.Client, engine: Scr
         engine.pause = 0.0
 
 
-def test_a_replica_that_dies(http: httpx2.Client, passage: Passage) -> None:
+def test_a_replica_that_dies(http: httpx2.Client, passage: FlakyUpstream) -> None:
     """Before the first message, the client gets a 503 error. Later, its connection is closed."""
     passage.breaks_after = 0
     answer = http.post("/v1/chat/completions", json=ASK)

@@ -41,7 +41,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_session_comes_back_and_is_truncated(name: str, tmp_path: Path) -> None:
+def test_a_session_is_restored_and_truncated(name: str, tmp_path: Path) -> None:
     """The second turn is compared with transformers, and logits after a truncation with the plain model.
 
     After the truncation, sliding layers attend only to kept tokens after the gap.
@@ -78,7 +78,7 @@ def test_a_session_comes_back_and_is_truncated(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pool_that_is_full_evicts(name: str) -> None:
+def test_a_full_pool_evicts(name: str) -> None:
     model = architecture(name)
     pool = make(model).runner.pool
     memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)

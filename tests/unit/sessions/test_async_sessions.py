@@ -33,7 +33,7 @@ def make(store: Path | None = None) -> AsyncLLM:
     return AsyncLLM(LLM(tiny_model("llama"), policy="full", host_memory="16MiB"), store=store)
 
 
-def test_what_a_prompt_does_to_a_session() -> None:
+def test_a_prompt_keeps_the_common_prefix_of_a_session() -> None:
     for held, given, expected in (
         ([], [1, 2], (0, 0, (1, 2))),
         ([1, 2, 3], [1, 2, 3, 4], (3, 0, (4,))),
@@ -45,7 +45,7 @@ def test_what_a_prompt_does_to_a_session() -> None:
         assert (found.tokens_before, found.dropped, found.added) == expected
 
 
-def test_branches_of_a_session_answer_as_without_one(tmp_path: Path) -> None:
+def test_changed_prompts_of_a_session_answer_as_without_one(tmp_path: Path) -> None:
     """Cover longer, shorter and changed prompts. Each answer equals that of the prompt without a session."""
     asked = [prompt(150), prompt(210), prompt(150), prompt(100) + prompt(90, 5), prompt(40)]
 
@@ -107,7 +107,7 @@ def test_a_turn_that_cannot_be_saved_is_answered(
     assert caplog.text.count("a session could not be saved: no room") == 2
 
 
-def test_a_session_that_gives_way_and_cannot_be_saved_is_nobodys_error(
+def test_an_unsaved_evicted_session_fails_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The session limit closes one session at the end of a turn of another one. Saving it fails."""
@@ -138,7 +138,7 @@ def test_only_the_oldest_sessions_above_the_limit_are_closed(tmp_path: Path, mon
     asyncio.run(run())
 
 
-def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
+def test_a_deletion_completes_without_its_client(tmp_path: Path) -> None:
     """The event loop of the deletion request is closed. The session is deleted, and other requests succeed."""
 
     async def leave(engine: AsyncLLM) -> None:
@@ -159,7 +159,7 @@ def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
     assert asyncio.run(run()).finished
 
 
-def test_a_turn_that_gives_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_turn_frees_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `swap`, KV of preempted session turns is not swapped, because the session store contains it."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     model, params = tiny_model("llama", num_hidden_layers=2), SamplingParams(max_tokens=60, temperature=0)
@@ -199,7 +199,7 @@ def test_times_of_a_request() -> None:
     assert times == sorted(times) and times[3] < times[4]  # type: ignore[type-var, operator]
 
 
-def test_a_prompt_that_is_read_is_given_up_at_once() -> None:
+def test_a_prefill_is_aborted_at_once() -> None:
     """The layers that are left are not computed."""
     llm = LLM(tiny_model("llama", num_hidden_layers=32), policy="full", verify="off", host_memory="256MiB")
     advance, layers = llm.runner.advance_prefill, 0

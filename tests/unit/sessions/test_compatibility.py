@@ -63,7 +63,7 @@ class Selections:
         sums.append(int(tokens.sum()))
 
 
-def test_a_skew_artifact_means_the_same(tmp_path: Path) -> None:
+def test_an_old_skew_artifact_selects_the_same_tokens(tmp_path: Path) -> None:
     """With an artifact of commit 1ba94f1, each step of the bundled model selects the same tokens as in that version."""
     expected = EXPECTED["recording"]
     before = BEFORE / "skew_reference"
@@ -87,7 +87,7 @@ def some_tokens(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("case", EXPECTED["names"])
-def test_blocks_have_the_names_that_they_had(case: dict[str, Any]) -> None:
+def test_block_names_are_unchanged(case: dict[str, Any]) -> None:
     provenance = SessionProvenance(
         bytes.fromhex(EXPECTED["root"]), case["policy"], case["truncation_id"], case["owner"]
     )
@@ -98,7 +98,7 @@ def test_blocks_have_the_names_that_they_had(case: dict[str, Any]) -> None:
     assert [name.index for name in names] == list(range(len(names)))
 
 
-def test_a_truncation_has_the_name_that_it_had() -> None:
+def test_names_of_truncated_blocks_are_unchanged() -> None:
     expected = EXPECTED["truncated_history"]
     decoded = [(100, 120), (150, 180)]
     history = History("s", "m", "0123456789abcdef", some_tokens(200), computed=200, decoded=decoded)

@@ -84,7 +84,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str, llm: LLM, tmp_path: Path) -> None:
+def test_a_damaged_history_falls_back_to_the_previous_one_with_a_warning(damage: str, llm: LLM, tmp_path: Path) -> None:
     first, _ = two_turns(llm, tmp_path)
     DAMAGES[damage](file(tmp_path))
     with pytest.warns(UserWarning, match=r"session 's' was opened in its previous version, with 1 .*session-\w+\.doc"):
@@ -103,7 +103,7 @@ def test_a_damaged_history_falls_back_to_the_one_before_and_says_so(damage: str,
         session.close()
 
 
-def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm: LLM, tmp_path: Path) -> None:
+def test_a_store_copied_during_use_has_the_last_saved_state(llm: LLM, tmp_path: Path) -> None:
     """The store is copied during an answer, with partly written blocks. The copy contains the turns before."""
     store, copy = tmp_path / "store", tmp_path / "copy"
     session = llm.session("s", store)
@@ -130,9 +130,7 @@ def test_a_store_that_was_copied_while_it_was_in_use_is_as_it_was_saved_last(llm
 
 
 @pytest.mark.parametrize("damage", ["one bit", "empty", "a pipe"])
-def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
-    damage: str, llm: LLM, tmp_path: Path
-) -> None:
+def test_without_an_intact_history_the_error_names_the_file(damage: str, llm: LLM, tmp_path: Path) -> None:
     two_turns(llm, tmp_path)
     DAMAGES[damage](file(tmp_path))
     flip(file(tmp_path, "s.before"))
@@ -149,7 +147,7 @@ def test_where_nothing_is_whole_the_session_is_refused_by_the_name_of_its_file(
     other.close()
 
 
-def test_a_closed_session_is_whole_twice(llm: LLM, tmp_path: Path) -> None:
+def test_a_closed_session_is_stored_twice(llm: LLM, tmp_path: Path) -> None:
     """Closing writes the history a second time, so one flipped bit loses no token."""
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -177,7 +175,7 @@ def test_a_closed_session_is_whole_twice(llm: LLM, tmp_path: Path) -> None:
         ({"tokens": [10**6] * 300}, "the history of another session"),
     ],
 )
-def test_a_history_that_is_not_understood_is_refused_and_never_replaced(
+def test_an_unknown_history_is_refused_and_never_replaced(
     change: dict[str, Any], message: str, llm: LLM, tmp_path: Path
 ) -> None:
     two_turns(llm, tmp_path)
@@ -190,14 +188,12 @@ def test_a_history_that_is_not_understood_is_refused_and_never_replaced(
     assert path.read_bytes() == record and not list(tmp_path.rglob("*.damaged"))
 
 
-def test_deep_or_strange_json_is_no_history() -> None:
+def test_deep_or_invalid_json_is_refused() -> None:
     for data in (b"[" * 100_000, b"[]", b'"x"', b"1e999", b'{"format": 2, "name": [], "model": {}}', b"\xff\xfe"):
         assert History.from_bytes(data) is None
 
 
-def test_deleting_beside_a_damaged_history_says_what_is_not_known(
-    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deleting_beside_a_damaged_history_warns(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The deletion also deletes blocks of a damaged session, with a warning."""
     two_turns(llm, tmp_path)
     session = llm.session("s", tmp_path)
@@ -225,7 +221,7 @@ def test_deleting_beside_a_damaged_history_says_what_is_not_known(
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
 
 
-def test_a_list_says_which_session_is_not_what_it_was_last(
+def test_the_list_of_sessions_names_damaged_histories(
     llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_turns(llm, tmp_path)
@@ -235,7 +231,7 @@ def test_a_list_says_which_session_is_not_what_it_was_last(
     assert "s" in out and f"{document_name('s')}.doc" in err and "the previous save" in err
 
 
-def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path) -> None:
+def test_lost_sinks_are_recomputed_with_a_warning(tmp_path: Path) -> None:
     model = tiny_model("llama", dtype=torch.float32, max_position_embeddings=256)
     llm = LLM(model, dtype="float32", host_memory="16MiB", policy="full")
     session = llm.session("s", tmp_path)
@@ -259,7 +255,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
-def test_every_state_that_a_kill_can_leave_has_a_whole_document(
+def test_a_document_is_intact_after_a_kill_at_any_point(
     links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends before each file system call of `put` in turn.
@@ -310,7 +306,7 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
     assert steps >= 5, "every call was an end once"
 
 
-def test_a_damaged_document_never_becomes_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_document_never_becomes_the_previous_one(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.documents.put(named("one"), b"first")
     store.documents.put(named("one"), b"second")
@@ -338,7 +334,7 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_process_that_ended_between_the_two_names_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_crash_after_linking_leaves_no_stale_file(tmp_path: Path) -> None:
     """After a crash of `put`, `.doc` and `.before` may be links to the same file."""
     store = open_store(tmp_path)
     store.documents.put(named("one"), b"first")

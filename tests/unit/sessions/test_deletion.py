@@ -81,12 +81,12 @@ def test_no_name_is_ever_parsed(llm: LLM, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "\ud800", 5])
-def test_what_cannot_be_a_name_is_refused(name: object, llm: LLM, tmp_path: Path) -> None:
+def test_invalid_names_are_refused(name: object, llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1 to 200 characters"):
         llm.session(name, tmp_path)  # type: ignore[arg-type]
 
 
-def test_sessions_of_two_models_are_told_apart_by_an_option(llm: LLM, tmp_path: Path) -> None:
+def test_sessions_of_two_models_are_selected_by_an_option(llm: LLM, tmp_path: Path) -> None:
     other = LLM(tiny_model("qwen2", num_hidden_layers=1), host_memory="16MiB", policy="full")
     for each in (llm, other):
         told(each, tmp_path, "s", tiny_prompt(5))
@@ -98,7 +98,7 @@ def test_sessions_of_two_models_are_told_apart_by_an_option(llm: LLM, tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["discard", "command"])
-def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path) -> None:
+def test_no_data_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path) -> None:
     """The session was truncated, regenerated and interrupted, and its document was copied."""
     kept = told(llm, tmp_path, "kept", tiny_prompt(100, seed=1))
     session = llm.session("gone", tmp_path)
@@ -215,7 +215,7 @@ def test_blocks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) 
     assert files(tmp_path) == ["lock"]
 
 
-def test_a_deletion_spares_what_an_open_session_has_on_its_way(llm: LLM, tmp_path: Path) -> None:
+def test_a_deletion_keeps_unsaved_blocks_of_an_open_session(llm: LLM, tmp_path: Path) -> None:
     """No history contains the blocks of a running answer yet, but they must stay."""
     other, session = llm.session("other", tmp_path), llm.session("s", tmp_path)
     answer(other, tiny_prompt(80, seed=7))
@@ -264,7 +264,7 @@ def test_a_second_deletion_reads_only_changed_histories(tmp_path: Path, monkeypa
     store.close()
 
 
-def test_a_session_that_answers_while_it_is_deleted_writes_nothing_afterwards(llm: LLM, tmp_path: Path) -> None:
+def test_a_session_deleted_during_an_answer_writes_nothing_afterwards(llm: LLM, tmp_path: Path) -> None:
     session = llm.session("s", tmp_path)
     events = session.send(tiny_prompt(150), SamplingParams(max_tokens=80, temperature=0))
     next(events)
@@ -290,7 +290,7 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
     assert files(tmp_path) == ["lock"]
 
 
-def test_a_server_deletes_what_it_cannot_open(llm: LLM, tmp_path: Path) -> None:
+def test_a_server_deletes_damaged_sessions(llm: LLM, tmp_path: Path) -> None:
     """Delete a damaged session, a closed one, an open one and one that does not exist."""
     store = SessionStore(llm.runner, tmp_path)
     sessions = StoredRequestFactory(store, [].append)

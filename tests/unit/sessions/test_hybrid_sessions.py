@@ -307,7 +307,7 @@ def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, 
 
 
 class TestFaults:
-    def test_a_state_of_another_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_state_of_another_position(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The tests above fail if a restored snapshot belongs to another position."""
         model, llm = make("qwen3_5")
         session = llm.session("s", tmp_path)

@@ -127,7 +127,7 @@ def test_a_cancelled_prefill_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_requests_with_several_answers_and_unusual_ones(tmp_path: Path) -> None:
+def test_beams_samples_logprobs_and_salts_with_a_store(tmp_path: Path) -> None:
     """Beam searches, several samples, prompt log-probabilities and salted prompts give the same results as without a
     store.
     """
@@ -236,7 +236,7 @@ def test_a_session_is_deleted_beside_a_prompt_of_the_same_text(
     assert files(tmp_path) == ["lock"]
 
 
-def test_the_engine_goes_on_while_blocks_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_continues_while_blocks_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished request is freed although the disk blocks writes of another request, which still computes."""
     own, others, written, finish = threading.Event(), threading.Event(), itertools.count(), StoreFolder.finish
 

@@ -81,7 +81,7 @@ def test_a_folder_of_the_users_own_keeps_its_mode_and_files(tmp_path: Path) -> N
     assert modes(tmp_path / "mine") == PRIVATE | {"0755 folder", "0644 file"}
 
 
-def test_what_the_server_remembers(tmp_path: Path) -> None:
+def test_stored_responses_are_private(tmp_path: Path) -> None:
     """Links, pipes and other files in the documents folder are ignored. Temporary files of a killed
     server are removed.
     """

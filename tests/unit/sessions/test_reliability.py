@@ -76,7 +76,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> None:
+def test_a_full_disk_keeps_complete_blocks(small_disk: Callable[[str], Path]) -> None:
     folder = small_disk("128k")
     store = open_store(folder / "store")
     saved = [save(store, number) for number in range(30)]
@@ -97,7 +97,7 @@ def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> N
     store.close()
 
 
-def test_a_session_on_a_full_disk_says_so_and_goes_on(small_disk: Callable[[str], Path]) -> None:
+def test_a_session_on_a_full_disk_warns_and_continues(small_disk: Callable[[str], Path]) -> None:
     folder = small_disk("450k")
     session = make_llm().session("s", folder)
     tokens: list[int] = []
@@ -163,7 +163,7 @@ def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
     session.close()
 
 
-def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
+def test_kv_of_a_truncated_session_is_not_shared(tmp_path: Path) -> None:
     """A prompt of the kept tokens reuses no KV, because their KV depends on the removed tokens."""
     llm = make_llm()
     session = llm.session("s", tmp_path)
@@ -177,7 +177,7 @@ def test_rows_of_a_truncated_session_are_nobody_elses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_bit_anywhere_in_a_session_is_never_a_wrong_token(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_never_a_wrong_token(tmp_path: Path) -> None:
     """Sampled bits are flipped in stored blocks and in the history."""
     llm = make_llm()
     session = llm.session("s", tmp_path)

@@ -54,7 +54,7 @@ answer = partial(take_turn, params=SHORT)
 
 
 @contextmanager
-def forgetting() -> Iterator[None]:
+def ignore_truncation_warnings() -> Iterator[None]:
     """Ignore warnings about truncated sessions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "session .* would outgrow", UserWarning)
@@ -64,7 +64,7 @@ def forgetting() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------ overflow
 
 
-def test_half_the_positions_stay_or_what_the_turn_leaves() -> None:
+def test_truncation_keeps_half_of_the_positions_or_fewer() -> None:
     assert last_kept(100, 60, 160) == 100, "everything fits"
     assert last_kept(101, 60, 160) == 80, "the older half goes"
     assert last_kept(101, 120, 160) == 36, "and more, where the turn needs the room"
@@ -90,9 +90,7 @@ def by_hand(folder: Path, name: str, turns: int, **options: Any) -> list[list[in
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_overflowing_turns_are_equal_in_a_queue_and_alone(options: dict[str, Any], tmp_path: Path) -> None:
     """Answers equal those with explicit truncation, also after preemption and restoring from disk."""
     right = {name: by_hand(tmp_path / "by hand", name, 5, **options) for name in NAMES}
     llm = make_llm(positions=POSITIONS, **options)
@@ -103,13 +101,13 @@ def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
             llm = make_llm(positions=POSITIONS, **options)
             session = llm.session("ada", tmp_path / "sent")
         outgrows = len(session.tokens) + len(turn("ada", i)) + 6 > POSITIONS
-        with pytest.warns(UserWarning, match=r"its oldest \d+ tokens") if outgrows else forgetting():
+        with pytest.warns(UserWarning, match=r"its oldest \d+ tokens") if outgrows else ignore_truncation_warnings():
             assert answer(session, turn("ada", i)) == right["ada"][i]
         assert len(session.tokens) <= POSITIONS
     session.close()
     queue = make_llm(11, positions=POSITIONS, **options).turns(tmp_path / "queue", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(5) for name in NAMES}
-    with forgetting():
+    with ignore_truncation_warnings():
         while not queue.idle:
             queue.step()
             queue.check_integrity()
@@ -119,7 +117,7 @@ def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
     queue.close()
 
 
-def test_a_cut_turn_that_is_preempted_says_the_same(tmp_path: Path) -> None:
+def test_a_preempted_turn_of_a_truncated_session_gives_the_same_tokens(tmp_path: Path) -> None:
     """A truncated session is saved before the turn, and restored from disk after preemption."""
     right = by_hand(tmp_path / "by hand", "ada", 5, **POLICIES["infinigen"])
     llm = make_llm(positions=POSITIONS, **POLICIES["infinigen"])
@@ -127,7 +125,7 @@ def test_a_cut_turn_that_is_preempted_says_the_same(tmp_path: Path) -> None:
     scheduler, preempted = queue._engine.scheduler, 0
     for i in range(5):
         queued = queue.add("ada", turn("ada", i), SHORT)
-        with forgetting():
+        with ignore_truncation_warnings():
             while not queue.idle:
                 queue.step()
                 if queued.turn is not None and queued.turn in scheduler.running and preempted == i:
@@ -141,7 +139,7 @@ def test_a_cut_turn_that_is_preempted_says_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["all", "one"])
-def test_what_is_left_of_a_session_with_lost_rows_is_computed_as_a_text_of_its_own(lost: str, tmp_path: Path) -> None:
+def test_kept_tokens_of_a_session_with_lost_kv_are_recomputed_as_a_prompt(lost: str, tmp_path: Path) -> None:
     session = make_llm(positions=POSITIONS).session("ada", tmp_path)
     tokens = tiny_prompt(200, seed=7)
     tokens += answer(session, tokens)
@@ -157,7 +155,7 @@ def test_what_is_left_of_a_session_with_lost_rows_is_computed_as_a_text_of_its_o
     session.close()
 
 
-def test_models_that_cannot_be_cut_refuse(tmp_path: Path) -> None:
+def test_models_that_cannot_be_truncated_refuse(tmp_path: Path) -> None:
     session = make_llm(name="gpt2", positions=100).session("s", tmp_path / "gpt2")
     answer(session, tiny_prompt(60))
     with pytest.raises(ModelError, match="has 100"):
@@ -168,7 +166,7 @@ def test_models_that_cannot_be_cut_refuse(tmp_path: Path) -> None:
         make_llm().session("s", tmp_path, overflow="eror")
 
 
-def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
+def test_a_failing_saver_reports_its_error_and_blocks_no_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = make_llm().session("ada", tmp_path)
@@ -201,7 +199,7 @@ KINDS: dict[str, Callable[[LLM], Any]] = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_idle_sessions_give_way_to_whatever_else_runs_and_come_back(kind: str, tmp_path: Path) -> None:
+def test_idle_sessions_are_evicted_for_any_request_and_restored(kind: str, tmp_path: Path) -> None:
     llm, roomy = make_llm(13), make_llm()
     pool = llm.runner.pool
     sessions = {name: llm.session(name, tmp_path / "a") for name in NAMES}
@@ -222,7 +220,7 @@ def test_idle_sessions_give_way_to_whatever_else_runs_and_come_back(kind: str, t
         session.close()
 
 
-def test_sessions_of_one_store_give_way_to_turns_of_another(tmp_path: Path) -> None:
+def test_sessions_are_evicted_for_turns_of_another_store(tmp_path: Path) -> None:
     llm = make_llm(9)
     one, other = llm.session("ada", tmp_path / "a"), llm.session("bob", tmp_path / "b")
     first = answer(one, tiny_prompt(300, seed=1))
@@ -235,7 +233,7 @@ def test_sessions_of_one_store_give_way_to_turns_of_another(tmp_path: Path) -> N
     assert llm.runner.reclaimables == []
 
 
-def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tmp_path: Path) -> None:
+def test_unsaved_sessions_stay_and_the_error_names_them(tmp_path: Path) -> None:
     llm = make_llm(9)
     block = llm.runner.pool.block_bytes
     session = llm.session("ada", tmp_path, limit=2 * block)
@@ -303,9 +301,7 @@ def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Pat
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("reopened", [False, True])
-def test_a_session_continues_after_undo_as_if_the_turn_had_never_been(
-    tmp_path: Path, policy: str, reopened: bool
-) -> None:
+def test_an_undone_turn_leaves_no_trace(tmp_path: Path, policy: str, reopened: bool) -> None:
     llm = make_llm(**POLICIES[policy])
     plain, undone = llm.session("plain", tmp_path), llm.session("undone", tmp_path)
     expected = [answer(plain, turn("ada", number)) for number in (0, 1)]
@@ -324,7 +320,7 @@ def test_a_session_continues_after_undo_as_if_the_turn_had_never_been(
     llm.close()
 
 
-def test_turns_before_and_behind_a_gap_are_undone(tmp_path: Path) -> None:
+def test_turns_before_and_after_a_gap_are_undone(tmp_path: Path) -> None:
     llm = make_llm()
     with llm.session("s", tmp_path) as session:
         for number in range(3):

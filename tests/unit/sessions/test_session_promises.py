@@ -36,7 +36,7 @@ def make_llm(blocks: int = 100, **options: Any) -> LLM:
 answer = partial(take_turn, params=SHORT)
 
 
-def test_forks_that_say_the_same_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_with_the_same_tokens_are_saved_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forks save the same last block while the disk is slow.
 
     Truncating one fork removes the block from disk. The other fork writes it again from host memory, without a warning
@@ -92,7 +92,7 @@ def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
     return stats.reused_tokens, stats.diverged_at
 
 
-def test_statistics_say_what_was_reused_and_where_a_prompt_parts_from_the_stored_ones() -> None:
+def test_statistics_report_reuse_and_divergence() -> None:
     llm, book = make_llm(), tiny_prompt(200, seed=1)
     assert reuse(llm, book) == (0, 0)
     assert reuse(llm, book) == (192, 192), "partly filled blocks are not cached"
@@ -118,7 +118,7 @@ def test_a_restore_that_reuses_nothing_is_seen(lost: str, tmp_path: Path) -> Non
         assert (tiers.disk_tokens, tiers.computed_tokens) == (here, 207 - here)
 
 
-def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_counts_after_it_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged block fails the first attempt of the turn in a late layer. Statistics contain only
     the second attempt.
     """
@@ -135,7 +135,7 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
     session.close()
 
 
-def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_loader_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected error in the loader fails the turn. The next turn succeeds."""
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
@@ -151,7 +151,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
     session.close()
 
 
-def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
+def test_the_size_limit_is_enforced_at_start(tmp_path: Path) -> None:
     """After a crash, all files count towards the limit, and blocks beyond it are evicted."""
     store = open_store(tmp_path)
     for number in range(6):
@@ -170,7 +170,7 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
     limited.close()
 
 
-def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_above_the_limit_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
     assert save(store, 1) and save(store, 2)
     assert store.begin(block_name(store, 9), 4 * FILE_BYTES) is None
@@ -189,7 +189,7 @@ def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatc
 # ---------------------------------------------------------------------------------------------------- repr and closing
 
 
-def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
+def test_reprs_are_one_line(tmp_path: Path) -> None:
     llm = make_llm()
     [completion] = completed(llm.generate([tiny_prompt(20)], SHORT))
     assert repr(completion) == "CompletionOutput('', tokens=8, finish_reason='length')"
@@ -206,7 +206,7 @@ def test_everything_has_one_line_to_be_seen_by(tmp_path: Path) -> None:
     assert repr(session).endswith("closed)")
 
 
-def test_blocks_close_what_they_open(tmp_path: Path) -> None:
+def test_with_blocks_close_everything(tmp_path: Path) -> None:
     """A runtime is closed with a partly read answer and a queued turn.
 
     Tokens so far are saved, another runtime can open the store, and later calls raise an error.

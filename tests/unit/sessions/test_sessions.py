@@ -51,9 +51,7 @@ def talk(session: Session, turns: list[list[int]]) -> list[list[int]]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("where", ["host", "disk", "disk read anew"])
-def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
-    options: dict[str, Any], where: str, tmp_path: Path
-) -> None:
+def test_a_restored_session_continues_unchanged(options: dict[str, Any], where: str, tmp_path: Path) -> None:
     llm = make_llm(**options)
     straight = llm.session("straight", tmp_path / "a")
     expected = talk(straight, TURNS)
@@ -105,7 +103,7 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["bits", "truncated", "empty", "removed", "late"])
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
-def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_kv_is_recomputed(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After damage to stored blocks, the answer equals that of a prompt of the same tokens.
 
     With selection, the KV of decoded tokens depends on the selection, so cases that find the damage late are compared
@@ -147,7 +145,7 @@ def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monk
     again.close()
 
 
-def test_forks_go_their_own_ways(tmp_path: Path) -> None:
+def test_forks_are_independent(tmp_path: Path) -> None:
     llm = make_llm(**POLICIES["infinigen"])
     session = llm.session("a", tmp_path)
     answer(session, TURNS[0])
@@ -166,7 +164,7 @@ def test_forks_go_their_own_ways(tmp_path: Path) -> None:
         assert llm.session(name, tmp_path).tokens[-12:] == turn
 
 
-def test_an_answer_that_is_closed_early_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
+def test_the_tokens_of_an_interrupted_answer_are_kept(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     whole = answer(llm.session("whole", tmp_path), TURNS[0])
@@ -209,7 +207,7 @@ def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pyt
     session.close()
 
 
-def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
+def test_unsupported_sessions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="learns from every query"):
         make_llm(policy="h2o").session("s", tmp_path)
     with pytest.raises(ConfigError, match="learns from every query"):
@@ -234,7 +232,7 @@ def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
     make_llm().session("t", tmp_path).close()
 
 
-def test_a_store_without_room_never_goes_over_its_limit(tmp_path: Path) -> None:
+def test_a_full_store_never_exceeds_its_limit(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path, limit="300KiB")
     right = talk(session, TURNS[:2])
@@ -287,7 +285,7 @@ def cut_reference(llm: LLM, tokens: list[int], kept: list[int], more: list[int],
 
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("how", ["keep_last", "drop"])
-def test_truncation_picks_rows_and_positions_go_on(how: str, restart: bool, tmp_path: Path) -> None:
+def test_truncation_keeps_kv_and_positions(how: str, restart: bool, tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -310,7 +308,7 @@ def test_truncation_picks_rows_and_positions_go_on(how: str, restart: bool, tmp_
     session.close()
 
 
-def test_sinks_turn_once_when_they_would_leave_the_trained_window(tmp_path: Path) -> None:
+def test_sinks_are_rotated_once_beyond_the_trained_context(tmp_path: Path) -> None:
     """After a truncation, the trained context length is exceeded. The sinks' original keys are then
     rotated by the gap.
     """
@@ -351,7 +349,7 @@ def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
     session.close()
 
 
-def test_truncation_is_refused_where_it_cannot_be_right(tmp_path: Path) -> None:
+def test_unsupported_truncations_are_refused(tmp_path: Path) -> None:
     for name, message in (("gpt2", "absolute positions"), ("opt", "absolute positions")):
         session = make_llm(name).session("s", tmp_path / name)
         answer(session, TURNS[0])
@@ -424,13 +422,13 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     session.close()
 
 
-def test_the_read_buffer_hides_what_computing_cannot(tmp_path: Path) -> None:
+def test_the_read_buffer_has_the_size_of_the_paper(tmp_path: Path) -> None:
     """S_buf = B (T_load L_hist - T_pref L_new), in layers (CachedAttention)."""
     assert read_buffer_layers(8.0, 8.0, 32) == 1 and read_buffer_layers(0.0, 1.0, 32) == 1
     assert read_buffer_layers(8.0, 2.0, 32) == 24 and read_buffer_layers(8.0, 0.0, 32) == 32
 
 
-def test_prefetch_brings_rows_before_the_words_come(tmp_path: Path) -> None:
+def test_prefetch_loads_kv_before_the_turn(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     right = talk(session, TURNS[:2])
@@ -448,13 +446,13 @@ def test_prefetch_brings_rows_before_the_words_come(tmp_path: Path) -> None:
     session.close()
 
 
-def test_what_was_decoded_before_a_gap_stays_marked() -> None:
+def test_decoded_ranges_before_a_gap_are_kept() -> None:
     history = History("s", "m", tokens=list(range(200)), computed=200, decoded=[(64, 100), (150, 180)])
     history.forget_from(90)
     assert (history.computed, history.decoded) == (90, [(64, 90)])
 
 
-def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncation_waits_for_pending_write_backs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, calls = make_llm(), []
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -479,7 +477,7 @@ def test_a_truncation_waits_for_rows_on_their_way(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}])
-def test_a_session_of_another_number_format_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_session_of_another_dtype_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     """The session would otherwise start empty, for example if the default dtype has changed."""
     model = tiny_model("llama", dtype=torch.float64)
 

@@ -75,7 +75,7 @@ def drain(queue: TurnQueue) -> Iterator[None]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path) -> None:
+def test_concurrent_turns_equal_turns_alone(options: dict[str, Any], tmp_path: Path) -> None:
     """Four sessions of three turns run in batches of three, in a pool too small for all sessions."""
     right = alone(tmp_path / "alone", NAMES, 3, **options)
     queue = make_llm(21, **options).turns(tmp_path / "q", max_num_seqs=3)
@@ -94,7 +94,7 @@ def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+def test_preempted_turns_restart_with_the_same_answers(options: dict[str, Any], tmp_path: Path) -> None:
     """Three turns together exceed the pool. The preempted turn restarts without changed or repeated tokens."""
     names, lengths = NAMES[:3], [SHORT, SamplingParams(max_tokens=40, temperature=0)]
     right = {}
@@ -116,7 +116,7 @@ def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], t
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])
-def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(policy: str, tmp_path: Path) -> None:
+def test_look_ahead_prefetches_and_evicts_the_last_turn(policy: str, tmp_path: Path) -> None:
     """Turns are round-robin, with host memory for two or three of four sessions.
 
     LRU and FIFO always evict the session of the next turn, look-ahead that of the last one. Look-ahead also prefetches
@@ -157,7 +157,7 @@ def test_look_ahead_fetches_before_the_turn_and_spares_what_is_needed_soon(polic
     queue.close()
 
 
-def test_windows_are_the_papers(tmp_path: Path) -> None:
+def test_look_ahead_windows_equal_the_paper(tmp_path: Path) -> None:
     """L_pw = C_free / S_kv and L_ew = (C_mem + C_disk) / S_kv.
 
     C_mem is the size of the pool, C_disk the limit of the store, and S_kv the mean size of a session.
@@ -199,7 +199,7 @@ def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
     queue.close()
 
 
-def test_parked_sessions_leave_after_their_time(tmp_path: Path) -> None:
+def test_parked_sessions_are_evicted_after_their_time_to_live(tmp_path: Path) -> None:
     now = 0.0
     llm = make_llm()
     session = llm.session("s", tmp_path, ttl=60)
@@ -217,7 +217,7 @@ def test_parked_sessions_leave_after_their_time(tmp_path: Path) -> None:
     session.close()
 
 
-def test_idle_sessions_give_way_to_one_that_answers(tmp_path: Path) -> None:
+def test_idle_sessions_are_evicted_for_a_running_one(tmp_path: Path) -> None:
     """The turn runs without a queue."""
     llm = make_llm(10)
     sessions = [llm.session(name, tmp_path) for name in NAMES]
@@ -232,7 +232,7 @@ def test_idle_sessions_give_way_to_one_that_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", ["before the turn", "meanwhile"])
-def test_damaged_blocks_start_the_turn_again(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_blocks_restart_the_turn(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = alone(tmp_path / "alone", NAMES[:2], 2)
     queue = make_llm().turns(tmp_path / "q")
     for name in NAMES[:2]:
@@ -262,7 +262,7 @@ def test_damaged_blocks_start_the_turn_again(found: str, tmp_path: Path, monkeyp
     queue.close()
 
 
-def test_a_turn_that_can_never_fit_leaves_the_queue_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_turn_that_can_never_fit_leaves_the_queue(tmp_path: Path) -> None:
     queue = make_llm(10).turns(tmp_path)
     queue.add("ada", tiny_prompt(2000, seed=1), SHORT)
     other = queue.add("bob", turn("bob", 0), SHORT)
@@ -293,9 +293,7 @@ def test_an_unexpected_tokenizer_error_ends_all_turns(tmp_path: Path, monkeypatc
     queue.close()
 
 
-def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can_frees_its_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_turn_keeps_its_kv_and_a_failed_one_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = alone(tmp_path / "alone", NAMES[:2], 2)
     llm = make_llm()
     queue = llm.turns(tmp_path / "q", max_num_seqs=2)
@@ -334,9 +332,7 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
 
 
 @pytest.mark.parametrize("then", ["waits", "is cancelled"])
-def test_a_new_session_gives_back_what_others_have_of_its_prompt(
-    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_turn_frees_the_cached_prefix(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a turn is dropped before its first layer, its session must free the cached KV of the prompt."""
     llm, prompt = make_llm(), turn("ada", 0)
     llm.generate([prompt], SHORT)
@@ -386,7 +382,7 @@ def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
     assert again["lookahead"] < again["lru"], again
 
 
-def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) -> None:
+def test_interrupted_turns_keep_their_tokens(tmp_path: Path) -> None:
     """A decode step is interrupted between two layers. Resident KV and policy state are rebuilt from the pool."""
     for options in POLICIES.values():
         llm = make_llm(**options)
@@ -420,7 +416,7 @@ def test_interrupted_turns_end_and_are_kept_as_far_as_they_came(tmp_path: Path) 
         straight.close()
 
 
-def test_mistakes_are_clear(tmp_path: Path) -> None:
+def test_invalid_calls_are_refused(tmp_path: Path) -> None:
     llm = make_llm()
     with pytest.raises(ConfigError, match="did you mean 'lookahead'"):
         llm.turns(tmp_path, policy="lookahed")
@@ -444,7 +440,7 @@ def test_mistakes_are_clear(tmp_path: Path) -> None:
     queue.close()
 
 
-def test_nobody_in_the_queue_is_nobody_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_look_ahead_without_waiting_turns_equals_lru(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone: dict[str, list[str]] = {"lookahead": [], "lru": []}
     real = HostTier._evict
 

@@ -72,7 +72,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Morning:
+class SimulatedProcess:
     """Simulated process that logs its resources until it ends."""
 
     def __init__(self, folder: Path, log: Path, seed: int) -> None:
@@ -149,7 +149,7 @@ def child(folder: Path, log: Path, seed: int, until: float) -> int:
     try:
         os.fsync = lambda handle: None  # type: ignore[assignment]
         warnings.simplefilter("ignore")
-        Morning(folder, log, seed).run(until)
+        SimulatedProcess(folder, log, seed).run(until)
         code = 0
     except BaseException:
         import traceback

@@ -117,7 +117,7 @@ def test_any_call_may_fail(after: bool, saved: tuple[Path, list[int]], tmp_path:
             shutil.rmtree(folder)
 
 
-def test_a_turn_ends_while_the_disk_blocks_its_blocks(
+def test_a_turn_ends_while_writes_of_its_blocks_are_blocked(
     saved: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn ends although writes are blocked.
@@ -143,7 +143,7 @@ def test_a_turn_ends_while_the_disk_blocks_its_blocks(
     check_next_start(tmp_path / "store", tokens, [])
 
 
-def test_a_history_on_a_disk_that_blocks_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_history_delays_no_other_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other requests run while a history is synced, even in the same store. The last output of its turn waits for the
     sync.
     """
@@ -187,7 +187,7 @@ def test_a_history_on_a_disk_that_blocks_holds_up_nobody_else(tmp_path: Path, mo
         assert llm.session("ada", tmp_path).tokens == TURNS[1] + said
 
 
-def test_an_answer_is_whole_where_its_history_cannot_be_written(
+def test_an_answer_is_complete_if_its_history_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last output must not be lost. Closing writes the history."""
@@ -230,7 +230,7 @@ def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: P
     check_next_start(tmp_path / "store", tokens, [])
 
 
-def test_a_session_that_cannot_be_saved_keeps_no_other_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsaved_session_does_not_prevent_saving_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing saves and closes all other sessions before it raises, and releases the store."""
     llm = make_llm()
     for name in ("ada", "bob", "cyd"):

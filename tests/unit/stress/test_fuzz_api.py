@@ -74,7 +74,7 @@ def test_any_value_of_any_field(field: tuple[type, str], value: Any) -> None:
     only_ours(lambda: kind(**{name: value}))
 
 
-class Place:
+class ApiObjects:
     """Runtimes, a folder, and sessions and queues on demand, on which API calls are made."""
 
     def __init__(self, folder: Path) -> None:
@@ -101,7 +101,7 @@ class Place:
         self.in_session(lambda session: session.fork(name).discard())
 
 
-DOORS: dict[str, Callable[[Place, Any], Any]] = {
+ARGUMENTS: dict[str, Callable[[ApiObjects, Any], Any]] = {
     "generate": lambda place, value: place.llm.generate(value, SHORT),
     "generate with": lambda place, value: place.llm.generate([PROMPT], value),
     "stream": lambda place, value: list(place.llm.stream(value, SHORT)),
@@ -147,20 +147,20 @@ DOORS: dict[str, Callable[[Place, Any], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiObjects]:
     folder = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # a path that is wrongly accepted would be created here
-        place = Place(folder)
+        place = ApiObjects(folder)
         yield place
         place.llm.close()
 
 
 @settings(max_examples=CASES // 2 or 80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(door=st.sampled_from(sorted(DOORS)), value=ANYTHING)
-@example(door="LLM tokenizer", value=torch.tensor([1, 2]))
-def test_any_value_at_any_door(place: Place, door: str, value: Any) -> None:
-    only_ours(lambda: DOORS[door](place, value))
+@given(argument=st.sampled_from(sorted(ARGUMENTS)), value=ANYTHING)
+@example(argument="LLM tokenizer", value=torch.tensor([1, 2]))
+def test_any_value_of_any_argument(place: ApiObjects, argument: str, value: Any) -> None:
+    only_ours(lambda: ARGUMENTS[argument](place, value))
     place.llm.runner.check_integrity()
     assert place.llm.runner.pool.sequence_bytes == 0 and not place.llm.runner.reclaimables
 

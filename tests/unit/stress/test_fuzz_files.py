@@ -42,7 +42,7 @@ MEMORY = 3 << 30
 
 
 @pytest.fixture(autouse=True)
-def quickly_and_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_fsync_and_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Disable fsync, because no test here simulates a power failure, and keep all files in the folder."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -94,7 +94,7 @@ def survives(whole: Path, place: Path, cases: int, read: Callable[[Path], Any], 
 # ---------------------------------------------------------------------------------------------------------- histories
 
 
-def test_a_history_that_says_anything(tmp_path: Path) -> None:
+def test_a_history_with_arbitrary_values(tmp_path: Path) -> None:
     """The history is refused, or is consistent and can be exported and saved again.
 
     `adversary/files.py` damages whole stores.
@@ -120,7 +120,7 @@ def test_a_history_that_says_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("counts", [{"shift": 10**30}, {"shift": 1 << 62}, {"shift": 5, "sink_shift": 6}])
-def test_a_history_with_counts_that_no_conversation_has(counts: dict[str, int]) -> None:
+def test_a_history_with_impossible_counts(counts: dict[str, int]) -> None:
     """Regression test: the first history could be opened, and its next turn raised OverflowError."""
     history = History("ada", "llama", tokens=[1, 2, 3], computed=3)
     assert History.from_bytes(history.to_bytes()) == history
@@ -171,7 +171,7 @@ def test_what_was_made_and_is_read_again(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 5000, b"[1]", b"\xff", b"1e999", None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_no_end(kind: str, content: bytes | None, tmp_path: Path) -> None:
+def test_endless_and_deeply_nested_files(kind: str, content: bytes | None, tmp_path: Path) -> None:
     """Cover unclosed brackets (regression: RecursionError), invalid numbers, and an endless file (None)."""
     folder = tmp_path / "made"
     folder.mkdir()
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_was_damaged(kind: str, tmp_path: Path) -> None:
     assert refused > 0 or not CASES
 
 
-def test_a_configuration_that_cannot_be(tmp_path: Path) -> None:
+def test_an_impossible_configuration(tmp_path: Path) -> None:
     """Regression test: this raised OverflowError."""
     tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     config = tmp_path / "tiny" / "config.json"

@@ -71,7 +71,7 @@ def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
 
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="takes minutes: make stress PART=growth")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_leak_no_memory_or_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     readings = []
     with LLM(MODEL, dtype="float32", host_memory="2MiB", policy="infinigen") as llm:

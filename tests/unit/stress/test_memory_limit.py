@@ -61,7 +61,7 @@ def live(folder: Path, spare: int) -> int:
 
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="takes minutes: make stress PART=faults")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_the_next_start_answers_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_start_answers_correctly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     codes = []
     for i in range(LIVES):

@@ -51,7 +51,7 @@ def on_cpu(cell: Cell, folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("cell", "schedule"), RUNS, ids=lambda x: str(x))
-def test_answers_are_those_of_a_cpu(cell: Cell, schedule: str, tmp_path: Path) -> None:
+def test_tokens_equal_the_cpu_path(cell: Cell, schedule: str, tmp_path: Path) -> None:
     expected = on_cpu(cell, tmp_path)
     with simulated(SCHEDULES[schedule]()):
         assert cell.run("cuda", tmp_path) == expected
@@ -131,7 +131,7 @@ def test_a_decode_step_waits_only_where_allowed(name: str, tmp_path: Path, waits
     assert waits == ALLOWED.get(name, set())
 
 
-def test_rows_that_k_and_v_share_are_copied_whole() -> None:
+def test_rows_shared_by_k_and_v_are_copied_as_a_whole() -> None:
     """K and V of a window head of Gemma 4 share a row. Copying them separately would make the host wait."""
     tokens = [token % VOCAB for token in tiny_prompt(200)]
     with simulated(Lazy()) as sim:
@@ -146,7 +146,7 @@ def test_rows_that_k_and_v_share_are_copied_whole() -> None:
         assert not [sync for sync in sim.syncs if sync.what.endswith("in pieces")]
 
 
-def test_a_batch_with_a_tail_is_as_many_launches_as_one_sequence() -> None:
+def test_a_batch_takes_as_many_launches_as_one_sequence() -> None:
     """A step of the default policy launches at most 45 operations per layer."""
     counts: list[Counter[str]] = []
     with simulated(Lazy()) as sim:
@@ -179,7 +179,7 @@ def test_a_layer_launches_no_more_than_it_may(name: str) -> None:
     assert 15 < launched.total() <= LAUNCHES[name] <= 45, launched
 
 
-def test_another_device_than_the_current_one_computes(tmp_path: Path) -> None:
+def test_a_device_other_than_the_current_one_computes(tmp_path: Path) -> None:
     """Kernels, copies and graphs all run on the model's device."""
     cell = replace(BY_NAME["default, graphs"], scene=single)
     expected = on_cpu(replace(BY_NAME["default, batch"], name="default, single", scene=single), tmp_path)
@@ -312,7 +312,7 @@ def overwritten(device: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["prefetch", "write-back"])
-def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
+def test_freed_row_lists_are_not_reused_while_read(late: int) -> None:
     """The compute stream allocated the row lists, and two other streams read them."""
     with simulated(Late((late,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -407,7 +407,7 @@ def test_shared_kv_is_in_the_pool() -> None:
             runner.free(one)
 
 
-def test_the_missed_mass_is_that_of_a_cpu(tmp_path: Path) -> None:
+def test_the_missed_mass_equals_the_cpu_path(tmp_path: Path) -> None:
     """Missed mass is measured with all keys, including the newest one, which is still being written back."""
     found: list[float] = []
 

@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrate without the limit, because calibration needs more memory than these short contexts."""
+    """Count no memory for calibration, which needs more than these short contexts. `test_device_limit.py` covers it."""
     monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
 
 

@@ -178,7 +178,7 @@ def test_a_coarse_clock_gives_a_bandwidth(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(rate > 0 for rate in kernels.bandwidth(CPU, 1 << 12, 1).values())
 
 
-def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.dispatch.attend_counted
 
     def wrong(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +193,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ programs, failures
 
 
-def test_a_program_that_does_not_end_is_interrupted_and_one_that_fails_is_told(tmp_path: Path) -> None:
+def test_endless_programs_are_interrupted_and_failed_ones_reported(tmp_path: Path) -> None:
     # nohup makes the process ignore SIGINT, so restore the handler
     interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
     endless = f"{interruptible}; print('begun', flush=True); time.sleep(60)"

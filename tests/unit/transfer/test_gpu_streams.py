@@ -28,7 +28,7 @@ CYCLES = 2_000_000
 Wait = Callable[[], None]
 
 
-class LateLane:
+class LateStream:
     """Stream that delays itself before and after each queued operation."""
 
     def __init__(self, inner: Stream, wait: Wait) -> None:
@@ -66,7 +66,7 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
     runner = llm.runner
 
     def stream(name: str) -> Any:
-        return LateLane(DeviceStream(device), delay) if name in late else DeviceStream(device)
+        return LateStream(DeviceStream(device), delay) if name in late else DeviceStream(device)
 
     streams = (stream("prefetch"), stream("write-back"))
     llm = with_transfer(llm, CudaTransfer(runner.pool, runner.adapter.geometry, device, streams=streams))

@@ -88,7 +88,7 @@ def test_a_fork_loads_its_resident_kv() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int2"])
-def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: Any) -> None:
+def test_a_fetch_reads_blocks_allocated_since_the_last_one(device: torch.device, kv_cache_dtype: Any) -> None:
     """Blocks of two sequences alternate in several slabs.
 
     A fetch returns appended KV, including blocks allocated since the previous fetch.
@@ -123,7 +123,7 @@ def test_a_fetch_follows_a_growing_lease(device: torch.device, kv_cache_dtype: A
     pool.check_integrity()
 
 
-class TellingStream(InlineStream):
+class RecordingStream(InlineStream):
     """Stream that records each wait as (name of the waiting stream, event)."""
 
     def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
@@ -143,7 +143,7 @@ class TellingStream(InlineStream):
 def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
     """Cover every method that fetches KV."""
     told: list[tuple[str, Any]] = []
-    prefetch, write_back = TellingStream("prefetch", told), TellingStream("write-back", told)
+    prefetch, write_back = RecordingStream("prefetch", told), RecordingStream("write-back", told)
     geometry = tiny_llama_geometry()
     pool = HostPool(geometry, torch.float32, 1 << 21)
     transfer = CudaTransfer(pool, geometry, torch.device("cpu"), streams=(prefetch, write_back))

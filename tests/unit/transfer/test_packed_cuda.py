@@ -60,13 +60,13 @@ def run(model: Path, device: str, scene: Callable[..., list[list[int]]], **setti
     return [tokens for *tokens, _ in scene(make, model)]
 
 
-def test_tokens_are_those_of_a_cpu(file: Path, small_tiles: None) -> None:
+def test_tokens_equal_the_cpu_path(file: Path, small_tiles: None) -> None:
     expected = run(file, "cpu", ragged)
     with simulated(Late()):
         assert run(file, "cuda", ragged, cuda_graphs=False) == expected
 
 
-def test_captured_steps_give_the_tokens_of_a_cpu(file: Path) -> None:
+def test_tokens_of_captured_steps_equal_the_cpu_path(file: Path) -> None:
     expected = run(file, "cpu", replayed, enable_prefix_caching=False)
     with simulated(Lazy()):
         assert run(file, "cuda", replayed, **GRAPHS) == expected

@@ -129,7 +129,7 @@ def test_statistics_count_transferred_weights(folder: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 @pytest.mark.parametrize("name", MIXTURES if ALL else MIXTURES[:1])
-def test_a_device_gives_the_tokens_of_a_cpu(folder: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_on_a_device_equal_the_cpu_path(folder: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' batched expert products are used, because the simulated device has no grouped ones."""
     monkeypatch.setattr(PreTrainedModel, "get_correct_experts_implementation", lambda self, asked: "batched_mm")
     few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)

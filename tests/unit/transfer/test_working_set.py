@@ -74,7 +74,7 @@ class PlainTable:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
+def test_a_table_equals_a_plain_implementation(data: st.DataObject) -> None:
     capacity, lists = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
     layer = LayerSet.empty(RowShape(lists, 1), capacity, torch.float32, torch.device("cpu"))
     plain = [PlainTable(capacity) for _ in range(lists)]
@@ -104,7 +104,7 @@ def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=20))
-def test_the_first_asker_of_a_row(ids: list[int]) -> None:
+def test_first_occurrences_of_a_row(ids: list[int]) -> None:
     want = [-1 if row < 0 or ids.index(row) == at else ids.index(row) for at, row in enumerate(ids)]
     assert first_occurrences(torch.tensor(ids)).tolist() == want
 
