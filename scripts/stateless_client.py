@@ -132,7 +132,7 @@ class Measurements:
         return answer.text
 
     def conversation(self) -> None:
-        """Measure the turns of a conversation, the last one and the first one after a restart."""
+        """Measure the turns of a conversation and the first turn after a restart."""
         store, messages = self._folder / "conversation", self.first_turn(0)
 
         def turn(name: str, question: str | None = None) -> None:

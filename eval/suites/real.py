@@ -1,8 +1,8 @@
 """Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
-Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS) and run in bfloat16. After `--minutes`, a part
-writes its tables with the rows measured so far to eval/results/MODEL, and another run measures the missing rows. RULER
-and question tasks run in the LM Evaluation Harness.
+Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS) and run in bfloat16. The evaluation
+has parts (`PARTS`). After the time limit `--minutes`, a part writes the rows measured so far to eval/results/MODEL, and
+the next run measures the missing rows. RULER and question tasks run in the LM Evaluation Harness.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def check_sampling_params(given: object, default: SamplingParams) -> SamplingPar
 
 
 def sampling_params_per_prompt(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
-    """Return the sampling parameters of each of `prompts` prompts. Raise InputError.
+    """Return the sampling parameters of each of `prompts` prompts. Raises InputError.
 
     `given` is one SamplingParams for all prompts, a list with one per prompt, or None for `default`.
     """

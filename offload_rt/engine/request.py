@@ -91,7 +91,7 @@ class Request(ABC):
 
     @abstractmethod
     def start(self, runner: Runner) -> Prefill:
-        """Create the sequence and return its prefill. Raise PoolFullError, InputError or ModelError."""
+        """Create the sequence and return its prefill. Raises PoolFullError, InputError or ModelError."""
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
         """Return the next part of the prefill, or None after the last part. Raises PoolFullError."""
@@ -128,7 +128,7 @@ class Request(ABC):
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the KV slots for the next decode step. Raise PoolFullError."""
+        """Reserve the KV slots for the next decode step. Raises PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
 
@@ -161,7 +161,7 @@ class Request(ABC):
         self.drop(runner)
 
     def persist(self) -> None:  # noqa: B027 - most requests have no results to write
-        """Write results to disk before clients learn that the request has ended. Raise StoreError.
+        """Write results to disk before clients learn that the request has ended. Raises StoreError.
 
         Called after `finish`, without the pool's lock. A second call has no effect.
         """
@@ -294,7 +294,7 @@ class SampledRequest(Request):
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
-        """Start with a fork of the first completion's sequence. Raise PoolFullError."""
+        """Start with a fork of the first completion's sequence. Raises PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     @property

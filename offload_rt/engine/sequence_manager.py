@@ -125,7 +125,7 @@ class SequenceManager:
                 raise
 
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
-        """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
+        """Reserve slots for the next `tokens` tokens. Raises PoolFullError.
 
         With eviction, only sliding layers get slots. Slots of other layers are chosen in the decode step.
         """

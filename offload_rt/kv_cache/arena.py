@@ -76,7 +76,7 @@ class Arena:
 
 
 def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
-    """Reserve `size` bytes of page-aligned address space, without allocating memory. Raise MemoryLimitError.
+    """Reserve `size` bytes of page-aligned address space, without allocating memory. Raises MemoryLimitError.
 
     `what` is the purpose, for messages. Huge pages are used from byte `huge_from` on, which is a multiple of `PAGE`.
     """

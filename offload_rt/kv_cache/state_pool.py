@@ -62,7 +62,7 @@ class StatePool:
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def lock(self, slot: int) -> None:
-        """Page-lock a slot on its first use, if the model is on a CUDA device. Raise MemoryLimitError."""
+        """Page-lock a slot on its first use, if the model is on a CUDA device. Raises MemoryLimitError."""
         if self._pin and slot not in self._locked:
             page_lock(self._rows[slot], self)
             self._locked.add(slot)

@@ -308,7 +308,7 @@ def _pack_layer(
 
 
 def _half_scales(scales: torch.Tensor, form: PackedFormat) -> tuple[PackedFormat, torch.Tensor]:
-    """Return `form` with an exponent, and `scales` divided by 2^exponent as float16. Raise CannotPackError."""
+    """Return `form` with an exponent, and `scales` divided by 2^exponent as float16. Raises CannotPackError."""
     wide = scales.float()
     if not bool(wide.isfinite().all()):
         raise CannotPackError("scales that are not finite")

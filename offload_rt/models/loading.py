@@ -226,7 +226,7 @@ def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify,
 
 
 def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> None:
-    """Check a model that the caller loaded, and put it into eval mode. Raise ConfigError or ModelError."""
+    """Check a model that the caller loaded, and put it into eval mode. Raises ConfigError or ModelError."""
     if placement:
         raise ConfigError(
             "weights of a loaded model cannot be placed in host memory, which device_memory, experts_on_device or "

@@ -53,7 +53,7 @@ _REMOVED = "_offload_rt_removed"
 
 
 def _unused(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield each module that text does not use: name in the model, parent module, name in the parent."""
+    """Yield each module that text-only input does not need: name in the model, parent module, name in the parent."""
     if not is_multimodal(model.config):
         return
     decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model

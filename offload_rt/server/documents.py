@@ -53,7 +53,7 @@ class DocumentCache:
 
         Args:
             folder: Folder of the documents. None keeps them in memory.
-            fields: Required fields of a head. Files without these fields are ignored.
+            fields: Required fields of the first line of a file. Files without these fields are ignored.
         """
         self._folder, self._fields = folder, frozenset(fields)
         self._heads: OrderedDict[str, Head] = OrderedDict()

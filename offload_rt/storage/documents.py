@@ -204,7 +204,7 @@ class DocumentStore:
     def summaries(self, namespace: str, summarise: Summarise) -> dict[str, Summary | None]:
         """Return the summary of each document of a namespace, by document name.
 
-        The value is None if no generation is intact, or if the document is not a session history.
+        The value is None if no stored version of the document is intact, or if the document is not a session history.
         """
         files = {path for path in self._files(self._folder.path / namespace) if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Summary | None] = {}

@@ -93,7 +93,7 @@ def cline() -> Sequence:
 
 
 def open_webui() -> Sequence:
-    """Change the date in the system prompt, and request titles, tags or follow-up questions after each turn."""
+    """Return requests like Open WebUI's: the date in the system prompt changes, and titles or tags follow each turn."""
     talk: list[dict[str, Any]] = []
     for number in range(1, 4):
         date = "Monday" if number < 3 else "Tuesday"

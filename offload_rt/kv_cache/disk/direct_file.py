@@ -50,7 +50,7 @@ class BlockFile:
             os.ftruncate(self.handle, offset + size)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write whole disk blocks `data`, uint8 from `aligned`, at byte `offset`. Raise OSError."""
+        """Write whole disk blocks `data`, uint8 from `aligned`, at byte `offset`. Raises OSError."""
         write_all(self.handle, offset, data.numpy().data)
         if not self.direct:
             os.fdatasync(self.handle)
@@ -84,7 +84,7 @@ class DirectFile(BlockFile):
         self.files = FileTable(handle, direct=self.direct)  # files that `read` can access; entry 0 is this file
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
-        """Read whole disk blocks of the open `files` into `buffer` (uint8, from `aligned`). Raise OSError.
+        """Read whole disk blocks of the open `files` into `buffer` (uint8, from `aligned`). Raises OSError.
 
         Rows are copied from `buffer` as `copies` describes, partly while other requests are still being read.
         """
@@ -105,7 +105,7 @@ def aligned(size: int) -> torch.Tensor:
 
 
 def unnamed_file(folder: Path) -> int:
-    """Create an unnamed file. Return its handle. Raise OSError."""
+    """Create an unnamed file. Return its handle. Raises OSError."""
     make_private_folder(folder)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -42,7 +42,7 @@ class StoredExtent:
     written: Callable[[int, memoryview], None] = ignore
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write one storage layer at byte `offset` of the file. Raise OSError."""
+        """Write one storage layer at byte `offset` of the file. Raises OSError."""
         self.file.write(offset, data)
         self.written((offset - self.offset) // self.layer_bytes, data.numpy().data)
 

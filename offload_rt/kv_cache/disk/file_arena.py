@@ -115,7 +115,7 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------ stored extents
 
     def extent(self, block: int) -> StoredExtent | None:
-        """Wait for pending writes of a block. Return its stored extent, or None. Raise DiskError."""
+        """Wait for pending writes of a block. Return its stored extent, or None. Raises DiskError."""
         self._wait(block)
         with self._mutex:
             return self._extents.get(block)

@@ -50,7 +50,6 @@ def test_the_first_step_of_a_batch_size_does_not_count() -> None:
 
 
 def test_a_busy_machine_is_noticed() -> None:
-    """Several threads become slower while another process runs."""
     choice = ThreadChoice()
     run(choice, 600, several=0.03, one=0.05)
     assert sum(run(choice, 100, several=0.15, one=0.05)) < 40

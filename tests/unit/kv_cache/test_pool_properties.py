@@ -302,7 +302,7 @@ TestLatent = LatentMachine.TestCase
 
 
 def test_a_partly_filled_window_block_is_not_cached() -> None:
-    """The prefill leaves a gap after a block with KV of only 57 tokens."""
+    # The prefill fills 57 of the 64 slots of a block, and continues at token 200.
     machine = AllSlideMachine()
     model = Model(BlockTable())
     assert machine.compute(model, 57, 0, 0) and machine.compute(model, 200, 0, 0)

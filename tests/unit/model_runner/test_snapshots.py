@@ -98,7 +98,7 @@ def test_approximate_states_are_not_shared(name: str, policy: str) -> None:
 
 
 def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Return requests whose prompts continue, edit or truncate earlier texts, with completions or beams."""
+    """Return requests whose prompts continue, edit or truncate earlier texts. Some use n > 1 or beam search."""
     texts, requests = [prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))], []
     for _ in range(8 if STRESS else 4):
         text = list(rng.choice(texts))

@@ -56,7 +56,7 @@ def both(model: PreTrainedModel, name: str, ids: list[int], start: int, **engine
 
 @pytest.mark.parametrize(("name", "architecture"), CELLS)
 def test_a_step_attends_to_its_selection(architecture: str, name: str) -> None:
-    """In float64, only rounding differs. One other selected token would change the result by far more than 1e-9."""
+    # In float64, only rounding differs from the reference. A single wrong token changes more than 1e-9.
     plain, steps = both(tiny_model(architecture).double(), name, tokens(130), 116)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.is_greedy == plain.is_greedy

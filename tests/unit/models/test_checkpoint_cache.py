@@ -175,7 +175,6 @@ def skeletons(digests: Digests, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "qwen3_next"])
 def test_the_second_shape_needs_no_model(name: str, tmp_path: Path, skeletons: list[str]) -> None:
-    """Cover sliding windows, experts and recurrent states."""
     architecture(name).save_pretrained(tmp_path / "model")
     first = load_shape(tmp_path / "model", device="cpu")
     assert load_shape(tmp_path / "model", device="cpu") == first and len(skeletons) == 1

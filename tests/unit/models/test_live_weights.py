@@ -60,7 +60,7 @@ def test_no_prompt_is_answered_from_kv_of_old_weights(change: Callable[[PreTrain
 
 
 def test_a_buffer_of_the_checkpoint_is_a_weight() -> None:
-    """Gemma 4 multiplies the output of each layer by a buffer. Buffers of RoPE follow from the configuration."""
+    """Gemma 4 multiplies each layer's output by a buffer of the checkpoint. RoPE buffers are computed."""
     model = architecture("gemma4")
     before, live = fingerprint(model), WeightChangeDetector(model)
     for name, buffer in model.named_buffers():

@@ -307,7 +307,7 @@ def novels_moments(text: str, positions: int) -> Moments:
 
 @needs_novels
 def test_skewing_concentrates_a_trained_model() -> None:
-    """30 % of the columns are kept, on a book not used for calibration. Measured: 0.71, 0.79, 0.81."""
+    # With 19 of 64 columns, on a book not used for calibration: 0.71 without skewing, 0.79 with SVD, 0.81 balanced.
     calibration, held_out = novels_moments("calibration", 2048), novels_moments("book", 2048)
     plain, svd, balanced = (
         float(kept_energy(held_out, make(calibration), 19).mean()) for make in (plain_basis, svd_basis, balanced_basis)
