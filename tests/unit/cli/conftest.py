@@ -10,7 +10,6 @@ from support.commands import Cli, command_line
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Write calibrations to a temporary cache folder instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

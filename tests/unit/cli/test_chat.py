@@ -170,7 +170,6 @@ class Terminal:
         os.write(self._master, text)
 
     def read_until(self, pattern: bytes, seconds: float = 120) -> None:
-        """Wait until new output, without control sequences, matches `pattern`."""
         end = time.monotonic() + seconds
         while (found := re.search(pattern, re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen))) is None:
             assert time.monotonic() < end, self._seen

@@ -285,7 +285,6 @@ def test_callers_may_be_on_several_event_loops(alone: Any) -> None:
 
 
 def go_away(engine: AsyncLLM) -> None:
-    """Close an event loop while a stream on it is active."""
     loop = asyncio.new_event_loop()
     outputs = engine.generate(tiny_prompt(20), LONG)
     loop.run_until_complete(anext(outputs))

@@ -54,7 +54,6 @@ def tokens(llm: LLM, i: int) -> list[list[int]]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list[list[list[int]]]) -> None:
-    """A random call raises once."""
     rng, called = random.Random(f"{place} {llm.config.policy} {llm.config.exact}"), 0
     for make_error in rng.sample(ERRORS, 2 if "OFFLOAD_RT_CELLS" in os.environ else 1):
         failed: dict[Request, Exception] = {}

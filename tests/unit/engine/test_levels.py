@@ -47,7 +47,6 @@ def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[
 
 
 def test_libraries_of_the_level_are_loaded(level: str) -> None:
-    """No library of another test's level may be loaded."""
     row = torch.empty(1, 32)
     loaded = [
         causal_cpu.library_for(row),

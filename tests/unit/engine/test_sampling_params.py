@@ -46,7 +46,6 @@ def ask(exact: str | None = None, **params: Any) -> CompletionOutput:
 
 
 def theirs(tokens: int = 16, **options: Any) -> list[int]:
-    """Return transformers' greedy continuation."""
     model, ids = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS), torch.tensor([PROMPT])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, **options)
     return [int(token) for token in out[0, len(PROMPT) :]]

@@ -31,7 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a short held-out novel and a short Wikipedia text."""
     folder, text = tmp_path_factory.mktemp("data"), BOOK.read_text("utf-8")[20_000:32_000]
     for name in ("books/war_and_peace.txt", "wikitext-2/valid_raw.txt"):
         (folder / name).parent.mkdir()

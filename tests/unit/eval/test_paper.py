@@ -64,7 +64,6 @@ class PlainInfiniGen:
         return self.adapter.mlp(layer, residual, torch.empty(0))  # this model's MLPs ignore the tokens
 
     def decode(self, token: int) -> torch.Tensor:
-        """Return logits `[V]` after one more token."""
         adapter, length = self.adapter, self.k[0].shape[1] + 1
         at = torch.tensor([length - 1])
         x = adapter.embed(torch.tensor([token]), at)

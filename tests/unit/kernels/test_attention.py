@@ -170,7 +170,6 @@ def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: in
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("group", "n"), [(1, 1), (7, 130), (120, 64)])
 def test_bfloat16_parts_by_torch(group: int, n: int, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and LSE of a decode step without C code are compared with float64."""
     monkeypatch.setattr(decode_attention, "library", lambda *_: None)
     q, k, v = random_rows(n, 2, group, 1, n, 64, torch.bfloat16)
     scores = q.double().view(2, group, 64) @ k.double().mT * 0.3

@@ -112,7 +112,6 @@ def test_a_failing_compiler_is_reported_and_torch_computes(
 
 
 def test_heads_are_distributed_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results do not depend on the number of threads."""
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)

@@ -17,7 +17,6 @@ STEPS = st.lists(
 
 
 def runs(blocks: list[int], slab_blocks: int) -> int:
-    """Return the number of contiguous runs, counted within slabs."""
     return sum(i == 0 or block != blocks[i - 1] + 1 or block % slab_blocks == 0 for i, block in enumerate(blocks))
 
 

@@ -189,7 +189,6 @@ def test_a_file_system_without_unnamed_files_or_direct_access(tmp_path: Path, mo
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 60), st.booleans()), max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tuple[int, int, bool]]) -> None:
-    """Both caches hold the same KV entries in the same slots, with the same scores."""
     plain, compiled = RowCache(50, 5, torch.float32), RowCache(50, 5, torch.float32)
     assert plain.slots == 48
     rows = torch.randn(60, 5)
@@ -338,7 +337,6 @@ def test_eviction_overwrites_kv_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("sunk", [False, True])
 def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: bool) -> None:
-    """The last 7 of 50 tokens attend to two earlier blocks and to the last 10 tokens."""
     torch.manual_seed(0)
     q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float32), torch.randn(2, 2, 50, 16, dtype=torch.float32)
     sinks = torch.randn(6, dtype=torch.float32) if sunk else None

@@ -96,7 +96,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.written = 0
 
     def held(self) -> set[int]:
-        """Return the blocks in use by sequences."""
         held = {block for model in self.live for window in model.blocks.windows.values() for block in window}
         return held | {block for model in self.live if self.groups.full for block in model.blocks.ids}
 

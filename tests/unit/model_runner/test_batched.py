@@ -199,8 +199,6 @@ def test_lists_are_rebuilt_only_for_another_batch_size_or_bucket() -> None:
 
 
 def test_layers_that_slide_and_layers_that_select_are_both_batched() -> None:
-    """Logits and statistics of a batch equal those of each sequence alone."""
-
     def runner_of(counted: bool) -> Runner:
         model = tiny_model("qwen2", use_sliding_window=True, max_window_layers=2)
         runner = staged(LLM(model, policy_options=OPTIONS, host_memory="8MiB", missed_mass_every=0)).runner

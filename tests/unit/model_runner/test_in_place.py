@@ -35,7 +35,6 @@ Answers = Iterator[tuple[list[int], list[int]]]
 
 
 def kinds() -> dict[str, Callable[[torch.dtype], PreTrainedModel]]:
-    """Return functions that create the models."""
     made: dict[str, Callable[[torch.dtype], PreTrainedModel]] = {
         f"llama {size}": lambda dtype, size=size: tiny_model("llama", dtype=dtype, num_hidden_layers=2, head_dim=size)  # type: ignore[misc]
         for size in (32, 64, 96, 128)
@@ -60,7 +59,6 @@ class Case:
     folder: Path
 
     def make(self, blocks: int = 128, **options: Any) -> LLM:
-        """Return a runtime with `blocks` blocks in full-attention layers."""
         chosen = {"policy": self.policy, "policy_options": EVERYTHING if self.policy == "infinigen" else {}}
         if "exact" in options:
             chosen = {"policy": "infinigen"}

@@ -88,7 +88,6 @@ def test_without_a_prompt() -> None:
 @pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "h2o", "repair"])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
 def test_quantised_kv(name: str, kv_cache_dtype: str) -> None:
-    """KV that is not resident is quantised."""
     plain, steps = both(tiny_model("llama").double(), name, tokens(140), 110, kv_cache_dtype=kv_cache_dtype)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.stats.fetched_fraction == pytest.approx(np.mean(plain.fetched), abs=1e-12)

@@ -18,7 +18,6 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restrict the hub to its cache folder."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 

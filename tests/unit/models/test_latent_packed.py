@@ -34,7 +34,6 @@ def texts(llm: LLM) -> list[list[int]]:
 
 
 def copies(llm: LLM) -> list[torch.Tensor]:
-    """Return the unpacked weights of all layers."""
     adapter: Any = llm.runner.adapter
     while not isinstance(adapter, DecoderAdapter):
         adapter = adapter._inner

@@ -55,7 +55,6 @@ def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, mo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("outs", [2, 70])
 def test_threads_share_the_weight(outs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results do not depend on the number of threads."""
     monkeypatch.setattr(dense, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(dense, "PART_BYTES", 1000)
     monkeypatch.setattr(team, "threads", lambda: threads)

@@ -235,7 +235,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Save a Llama with untied embeddings."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 

@@ -26,7 +26,6 @@ SELECTS = {"sinks": 2, "recent": 8, "budget": 0.3}
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a GGUF file with a head that is not tied to the embedding."""
     path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
     write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE)
     return path

@@ -20,7 +20,6 @@ from offload_rt.skewing.prediction import SOURCES, Correction, CorrectionSums
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the decoder layers in order."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     return list(max(lists, key=len))
 

@@ -32,7 +32,6 @@ def rows_of(pages: LayerPages, layer: int) -> list[int]:
 
 
 def write(owner: Owner, layer: int, start: int, stamps: list[int]) -> None:
-    """Write to the pages and to the plain lists."""
     pages, known = owner
     shown = pages.reserve(layer, range(start, start + len(stamps)))
     for blocks, slots, at in shown.parts(range(start, start + len(stamps))):

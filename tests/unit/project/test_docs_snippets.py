@@ -43,7 +43,6 @@ def snippets(page: Path) -> list[str]:
 
 
 def shell_lines(page: Path) -> list[str]:
-    """Return the lines of shell sessions."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
@@ -66,7 +65,6 @@ class FewTokens(SamplingParams):
 
 @pytest.fixture(scope="module")
 def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Create a tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("instruct")
     tiny_checkpoint(folder, "llama", num_hidden_layers=2, head_dim=32, max_position_embeddings=512)
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -33,7 +33,6 @@ HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def connect(url: str, data: bytes = b"", receive_buffer: int | None = None) -> socket.socket:
-    """Return a connection that has sent `data`."""
     where = urlsplit(url)
     found = socket.socket()
     if receive_buffer is not None:
@@ -57,7 +56,6 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 def error_of(answer: bytes) -> str:
-    """Return the error type of a response."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
     return str(json.loads(body)["error"]["type"])

@@ -75,7 +75,6 @@ VALUES = st.sampled_from(EDGES) | st.recursive(
 
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of all values in a body."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [here, *(place for key, inner in items for place in places(inner, (*here, key)))]
 

@@ -73,7 +73,6 @@ def test_foreign_hosts_and_origins_are_refused(url: str, tokenizer: PreTrainedTo
 
 
 def send(url: str, body: dict[str, Any]) -> socket.socket:
-    """Return a connection that has sent a request."""
     host, port = url.removeprefix("http://").split(":")
     found, content = socket.create_connection((host, int(port))), json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer right\r\n"

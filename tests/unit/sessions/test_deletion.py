@@ -291,7 +291,6 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
 
 
 def test_a_server_deletes_damaged_sessions(llm: LLM, tmp_path: Path) -> None:
-    """Delete a damaged session, a closed one, an open one and one that does not exist."""
     store = SessionStore(llm.runner, tmp_path)
     sessions = StoredRequestFactory(store, [].append)
     for name in ("damaged", "stored", "open"):

@@ -161,7 +161,6 @@ def test_quantised_kv_computes_all_turns_again(tmp_path: Path) -> None:
 
 
 def states_of(folder: Path, session: Session) -> list[Path]:
-    """Return the files of a session's snapshots."""
     return [path for path in folder.rglob("*.kv") if path.stem in session.history.states]
 
 

@@ -24,7 +24,6 @@ from offload_rt.utils.native_libraries import native_status
 
 
 def take_turn(folder: str) -> dict[str, Any]:
-    """Run a turn of the session in `folder`."""
     llm = LLM(f"{folder}/model", policy="infinigen", dtype="bfloat16", host_memory="4MiB")
     with llm.session("book", f"{folder}/store") as session:
         before = session.tokens

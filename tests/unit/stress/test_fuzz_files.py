@@ -55,7 +55,6 @@ def make_llm() -> LLM:
 
 
 def copied(whole: Path, place: Path) -> list[Path]:
-    """Copy a folder and return the files of the copy."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(whole, place)
     return sorted(path for path in place.rglob("*") if path.is_file() and path.name != "lock")

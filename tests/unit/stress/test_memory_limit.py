@@ -36,8 +36,7 @@ def addresses() -> int:
 def live(folder: Path, spare: int) -> int:
     """Run a second turn in a new process with `spare` bytes of address space.
 
-    Return 0 if it was answered and saved, 1 if it was refused or out of memory, or 2 after any other error, which is
-    printed.
+    Return 0 if the turn was answered and saved, 1 if it was refused or out of memory, otherwise 2.
     """
     process = os.fork()
     if process:

@@ -233,8 +233,7 @@ def test_staging_memory_does_not_depend_on_how_far_the_host_is_ahead(policy: str
 def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings: dict[str, Any]) -> None:
     """Prefill chunks stay on the device for one layer until they are written back.
 
-    The peak of two layers equals that of four, except for 1 KB per layer of resident KV and positions, whether the
-    write-back runs at once or late.
+    Two layers have the same peak as four, except for 1 KB per layer of resident KV and positions.
     """
     extra = []
     for layers, schedule in ((2, Late()), (2, Lazy()), (4, Lazy()), (4, Late((2,)))):

@@ -151,7 +151,6 @@ def test_a_batch_shares_streamed_weights(folder: Any) -> None:
 
 
 def blocks_of(llm: LLM) -> list[int]:
-    """Return the addresses of the streamed weights in host memory."""
     stream = stream_of(llm)
     return [] if stream is None else [block.host.untyped_storage().data_ptr() for block in stream._blocks.values()]
 

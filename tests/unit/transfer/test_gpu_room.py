@@ -101,7 +101,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_all_parts(out: Path, data: Path) -> Path:
-    """Run all parts and write their results to `out`."""
     text = Path(GpuSize.models[0].parents[1], "data", "black_arrow.txt").read_text("utf-8")
     (data / "books").mkdir()
     book = data / "books" / "war_and_peace.txt"

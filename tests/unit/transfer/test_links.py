@@ -141,7 +141,6 @@ class RecordingStream(InlineStream):
 
 
 def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
-    """Cover every method that fetches KV."""
     told: list[tuple[str, Any]] = []
     prefetch, write_back = RecordingStream("prefetch", told), RecordingStream("write-back", told)
     geometry = tiny_llama_geometry()

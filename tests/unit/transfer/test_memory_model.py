@@ -44,7 +44,6 @@ def shown(table: object) -> str:
 
 
 def row(text: str, name: str) -> str:
-    """Return the value beside `name` in a printed table."""
     (line,) = (line for line in text.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == name)
     return line.split("│")[2].strip()
 

@@ -32,7 +32,6 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a GGUF file with a head that is not tied to the embedding."""
     path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
     write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE)
     return path
