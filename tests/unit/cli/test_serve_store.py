@@ -68,6 +68,6 @@ def test_refusals_before_the_port_is_bound(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "bound", lambda options: pytest.fail("the port was bound"))
+    monkeypatch.setattr(run, "bind_socket", lambda options: pytest.fail("the port was bound"))
     assert main(["serve", model, *flags]) == 2
     assert message in capsys.readouterr().err
