@@ -20,7 +20,7 @@ from ..kernels import dispatch
 from ..kv_cache.arena import reads_host_addresses
 from ..kv_cache.disk.file_layout import DiskTier
 from ..kv_cache.pool import HostPool
-from ..kv_cache.state_pool import StatePool, slot_bytes
+from ..kv_cache.state_pool import StatePool
 from ..kv_cache.system_memory import memory_limit
 from ..models.checkpoint import resolve_device
 from ..models.loading import LoadedModel, load_model
@@ -105,11 +105,17 @@ def _load(
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
     # `share` is the fraction of the configured memory.
-    adapter, host = loaded.adapter, config.host_memory
+    adapter, host, snapshots = loaded.adapter, config.host_memory, 0
     geometry, dtype = adapter.geometry, adapter.dtype
-    snapshots = divide_host_memory(config, geometry, dtype).snapshot_slots
-    if share < 1 or snapshots:
-        host = int(memory_limit(host, at_most=LIMITLESS) * share) - snapshots * slot_bytes(geometry, dtype)
+    if share < 1 or divide_host_memory(config, geometry, dtype).snapshot_slots:
+        limit, for_snapshots = memory_limit(host, at_most=LIMITLESS), config.snapshot_memory
+        own = replace(
+            config,
+            host_memory=int(limit * share),
+            snapshot_memory=None if for_snapshots is None else max(1, int(for_snapshots * share)),
+        )
+        memory = divide_host_memory(own, geometry, dtype)
+        host, snapshots = memory.kv, memory.snapshot_slots
     states = StatePool(geometry, dtype, snapshots, adapter.device) if snapshots else None
     on_disk = None if config.disk_limit is None else int(config.disk_limit * share)
     disk = None if config.disk is None else DiskTier(config.disk, on_disk)

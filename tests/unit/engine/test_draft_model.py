@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.architectures import architecture
 from support.outputs import completed
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
@@ -205,3 +206,15 @@ def test_invalid_draft_options_are_refused(fields: dict[str, Any], said: str, fo
         runtime("llama", "small", folder)
     with pytest.raises(ConfigError, match="create an LLM with it"):
         runtime("llama", "llama", folder).under("full", exact={"model": str(folder / "other")})
+
+
+def test_snapshots_of_a_hybrid_draft_model_take_a_part_of_its_own_memory(tmp_path: Path) -> None:
+    hybrid = architecture("qwen3_next")
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    model = tiny_model("llama", vocab_size=hybrid.config.vocab_size)
+    exact = {"model": str(tmp_path / "hybrid")}
+    llm = LLM(model, policy="full", host_memory="1MiB", snapshot_memory="512KiB", exact=exact)
+    assert llm.runner.draft is not None
+    pool, draft = llm.runner.pool, llm.runner.draft.pool
+    # Snapshots take half of the draft model's memory, so its KV cache holds half of the tokens.
+    assert pool.block_count // 2 - 1 <= draft.block_count <= pool.block_count // 2
