@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.child_processes import fork
 
 from offload_rt import SamplingParams
 from offload_rt.cli import main
@@ -150,11 +150,19 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
 
 
 class Terminal:
-    """Run a command on a pseudo-terminal and kill it at the end of the block."""
+    """Run `offload-rt` in a forked process on a pseudo-terminal and kill it at the end of the block."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+
+        def run() -> None:
+            os.login_tty(slave)
+            sys.stdin, sys.stdout, sys.stderr = (open(file, mode) for file, mode in enumerate("rww"))  # noqa: SIM115
+            assert main(arguments) == 0
+            sys.stdout.flush()
+
+        self._process = fork(run)
+        self._ended: int | None = None
         os.close(slave)
         self._seen = b""
 
@@ -162,9 +170,18 @@ class Terminal:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self._ended is None:
+            os.kill(self._process, signal.SIGKILL)
+            self.wait()
         os.close(self._master)
+
+    def interrupt(self) -> None:
+        os.kill(self._process, signal.SIGINT)
+
+    def wait(self) -> int:
+        """Return the exit code of the process."""
+        self._ended = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+        return self._ended
 
     def write(self, text: bytes) -> None:
         os.write(self._master, text)
@@ -200,18 +217,17 @@ def test_a_chat_without_a_store_is_not_saved_and_an_abandoned_one_leaves_nothing
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
     """The test waits for output, never for a time."""
-    command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
-    command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
-    with Terminal(command) as terminal:
+    flags = ("--policy", "full", "--max-new-tokens", "2000", "--temperature", "0")
+    with Terminal("chat", "reference", "--session", "s", "--store", str(tmp_path), *flags) as terminal:
         terminal.read_until(rb"> ")
         terminal.write(b"It was a dark night\n")
         terminal.read_until(rb"night\r?\n[^a-z]*[a-z]+")
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.interrupt()
         terminal.read_until(rb"\(ended\)")
         terminal.read_until(rb"> ")
         terminal.write(b"\x04")
         terminal.read_until(rb"is saved")
-        assert terminal.process.wait(30) == 0
+        assert terminal.wait() == 0
 
 
 # ----------------------------------------------------------------------------------------------------- turns to tokens

@@ -71,16 +71,19 @@ def test_nothing_heavy_is_imported_before_a_model_is_loaded() -> None:
     assert heavy_after(RUN_ALL) == ""
 
 
-@pytest.mark.parametrize("command", ["cache", "sessions --store {}", "sessions show s --store {}"])
-def test_stored_files_are_listed_without_torch(command: str, tmp_path: Path) -> None:
-    code = f"from offload_rt.cli import main; main({command.format(tmp_path).split()!r})"
+def test_stored_files_are_listed_without_torch(tmp_path: Path) -> None:
+    commands = [
+        command.split() for command in ("cache", f"sessions --store {tmp_path}", f"sessions show s --store {tmp_path}")
+    ]
+    code = f"from offload_rt.cli import main\nfor command in {commands!r}: main(command)"
     assert "torch" not in heavy_after(code, XDG_CACHE_HOME=str(tmp_path))
 
 
-@pytest.mark.parametrize("options", ["", " --device-memory 30MiB --dtype float32", " --context 1k --policy quest"])
-def test_plain_models_are_planned_without_transformers(options: str) -> None:
+def test_plain_models_are_planned_without_transformers() -> None:
     """A first call takes a third of the time that it would take with transformers."""
-    code = f"from offload_rt.cli import main; assert main({('info reference' + options).split()!r}) == 0"
+    options = ("", "--device-memory 30MiB --dtype float32", "--context 1k --policy quest")
+    commands = [f"info reference {option}".split() for option in options]
+    code = f"from offload_rt.cli import main\nfor command in {commands!r}: assert main(command) == 0"
     assert "transformers" not in heavy_after(code)
 
 

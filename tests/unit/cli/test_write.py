@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.child_processes import fork
 from support.commands import Cli
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, InputError, SamplingParams, write_document
+from offload_rt.cli import main
 from offload_rt.cli.common import INTERRUPTED
 from offload_rt.errors import ModelError, PoolFullError
 from offload_rt.writing.files import TextFile
@@ -56,9 +58,9 @@ def write(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "beginning": {"max_tokens": TOKENS},
+    "beginning": {"max_tokens": TOKENS, "policy": "full"},
     "chapters": {"chapters": 2, "chapter_tokens": 40, "prompt": "Write a novel.\n\n"},
-    "outline": {"outline": ["The Road", "The Ford"], "chapter_tokens": 40},
+    "outline": {"outline": ["The Road", "The Ford"], "chapter_tokens": 40, "policy": "full"},
 }
 
 
@@ -97,8 +99,8 @@ def test_a_longer_document_is_that_of_one_run(tmp_path: Path, roomy: str) -> Non
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given = {"beginning": "It was a dark night", "sampling_params": SAMPLED}
     write(roomy, whole, max_tokens=60, **given)
-    for count in (20, 40, 60):
-        write(roomy, parts, max_tokens=count, **given)
+    for tokens in (20, 40, 60):
+        write(roomy, parts, max_tokens=tokens, **given)
     assert parts.read_text() == whole.read_text()
 
 
@@ -106,7 +108,7 @@ def test_chapters_that_the_model_ends(tmp_path: Path, roomy: str) -> None:
     """An end token or the chapter's length ends a chapter; it is not part of the text. Interrupts come in the first
     turns of the first and second chapter, and later."""
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
-    given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 60, "beginning": "It was a dark night"}
+    given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 60, "beginning": "It was a dark night", "policy": "full"}
     write(roomy, tmp_path / "free.txt", sampling_params=SAMPLED, **given)
     saved = json.loads((tmp_path / "free.txt.session" / "progress.json").read_text())
     end = saved["tokens"][saved["chapters"][0] + 30]
@@ -116,22 +118,8 @@ def test_chapters_that_the_model_ends(tmp_path: Path, roomy: str) -> None:
     assert done is not None and done.chapters == 3 and begun[1] == begun[0] + 30
     for stop_at in (5, 40, 100):
         write(roomy, parts, stop_at, **given)
-    write(roomy, parts, chapters=3)
+    write(roomy, parts, chapters=3, policy="full")
     assert parts.read_text() == whole.read_text()
-
-
-KILLED = """
-import itertools, os, signal, sys
-from offload_rt.cli import main
-from offload_rt.writing.files import TextFile
-append, calls = TextFile.append, itertools.count()
-def kill(file, text):
-    append(file, text)
-    if next(calls) == 40:
-        os.kill(os.getpid(), signal.SIGKILL)
-TextFile.append = kill
-sys.exit(main())
-"""
 
 
 @pytest.mark.slow
@@ -141,8 +129,19 @@ def test_a_killed_process_loses_nothing(tmp_path: Path, cli: Cli, roomy: str) ->
     flags = ("--beginning", str(tmp_path / "begin.txt"), "--max-new-tokens", "90", "--seed", "5", "--policy", "full")
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     assert cli("write", roomy, str(whole), *flags).code == 0
-    command = (sys.executable, "-P", "-c", KILLED, "write", roomy, str(parts), *flags)
-    assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
+
+    def write_until_killed() -> None:
+        append, calls = TextFile.append, count(1)
+
+        def kill(file: TextFile, text: str) -> None:
+            append(file, text)
+            if next(calls) == 41:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        TextFile.append = kill  # type: ignore[method-assign]
+        main(["write", roomy, str(parts), *flags])
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(write_until_killed), 0)[1]) == -signal.SIGKILL
     assert whole.read_bytes().startswith(parts.read_bytes()) and parts.read_bytes() != whole.read_bytes()
     run = cli("write", roomy, str(parts), *flags)
     assert run.code == 0 and "90 new tokens" in run.err

@@ -108,7 +108,7 @@ class PlainInfiniGen:
         return chosen
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_preset_paper_is_design_section_6(name: str) -> None:
     """Logits of 40 decode steps. float64 throughout; 1e-6 is what RMSNorm's own float32 leaves of it."""
     tokens = tiny_prompt(160)
