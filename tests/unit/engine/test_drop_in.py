@@ -25,7 +25,7 @@ from offload_rt.models.loading import load_model
 
 MEMORY = "16MiB"
 SELECTS = {"policy": "infinigen", "policy_options": {"sinks": 2, "recent": 8, "budget": 0.2, "approximate_kv": "off"}}
-DAILY = ("llama3", "gemma3", "qwen3_moe", "gpt_neox", "gpt_oss")
+DAILY = ("gemma3", "gpt_neox", "gpt_oss")
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

@@ -174,6 +174,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return asyncio.run(ask_with_fault(tmp_path_factory.mktemp("store"), "start", 1000))[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_other_clients_and_sessions_continue(place: str, expected: list[Any], tmp_path: Path) -> None:
     """A session whose turn failed must be unchanged and answer again."""

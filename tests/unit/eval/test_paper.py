@@ -107,7 +107,7 @@ class PlainInfiniGen:
         return chosen
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_preset_paper_is_design_section_6(name: str) -> None:
     """Compare logits of 40 decode steps in float64. RMSNorm computes in float32, which causes errors of up to 1e-6."""
     tokens = tiny_prompt(160)

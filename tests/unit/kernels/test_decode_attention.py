@@ -10,11 +10,15 @@ import torch
 from offload_rt.core import KVPart
 from offload_rt.kernels import decode_attention, team
 from offload_rt.kernels.decode_attention import PagedPart, attend, attend_in_c, library
+from offload_rt.utils.native_code import available_levels
 
 pytestmark = pytest.mark.skipif(library(32, torch.float32) is None, reason="there is no compiled code")
 
 SHAPES = [(32, 1, 1), (64, 3, 130), (64, 7, 64), (96, 2, 63), (128, 4, 517), (256, 9, 40), (64, 120, 70)]
-"""Head dimensions, queries of a KV head and tokens. A block has 64 tokens, and 4 queries are computed together."""
+"""Head dimensions, queries of a KV head and tokens. A block has 64 tokens, and 4 queries are computed together. Lower
+levels run two head dimensions, because each is compiled."""
+
+LEVELS = available_levels()
 
 
 def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,7 +63,11 @@ def expected(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cap", [None, 5.0])
-@pytest.mark.parametrize(("d", "group", "n"), SHAPES)
+@pytest.mark.parametrize(
+    ("level", "d", "group", "n"),
+    [(level, *shape) for level in LEVELS for shape in SHAPES if level == LEVELS[-1] or shape[0] in (64, 96)],
+    indirect=["level"],
+)
 def test_outputs_equal_float64(
     d: int, group: int, n: int, cap: float | None, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

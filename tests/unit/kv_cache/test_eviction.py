@@ -162,7 +162,7 @@ def test_slots_equal_those_of_a_plain_list(
     pool.check_integrity()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("policy", "options", "more"),
     [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_cache_dtype": "int8"})],

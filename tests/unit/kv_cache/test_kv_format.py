@@ -85,7 +85,7 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
     assert losses[0] < 0.1 < losses[2] and losses[0] < losses[1] < losses[2]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
 def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
     """With a budget of 1.0 and the same window, tokens equal those of `full`, because resident KV is not quantised."""
     params = SamplingParams(max_tokens=8, temperature=0)

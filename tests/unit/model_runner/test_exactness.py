@@ -73,7 +73,7 @@ STRESS = "OFFLOAD_RT_STRESS" in os.environ
 """Run both products below completely. Otherwise each model runs the default policy, a few others and two scorers."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "policy", "options"),
     [

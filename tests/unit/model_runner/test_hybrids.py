@@ -55,7 +55,7 @@ def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
         assert_greedy(model, prompt, texts(llm, [prompt])[0])
 
 
-@pytest.mark.sampled(5)  # two thirds of the families, with each policy
+@pytest.mark.sampled(7)  # half of the families, with each policy
 @pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, list(POLICIES)))
 def test_sequences_that_leave_a_batch(name: str, policy: str) -> None:
     """The middle one of three slots becomes free, and a fourth prompt reuses it."""
@@ -82,7 +82,7 @@ def test_the_host_does_not_wait_if_states_are_gathered() -> None:
             runner.free(sequence)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forks(name: str) -> None:
     """Parallel samples copy the state after the prompt. Beams copy it in every step."""

@@ -22,7 +22,7 @@ from offload_rt.model_runner.batch import NEVER_SHARE, SharedPrefixes
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
 """Run each policy with KV in place and with staged KV. Otherwise each policy runs in one of the two modes."""
 
-REQUESTS = 500 if STRESS else 60
+REQUESTS = 500 if STRESS else 40
 
 
 def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama") -> list[list[int]]:
@@ -107,9 +107,7 @@ def test_samples_and_beams_share_a_pool_with_others() -> None:
     assert [c.token_ids for c in completed(llm.generate(prompts, params))] == alone(llm, prompts, params)
 
 
-@pytest.mark.parametrize(
-    ("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8"), ("infinigen", "int4")]
-)
+@pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8")])
 def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
     """Four requests need three blocks each in a pool of five, so the youngest are preempted.
 

@@ -90,7 +90,7 @@ def full_scores() -> torch.Tensor:
     return score(make())
 
 
-@pytest.mark.parametrize("ahead", [None, 1, 2, 3])
+@pytest.mark.parametrize("ahead", [None, 3])
 def test_predicted_queries_find_tokens(ahead: int | None, full_scores: torch.Tensor) -> None:
     """With 2 % of the tokens and approximate KV, log-probabilities stay near those of full attention."""
     options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}

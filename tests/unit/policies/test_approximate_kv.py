@@ -31,7 +31,7 @@ def full_tokens(name: str, prompt: list[int]) -> list[int]:
     return list(completed(llm.generate([prompt], GREEDY))[0].token_ids)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_with_a_full_budget_nothing_is_approximated(name: str) -> None:
     options = {"approximate_kv": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
     prompt = tiny_prompt(150)
@@ -89,10 +89,9 @@ def test_approximate_kv_without_rounding_gives_full_attention(
     assert found.stats.exact_fraction < 0.4
 
 
-@pytest.mark.parametrize("tail", ["int4", "int2"])
-def test_samples_and_beams_equal_those_of_each_alone(tail: str) -> None:
+def test_samples_and_beams_equal_those_of_each_alone() -> None:
     """Forks share low-bit KV until one of them writes."""
-    options = {"approximate_kv": tail, "budget": 0.3, "recent": 8, "dense_layers": ()}
+    options = {"approximate_kv": "int2", "budget": 0.3, "recent": 8, "dense_layers": ()}
     llm, prompt = make_llm("llama", options, torch.float32), tiny_prompt(100)
     drawn = SamplingParams(max_tokens=16, temperature=1.0, seed=5, n=3)
     samples = [c.token_ids for c in completed(llm.generate([prompt], drawn))]

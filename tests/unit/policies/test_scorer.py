@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.cuda_cells import GRAPHS, captured
-from support.cuda_simulator import Late, Lazy, simulated
+from support.cuda_simulator import Lazy, simulated
 from support.outputs import completed
 from support.select_models import CPU, as_sets, geometry, no_keys, pass_keys, tokens
 from support.tiny_models import tiny_model, tiny_prompt
@@ -87,17 +87,12 @@ def answers(device: str, name: str, head_dim: int, **settings: Any) -> tuple[lis
     return [one.token_ids for one in done], captured(llm)
 
 
-def test_a_policy_of_one_method_is_batched_on_a_device() -> None:
-    expected, none = answers("cpu", "best-query", 32)
-    assert none is None
-    with simulated(Late()):
-        assert answers("cuda", "best-query", 32, cuda_graphs=False)[0] == expected
-
-
-def test_a_policy_of_one_method_is_captured() -> None:
+def test_a_policy_of_one_method_is_batched_and_captured_on_a_device() -> None:
+    """The first step of each bucket is eager. The others replay a graph."""
     with simulated(Lazy()):
-        found, graphs = answers("cuda", "low-norm", 16, **GRAPHS)
-    assert found == answers("cpu", "low-norm", 16)[0] and graphs is not None and set(graphs) >= {(4, 64), (4, 128)}
+        found, graphs = answers("cuda", "best-query", 16, **GRAPHS)
+    expected, none = answers("cpu", "best-query", 16)
+    assert found == expected and none is None and graphs is not None and set(graphs) >= {(4, 64), (4, 128)}
 
 
 def test_the_policy_of_the_documentation_runs(

