@@ -41,7 +41,8 @@ def test_threads_sleep_after_an_operation_although_torch_was_imported_first() ->
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     spinning, sleeping = map(float, done.stdout.split())
-    assert sleeping < spinning / 10, "CPU time of operations with pauses between them, seconds"
+    # Quiet machines measure a ratio of 20 and more. Other processes shorten the spinning. Without the setting, it is 1.
+    assert sleeping < spinning / 3, "CPU time of operations with pauses between them, seconds"
 
 
 def test_the_variables_of_the_user_decide(monkeypatch: pytest.MonkeyPatch) -> None:
