@@ -76,12 +76,13 @@ QUICK_WITHOUT := eval stress kernels/test_counted.py kernels/test_native.py kern
 	layer_groups.py pool_eviction.py pool_properties.py snapshot_table.py) \
 	$(addprefix model_runner/test_,batched.py exact.py exact_hybrids.py hybrids.py sharing.py snapshots.py sparse_decode.py \
 	trained_hybrid.py) \
-	$(addprefix models/test_,architectures.py multimodal.py packed.py packed_composition.py packed_weights.py) \
+	$(addprefix models/test_,architectures.py importers.py latent_packed.py multimodal.py mxfp4.py packed.py packed_composition.py \
+	packed_weights.py) \
 	$(addprefix server/test_server_,agents.py docs.py engine.py protocol_gaps.py protocols.py sessions.py) \
 	$(addprefix sessions/test_,async_sessions.py compatibility.py hybrid_sessions.py prefix_store.py prompt_marks.py reliability.py \
 	session_limits.py sessions.py shared_states.py turn_queue.py) \
-	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py device_limit.py device_memory.py prefill_counts.py step_counts.py \
-	weight_placement.py working_set.py)
+	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py device_copies.py device_limit.py device_memory.py packed_cuda.py \
+	prefill_counts.py step_counts.py weight_placement.py working_set.py)
 QUICK := $(if $(PART),tests/unit/$(PART),tests $(addprefix --ignore tests/unit/,$(QUICK_WITHOUT)))
 
 quick: $(READY)

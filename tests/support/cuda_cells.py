@@ -414,7 +414,6 @@ _DAILY = {
     "paper": "seed 1",
     "short window": "late write-back",
     "repair": "late prefetch",
-    "missed mass, paper": "late write-back",
     "working set, quest": "late compute",
     "eviction, full": "lazy",
     "rounded, full": "late prefetch",
@@ -426,11 +425,10 @@ _DAILY = {
     "earlier kv, working set": "late prefetch",
     "earlier kv, graphs": "late write-back",
     "forks, full": "late write-back",
-    "sessions, full": "seed 0",
     "prompts": "late prefetch",
     "streamed, full": "late prefetch",
 }
-"""Each schedule, policy and scene at least once."""
+"""Each schedule, policy and scene at least once, together with `test_device_copies.py`."""
 
 CELLS = [replace(cell, daily=_DAILY.get(cell.name)) for cell in _CELLS]
 BY_NAME = {cell.name: cell for cell in CELLS}

@@ -73,9 +73,14 @@ def table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return bases.to(device), planes.to(device)
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float32, 80), (torch.uint8, 27)])
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize(("programs", "kinds"), [(1, 2), (5, 2), (64, 2), (5, 1)])
+PROGRAMS = itertools.product([(1, 2), (5, 2), (64, 2), (5, 1)], [True, False])
+TYPES = itertools.cycle([(torch.bfloat16, 64), (torch.float32, 80), (torch.uint8, 27)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "counted", "programs", "kinds"),
+    [(*kind, counted, *programs) for (programs, counted), kind in zip(PROGRAMS, TYPES, strict=False)],
+)
 def test_keys_and_values_of_tokens_are_gathered(
     kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, programs: int, kinds: int
 ) -> None:

@@ -47,8 +47,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("device", ["host", "staged"])
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("pattern", "device"), [*((pattern, "host") for pattern in PATTERNS), ("after full", "staged")]
+)
 def test_logits_after_prefills_of_odd_lengths(pattern: str, device: str) -> None:
     """Prefills that end within blocks and windows, and decode steps, are compared with transformers."""
     llm, tokens = make(pattern, prefill_chunk_size=7), prompt_of(90)
@@ -68,9 +69,9 @@ def test_logits_after_prefills_of_odd_lengths(pattern: str, device: str) -> None
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_batch_selects_as_each_sequence_alone(pattern: str) -> None:
     prompts = [prompt_of(length, seed=length) for length in (20, 70, 63)]
-    llm = make(pattern, "infinigen")
+    llm, other = make(pattern, "infinigen"), make(pattern, "infinigen", enable_prefix_caching=False)
     together = completed(llm.generate(prompts, GREEDY))
-    alone = [completed(make(pattern, "infinigen").generate([prompt], GREEDY))[0] for prompt in prompts]
+    alone = [completed(other.generate([prompt], GREEDY))[0] for prompt in prompts]
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     assert all(one.stats.exact_fraction < 1 for one in together)
     llm.runner.check_integrity()

@@ -90,6 +90,7 @@ def test_all_transfers_give_the_same_tokens(policy: str, options: dict[str, Any]
             assert (one.stats.h2d_bytes, one.stats.d2h_bytes) == (other.stats.h2d_bytes, other.stats.d2h_bytes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_a_pool_on_disk_gives_the_same_tokens(policy: str, kv_cache_dtype: str, tmp_path: Path) -> None:
@@ -137,8 +138,7 @@ def test_approximate_values_exclude_the_rotated_part() -> None:
         assert not restored[..., RANK:].any()
 
 
-@pytest.mark.parametrize("policy", ["full", "tail"])
-@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(("policy", "on_disk"), [("full", True), ("tail", False)])
 def test_a_session_continues_after_a_restart(policy: str, on_disk: bool, tmp_path: Path) -> None:
     """A second turn equals that of a session that was never closed."""
     options = {"disk": tmp_path / "rows", "disk_limit": "8MiB"} if on_disk else {}

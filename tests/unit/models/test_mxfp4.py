@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import VOCAB, architecture
-from support.cuda_cells import GRAPHS, LOW_BITS, captured
+from support.cuda_cells import GRAPHS, POLICIES, captured
 from support.cuda_simulator import Late, simulated
 from support.outputs import completed
 from support.tiny_models import edit_config
@@ -96,8 +96,8 @@ def test_a_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkey
     monkeypatch.setattr("offload_rt.models.linear.packed.MAX_BATCHED_PAIRS", 1)
     folder, few = write_folders(tmp_path)[1], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     options: dict[str, Any] = {
-        "dtype": "float32", "policy": "infinigen", "policy_options": LOW_BITS | {"source": "attention_input"},
-        "host_memory": "4MiB", "verify": "off", "missed_mass_every": 0,
+        "dtype": "float32", "policy": "quest", "policy_options": POLICIES["quest"], "host_memory": "4MiB",
+        "verify": "off", "missed_mass_every": 0,
     }  # fmt: skip
     expected = completed(LLM(folder, device="cpu", **options).generate(PROMPTS[1:], few))
     with simulated(Late()):

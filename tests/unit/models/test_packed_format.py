@@ -13,6 +13,7 @@ from torch import nn
 from offload_rt.kernels import packed_products, team
 from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.models.linear.packed import use_packed_weights
+from offload_rt.utils.native_code import available_levels
 
 needs_code = pytest.mark.skipif(packed_products.compiled_for(torch.float32) is None, reason="there is no compiled code")
 
@@ -24,18 +25,29 @@ def test_rows_unpack_to_the_same_numbers(form: PackedFormat) -> None:
     assert form.unpack(rows, torch.float64).equal(weights.float().double())
 
 
+LEVELS = available_levels()
+CODE = [
+    (level, dtype)
+    for i, level in enumerate(LEVELS)
+    for j, dtype in enumerate((torch.float32, torch.bfloat16))
+    if level == LEVELS[-1] or i % 2 == j
+]
+"""Both types at the highest level, and one at each lower level: it takes half a minute to compile this file."""
+of_each_code = pytest.mark.parametrize(("level", "dtype"), CODE, indirect=["level"], ids=str)
+
+
 @needs_code
+@of_each_code
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_code_unpacks_the_same_numbers(form: PackedFormat, level: str) -> None:
+def test_code_unpacks_the_same_numbers(form: PackedFormat, dtype: torch.dtype, level: str) -> None:
     rows, _ = random_rows(form, 5)
-    for dtype in (torch.float32, torch.bfloat16):
-        code = packed_products.compiled_for(dtype)
-        assert code is not None
-        assert code.unpack(rows, form, dtype).equal(form.unpack(rows, dtype))
+    code = packed_products.compiled_for(dtype)
+    assert code is not None
+    assert code.unpack(rows, form, dtype).equal(form.unpack(rows, dtype))
 
 
 @needs_code
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@of_each_code
 @pytest.mark.parametrize(("form", "bias"), [*zip(FORMATS, cycle([False, True]), strict=False)], ids=str)
 def test_products_equal_float64(form: PackedFormat, bias: bool, dtype: torch.dtype, level: str) -> None:
     """The result of a row does not depend on the number of rows, unless torch multiplies."""
@@ -77,7 +89,7 @@ def test_threads_share_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_code
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@of_each_code
 def test_non_finite_inputs_give_non_finite_results(dtype: torch.dtype, level: str) -> None:
     rows, _ = random_rows(FORMATS[0], 3)
     code = packed_products.compiled_for(dtype)
@@ -90,7 +102,7 @@ def test_non_finite_inputs_give_non_finite_results(dtype: torch.dtype, level: st
 
 
 @needs_code
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@of_each_code
 def test_tiny_and_large_inputs(dtype: torch.dtype, level: str) -> None:
     rows, weights = random_rows(FORMATS[0], 3)
     code: Any = packed_products.compiled_for(dtype)

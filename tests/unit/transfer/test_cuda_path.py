@@ -104,6 +104,8 @@ _SLOW = (
     "eviction",
     "working set",
     "paper, batch",
+    "full, batch",
+    "tail, batch",
 )
 SLOW = () if ALL else (*_SLOW, *(name for name in ALLOWED if name.startswith("default")))
 

@@ -9,7 +9,7 @@ import pytest
 from support.step_counts import CASES, PAGE, Case, count_step, on_page
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
-DAILY = ("default", "shared prefix", "working set")
+DAILY = ("default", "working set")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if ALL or case.name in DAILY], ids=str)
