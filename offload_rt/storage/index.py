@@ -69,7 +69,6 @@ class DiskIndex:
         self._order = EvictionOrder[Path](policy)
         self._ttl, self._clock = ttl, clock
         self._pins: Counter[Path] = Counter()
-        self._wanted: set[Path] = set()
         self._stored = 0
         self._stamp = 0
         self.mutex = threading.RLock()
@@ -106,8 +105,6 @@ class DiskIndex:
             self.files[path] = _File(size, 0, 0)
             self._stored += size
             self._mark(path, cost)
-            if path in self._wanted:
-                self._order.expect(path)
 
     def mark_used(self, paths: Sequence[Path]) -> None:
         """Mark the block files of a sequence, in the order of its blocks, as used now.
@@ -129,7 +126,6 @@ class DiskIndex:
     def set_window(self, paths: Sequence[Path]) -> None:
         """Set the files that waiting requests will use, in the order of the requests. They are evicted last."""
         with self.mutex:
-            self._wanted = set(paths)
             for path in self._order.set_window(paths):
                 self._mark(path)
 

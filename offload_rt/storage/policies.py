@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -56,11 +55,16 @@ class EvictionOrder(Generic[K]):
         self._others: dict[K, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, K]] = []
         """Heap of (rank, sequence number of the use, item). Entries that differ from `_others` are outdated."""
-        self._wanted: OrderedDict[K, None] = OrderedDict()
+        self._needs: dict[K, int] = {}
+        """Position of each item in the eviction window. Items that have not been added are included."""
+        self._window: dict[K, None] = {}
+        """Items of the eviction window that have been added."""
 
     def add(self, item: K, rank: int = 0) -> None:
-        """Add an item, or record its use. Items in the eviction window are not changed."""
-        if item not in self._wanted and (self._renew or item not in self._others):
+        """Add an item, or record its use. In the eviction window, only the position of an item counts."""
+        if item in self._needs:
+            self._window[item] = None
+        elif self._renew or item not in self._others:
             self._rank(item, rank)
 
     def _rank(self, item: K, rank: int) -> None:
@@ -73,32 +77,27 @@ class EvictionOrder(Generic[K]):
 
     def remove(self, item: K) -> None:
         self._others.pop(item, None)
-        self._wanted.pop(item, None)
-
-    def expect(self, item: K) -> None:
-        """Move an item to the end of the eviction window, as the item that is needed last."""
-        if self._looks_ahead and item in self._others:
-            del self._others[item]
-            self._wanted[item] = None
+        self._window.pop(item, None)
 
     def set_window(self, items: Sequence[K]) -> list[K]:
         """Set the eviction window to `items`, in the order in which they will be needed.
 
         Return the items that left the window. They now have the lowest rank, 0.
         """
-        now = dict.fromkeys(items)
-        left = [item for item in self._wanted if item not in now]
+        if not self._looks_ahead:
+            return []
+        self._needs = {item: position for position, item in enumerate(dict.fromkeys(items))}
+        left = [item for item in self._window if item not in self._needs]
         for item in left:
-            del self._wanted[item]
+            del self._window[item]
             self._rank(item, 0)
-        for item in now:
-            self.expect(item)
-            if item in self._wanted:
-                self._wanted.move_to_end(item)
+        for item in self._needs:
+            if self._others.pop(item, None) is not None:
+                self._window[item] = None
         return left
 
     def in_window(self, item: K) -> bool:
-        return item in self._wanted
+        return item in self._window
 
     def ranked(self) -> Iterator[K]:
         """Iterate over all items in eviction order. Do not change the order during the iteration."""
@@ -107,7 +106,7 @@ class EvictionOrder(Generic[K]):
             rank, number, item = heapq.heappop(heap)
             if self._others.get(item) == (rank, number):
                 yield item
-        yield from reversed(self._wanted)
+        yield from sorted(self._window, key=self._needs.__getitem__, reverse=True)
 
     def first(self) -> K:
         return next(self.ranked())

@@ -38,6 +38,7 @@ from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.documents import Document
 from offload_rt.storage.naming import NamedBlock
 from offload_rt.storage.options import LIVE_POLICIES
+from offload_rt.storage.policies import EvictionOrder
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
@@ -484,3 +485,17 @@ def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
             saved += blocks is not None
         store.close()
     assert saved > 0 and cut > 0
+
+
+def test_items_added_to_the_eviction_window_are_evicted_in_reverse_order_of_need() -> None:
+    order = EvictionOrder[str]("lookahead")
+    for item in "xab":
+        order.add(item)
+    order.set_window("cab")
+    order.add("c")
+    assert list(order.ranked()) == ["x", "b", "a", "c"]
+    order.remove("a")
+    order.add("a")
+    assert list(order.ranked()) == ["x", "b", "a", "c"]
+    assert sorted(order.set_window("b")) == ["a", "c"]
+    assert list(order.ranked())[-1] == "b"
