@@ -47,7 +47,7 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
         raw = dict(PreTrainedConfig.get_config_dict(source.name_or_path, **options)[0])
     architecture, remote = declared_class(raw), has_remote_code(raw, trusted=source.hub.trust_remote_code)
     if not remote:
-        refuse_unknown(raw, _names_of_classes())
+        refuse_unknown(raw, _names_of_classes)
     with as_model_error(f"the configuration of {source} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name_or_path, **options)
     if not remote and architecture not in [kind.__name__ for kind in _classes_of(config)]:

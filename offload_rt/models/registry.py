@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..config import Verify
@@ -93,10 +93,10 @@ def declared_class(entries: Mapping[str, Any]) -> str:
     return str(named or f"model type {entries.get('model_type')!r}")
 
 
-def refuse_unknown(entries: Mapping[str, Any], names: Container[str]) -> None:
-    """Raise ModelError if the class that a config.json names is neither registered nor in `names`."""
+def refuse_unknown(entries: Mapping[str, Any], names: Callable[[], Container[str]]) -> None:
+    """Raise ModelError if the class that a config.json names is neither registered nor in `names()`."""
     architecture = declared_class(entries)
-    if architecture in _adapters or architecture in names:
+    if architecture in _adapters or architecture in names():
         return
     if "text_config" not in entries:
         raise unsupported(architecture)

@@ -104,7 +104,7 @@ class ModelSource:
         if (folder / "config.json").is_file():
             entries = _check_config(folder / "config.json")
             if not has_remote_code(entries, trusted=self.hub.trust_remote_code):
-                refuse_unknown(entries, _text_with_class_names())
+                refuse_unknown(entries, _text_with_class_names)
             return
         if (folder / "adapter_config.json").is_file():
             raise ModelError(f"{self} is a PEFT adapter, not a model; {MERGE}", reason="peft")

@@ -116,8 +116,7 @@ def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) ->
     target.mkdir()
     for name in os.listdir(path.parent):
         (target / name).write_text("the user's own")
-    # Use one rename, since the saver thread may be writing to the folder. It may also create the folder again
-    # meanwhile.
+    # Use one rename, since the saver thread may be writing to the folder. It may also create the folder again.
     os.replace(path.parent, outside.parent / f"moved-{path.parent.name}")
     with suppress(FileExistsError):
         path.parent.symlink_to(target)
