@@ -52,7 +52,7 @@ def divergence() -> str:
     for name in dict.fromkeys(name for column in columns for name in column if name not in NOT_SHOWN):
         found = [column.get(name) for column in columns]
         row = next(each for each in found if each is not None)
-        divergences = ("" if each is None else f"{each['kl']:.1e} ({each['top_1']:.0%})" for each in found)
+        divergences = ("" if each is None else f"{each['kl']:.1e} ({each['top_1']:.1%})" for each in found)
         rows.append([_with_share(name, f"{row['sparse_fetched']:.1%} fetched"), *divergences])
     return table(("setting", *(heading for heading, _, _ in DIVERGENCE)), rows)
 
