@@ -8,6 +8,8 @@ interpreter. Functions therefore import torch and transformers, which import Tri
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,14 @@ import pytest
 if TYPE_CHECKING:
     from support.serving import ScriptedEngine
     from transformers import PreTrainedTokenizerBase
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_ssl_context() -> Iterator[None]:
+    """Read the certificates once. Each client would read them again, for 50 ms, though no test uses TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")
