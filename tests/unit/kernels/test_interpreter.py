@@ -1,4 +1,4 @@
-"""Test the fast interpreter for Triton kernels: results, errors and caches."""
+"""Test the fast interpreter for Triton kernels: results and errors."""
 
 from __future__ import annotations
 

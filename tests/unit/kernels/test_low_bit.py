@@ -1,4 +1,4 @@
-"""Test low-bit KV and attention to it against plain implementations."""
+"""Test low-bit KV and attention to it against reference implementations."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_torch_computes_without_a_compiler(native_cache: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fault", ["compiler fails", "no library written", "cache not writable"])
-def test_a_failing_compiler_is_reported_and_torch_computes(
+def test_failing_compiler_is_reported_and_torch_computes(
     fault: str, native_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault == "cache not writable":

@@ -57,7 +57,7 @@ def test_scores_of_pages_without_candidates_are_masked(kernel_device: torch.devi
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_an_entry_starts_a_page_or_lowers_its_minimum(kernel_device: torch.device, page: int) -> None:
+def test_appended_entry_starts_a_page_or_lowers_its_minimum(kernel_device: torch.device, page: int) -> None:
     from offload_rt.kernels.triton_entries import append_entries
 
     own, reference = random_tables(kernel_device, 24, torch.bfloat16)

@@ -139,8 +139,7 @@ SLOTS = 2
 def device_rows(pool: torch.Tensor, bases: torch.Tensor, planes: torch.Tensor) -> DeviceRows:
     """Copy one block of the first and one of the last sequence to the device: `[K or V, head, slot, token]`.
 
-    Their rows in the pool are overwritten and `bases` is changed, so that only reads of the copies give correct
-    results.
+    The copied rows in the pool are set to zero, and `bases` refers to the copies.
     """
     (kv_count, heads), first = planes.shape, len(pool)
     copies = pool.new_empty(kv_count * heads * SLOTS * BLOCK_SIZE, pool.shape[1])

@@ -108,7 +108,6 @@ def test_scores_equal_the_definition(kernel_device: torch.device, d: int, group:
 def test_stored_prompt_equals_the_definition(
     kernel_device: torch.device, d: int, value_bits: int, start: int, count: int, values: bool
 ) -> None:
-    """Cover zeros and very large vectors. KV of other tokens must not change."""
     from offload_rt.kernels.triton_low_bit_rows import store_rows
 
     torch.manual_seed(d)
@@ -119,7 +118,7 @@ def test_stored_prompt_equals_the_definition(
         torch.randn(2, count, d, device=kernel_device)
         * torch.logspace(-7, 4, max(1, count), device=kernel_device)[:count, None]
     )
-    rows[:, :1], rows[:, 1:2, ::2] = 0, -1e5
+    rows[:, :1], rows[:, 1:2, ::2] = 0, -1e5  # zeros, and very large numbers
     rows[:, 2:3] = torch.linspace(-1, 1, d, device=kernel_device)
     store_rows(pages, layout, rows, start, values=values)
     low_bit.store_rows(expected, layout, rows, start, values=values)
