@@ -1,4 +1,4 @@
-"""Test attention of prefill chunks and its combination from parts, against a softmax in float64."""
+"""Test attention of prefill chunks, and attention to several parts of KV, against a softmax in float64."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.kernels.decode_attention import attend, group_weights, scores_lse
 
 
-def plain(
+def reference_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
-    seen: torch.Tensor,
+    mask: torch.Tensor,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend q `[H, m, d]` to k and v `[Hkv, n, d]` in float64, with seen bool `[m, n]`."""
+    """Compute attention in float64, with q `[H, m, d]`, k and v `[Hkv, n, d]` and mask `[m, n]`."""
     k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0).double() for x in (k, v))
     scores = q.double() @ k.mT * scale
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill(~seen, -math.inf)
+    scores = scores.masked_fill(~mask, -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, q.shape[1], 1)), -1)
     return scores.softmax(-1)[:, :, : k.shape[1]] @ v
 
 
-def random_rows(seed: int, heads: int, group: int, m: int, n: int, d: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def random_qkv(seed: int, heads: int, group: int, m: int, n: int, d: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(heads * group, m, d), (heads, n, d), (heads, n, d)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -58,58 +58,53 @@ BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 5e-6}
 def test_causal_prefill_chunks(
     device: torch.device, dtype: torch.dtype, window: int | None, m: int, n: int, group: int
 ) -> None:
-    q, k, v = random_rows(m * n, 2, group, m, n, 32, dtype)
-    ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
-    seen = (ago >= 0) & (ago < (window or n))
+    q, k, v = random_qkv(m * n, 2, group, m, n, 32, dtype)
+    distance = torch.arange(n - m, n)[:, None] - torch.arange(n)
+    mask = (distance >= 0) & (distance < (window or n))
     out = attend_causal(q.to(device), k.to(device), v.to(device), 0.3, window)
     assert out.dtype == dtype and out.shape == q.shape
-    assert (out.cpu().double() - plain(q, k, v, 0.3, seen)).abs().max() < ERRORS[dtype]
+    assert (out.cpu().double() - reference_attention(q, k, v, 0.3, mask)).abs().max() < ERRORS[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 1), (torch.float32, 4)], ids=str)
-def test_a_device_reads_keys_once_per_group_in_half_precision(dtype: torch.dtype, launches: int) -> None:
-    """Cover a prefill chunk after 26 earlier tokens, and one at the start of a text."""
-    for m, n in ((64, 90), (90, 90)):
-        q, k, v = random_rows(3, 2, 4, m, n, 32, dtype)
-        seen = torch.arange(n - m, n)[:, None] >= torch.arange(n)
+def test_gpu_reads_keys_once_per_kv_head_in_half_precision(dtype: torch.dtype, launches: int) -> None:
+    for m, n in ((64, 90), (90, 90)):  # a prefill chunk after 26 earlier tokens, and the first chunk of a prompt
+        q, k, v = random_qkv(3, 2, 4, m, n, 32, dtype)
+        mask = torch.arange(n - m, n)[:, None] >= torch.arange(n)
         with simulated(Lazy()) as sim:
             out = attend_causal(q.to("cuda"), k.to("cuda"), v.to("cuda"), 0.3, None)
             assert sim.launched["attention"] == launches
-            assert (out.cpu().double() - plain(q, k, v, 0.3, seen)).abs().max() < ERRORS[dtype]
+            assert (out.cpu().double() - reference_attention(q, k, v, 0.3, mask)).abs().max() < ERRORS[dtype]
 
 
 @pytest.mark.sampled(5)  # coprime to the number of values of each parameter, so that all pairs of values occur
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("d", "m", "n"), [(64, 70, 333), (64, 4, 200), (96, 40, 129)])
-@pytest.mark.parametrize(("window", "cap", "sunk"), [(None, None, False), (70, 2.0, True), (3, None, True)])
-def test_causal_attention_by_c_code(
+@pytest.mark.parametrize(("window", "cap", "with_sinks"), [(None, None, False), (70, 2.0, True), (3, None, True)])
+def test_causal_attention_in_c_and_torch_equals_float64(
     level: str,
     d: int,
     m: int,
     n: int,
     window: int | None,
     cap: float | None,
-    sunk: bool,
+    with_sinks: bool,
     threads: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Cover K and V packed before and during the computation, gaps between rows, and several threads.
-
-    If the C code supports the shape, torch's path is compared as well.
-    """
-    q, k, v = (x[:, ::2] for x in random_rows(n, 2, 3, 2 * m, 2 * n, d, dtype))
+    q, k, v = (x[:, ::2] for x in random_qkv(n, 2, 3, 2 * m, 2 * n, d, dtype))  # not contiguous
     monkeypatch.setattr(causal_cpu, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(team, "threads", lambda: threads)
-    sinks = torch.linspace(-1, 3, 6) if sunk else None
-    ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
-    expected = plain(q, k, v, 0.3, (ago >= 0) & (ago < (window or n)), cap, sinks)
-    found = [attend_causal(q, k, v, 0.3, window, cap, sinks)]
+    sinks = torch.linspace(-1, 3, 6) if with_sinks else None
+    distance = torch.arange(n - m, n)[:, None] - torch.arange(n)
+    expected = reference_attention(q, k, v, 0.3, (distance >= 0) & (distance < (window or n)), cap, sinks)
+    outputs = [attend_causal(q, k, v, 0.3, window, cap, sinks)]
     if causal_cpu.library_for(q) is not None:
         monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
-        found.append(attend_causal(q, k, v, 0.3, window, cap, sinks))
-    for out in found:
+        outputs.append(attend_causal(q, k, v, 0.3, window, cap, sinks))
+    for out in outputs:
         assert out.dtype == dtype and out.shape == q.shape
         assert (out.double() - expected).abs().max() < BOUNDS[dtype]
 
@@ -117,7 +112,7 @@ def test_causal_attention_by_c_code(
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("d", "m", "edges"), [(64, 70, (0, 100, 101, 333)), (96, 40, (0, 129)), (32, 1, (0, 64, 90))])
-def test_attention_to_blocks(
+def test_attention_to_blocks_in_c_and_torch_equals_float64(
     level: str,
     d: int,
     m: int,
@@ -126,40 +121,36 @@ def test_attention_to_blocks(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Queries attend to blocks of keys, then to 7 earlier tokens and to their own.
-
-    Score ranges differ, so that the first block has nearly all of some softmaxes and none of others. Scores of 45 in
-    float32 have rounding errors of 2e-6.
-    """
-    n = edges[-1] + 7 + m
-    q, k, v = random_rows(n, 2, 3, m, n, d, dtype)
+    n = edges[-1] + 7 + m  # blocks, 7 earlier tokens, and the tokens of the queries
+    q, k, v = random_qkv(n, 2, 3, m, n, d, dtype)
+    # The first block has nearly all attention weight of some queries, and almost none of others.
     q = q * torch.linspace(0.1, 4, m).to(q.dtype).view(1, m, 1)
-    sinks, found = torch.linspace(-1, 9, 6), []
-    expected = plain(q, k, v, 0.3, torch.arange(n - m, n)[:, None] >= torch.arange(n), cap, sinks)
-    for library in (True, False):
-        if not library:
+    sinks, outputs = torch.linspace(-1, 9, 6), []
+    expected = reference_attention(q, k, v, 0.3, torch.arange(n - m, n)[:, None] >= torch.arange(n), cap, sinks)
+    for uses_c_code in (True, False):
+        if not uses_c_code:
             monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
         elif causal_cpu.library_for(q) is None:
             continue
-        each = BlockedAttention(q, 2, 0.3, cap)
+        attention = BlockedAttention(q, 2, 0.3, cap)
         for first, stop in itertools.pairwise(edges):
-            each.add(k[:, first:stop], v[:, first:stop])
-        each.add_causal(k[:, edges[-1] :], v[:, edges[-1] :])
-        found.append(each.result(sinks))
-    for out in found:
+            attention.add(k[:, first:stop], v[:, first:stop])
+        attention.add_causal(k[:, edges[-1] :], v[:, edges[-1] :])
+        outputs.append(attention.result(sinks))
+    for out in outputs:
         assert out.dtype == dtype and out.shape == q.shape
+        # Scores of 45 in float32 have rounding errors of 2e-6.
         assert (out.double() - expected).abs().max() < (2e-2 if dtype == torch.bfloat16 else 5e-5)
 
 
 @settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 50), max_size=4), group=st.sampled_from([1, 2, 7]), seed=st.integers(0, 99))
-def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: int) -> None:
-    """Output, LSE and weights equal those of the union for any partition, also with empty parts."""
-    q, k, v = random_rows(seed, 3, group, 1, 50, 16, torch.float64)
+def test_attention_to_parts_equals_attention_to_all_rows(cuts: list[int], group: int, seed: int) -> None:
+    q, k, v = random_qkv(seed, 3, group, 1, 50, 16, torch.float64)
     edges = [0, *sorted(cuts), 50]
     parts = [KVPart(k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise(edges)]
     out, lse = attend(q[:, 0], parts, 0.5)
-    expected = plain(q, k, v, 0.5, torch.ones(1, 50, dtype=torch.bool))[:, 0]
+    expected = reference_attention(q, k, v, 0.5, torch.ones(1, 50, dtype=torch.bool))[:, 0]
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, scores_lse(q[:, 0], k, 0.5), rtol=0, atol=1e-12)
     weights = group_weights(q[:, 0], parts, 0.5, lse)
@@ -169,9 +160,11 @@ def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: in
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("group", "n"), [(1, 1), (7, 130), (120, 64)])
-def test_bfloat16_parts_by_torch(group: int, n: int, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_attention_in_torch_equals_float64(
+    group: int, n: int, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode_attention, "library", lambda *_: None)
-    q, k, v = random_rows(n, 2, group, 1, n, 64, torch.bfloat16)
+    q, k, v = random_qkv(n, 2, group, 1, n, 64, torch.bfloat16)
     scores = q.double().view(2, group, 64) @ k.double().mT * 0.3
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     out, lse = attend(q[:, 0], [KVPart(k, v)], 0.3, cap)
@@ -180,7 +173,7 @@ def test_bfloat16_parts_by_torch(group: int, n: int, cap: float | None, monkeypa
     assert out.dtype == torch.float32 and error < ERRORS[torch.bfloat16] / 2
 
 
-def test_scores_far_apart_do_not_overflow() -> None:
+def test_large_score_differences_do_not_overflow() -> None:
     q = torch.full((1, 4), 100.0)
     k = torch.stack([torch.full((4,), 100.0), torch.full((4,), -100.0)])[None]
     out, lse = attend(q, [KVPart(k[:, :1], k[:, :1]), KVPart(k[:, 1:], k[:, 1:])], 1.0)
@@ -188,53 +181,54 @@ def test_scores_far_apart_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 4, 9])
-def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover both orders of the product. The tolerance of 1e-5 is for rounding of 32 products of unit normals."""
+def test_scores_do_not_depend_on_the_size_of_the_cpu_cache(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from offload_rt.kernels import reference
 
     q, k = torch.randn(2, group, 32), torch.randn(2, 100, 40)[:, :, :32]
-    want = (q.double() @ k.double().mT).float()
-    for cached in (0, 1 << 30):
-        monkeypatch.setattr(reference, "CACHE_BYTES", cached)
-        got = reference.scaled_scores(q, k, 1.0)
-        assert got.is_contiguous()
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    expected = (q.double() @ k.double().mT).float()
+    for cache_bytes in (0, 1 << 30):  # one order of the product for each
+        monkeypatch.setattr(reference, "CACHE_BYTES", cache_bytes)
+        scores = reference.scaled_scores(q, k, 1.0)
+        assert scores.is_contiguous()
+        # rounding of 32 products of unit normals
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
         wider = torch.zeros(2, group, 103)
         reference.scaled_scores(q, k, 1.0, out=wider[:, :, 3:])
-        assert torch.equal(wider[:, :, 3:], got) and not wider[:, :, :3].any()
+        assert torch.equal(wider[:, :, 3:], scores) and not wider[:, :, :3].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover several blocks of rows with a shorter last one. bfloat16 would round scores of 20 by up to 0.06."""
     from offload_rt.kernels import reference
 
     torch.manual_seed(0)
     q, k = (torch.randn(2, 3, 32) * 8).to(dtype), torch.randn(2, 100, 32).to(dtype)
-    want = q.double() @ k.double().mT * 0.5
-    monkeypatch.setattr(reference, "WIDENED_BYTES", 32 * 2 * 32)
+    expected = q.double() @ k.double().mT * 0.5
+    monkeypatch.setattr(reference, "WIDENED_BYTES", 32 * 2 * 32)  # several blocks of rows, the last one shorter
     scores = reference.scaled_scores(q, k, 0.5)
-    assert scores.dtype == torch.float32 and want.abs().max() > 20
-    torch.testing.assert_close(scores.double(), want, rtol=0, atol=1e-4)
+    assert scores.dtype == torch.float32 and expected.abs().max() > 20
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-4)  # bfloat16 would have errors up to 0.06
     out, lse = reference.attend_part(q, k, k, 0.5)
-    torch.testing.assert_close(lse.double(), want.logsumexp(-1), rtol=0, atol=1e-4)
-    torch.testing.assert_close(out.double(), torch.softmax(want, -1) @ k.double(), rtol=0, atol=2.0**-6)
+    torch.testing.assert_close(lse.double(), expected.logsumexp(-1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(out.double(), torch.softmax(expected, -1) @ k.double(), rtol=0, atol=2.0**-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover torch's path, which a GPU also uses. Only rounding of outputs and weights may add errors."""
-    monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
-    q, k, v = random_rows(0, 2, 2, 40, 100, 64, dtype)
+    monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)  # torch's path, which GPUs use too
+    q, k, v = random_qkv(0, 2, 2, 40, 100, 64, dtype)
     q *= 4
     out = attend_causal(q, k, v, 0.125, None, softcap=30.0)
     expected = attend_causal(q.double(), k.double(), v.double(), 0.125, None, softcap=30.0)
+    # Only rounding of outputs and weights may add errors.
     assert (out.double() - expected).abs().max() < 2 * torch.finfo(dtype).eps
 
 
-def test_a_part_may_have_no_valid_entries() -> None:
-    q, k, v = random_rows(1, 2, 2, 1, 30, 16, torch.float32)
-    nothing = KVPart(k * math.nan, v, torch.zeros(2, dtype=torch.int32))
+def test_part_without_valid_entries_is_ignored() -> None:
+    q, k, v = random_qkv(1, 2, 2, 1, 30, 16, torch.float32)
+    empty = KVPart(k * math.nan, v, torch.zeros(2, dtype=torch.int32))
     for cap in (None, 2.0):
-        whole, alone = (attend(q[:, 0], parts, 0.3, cap) for parts in ([KVPart(k, v), nothing], [KVPart(k, v)]))
-        torch.testing.assert_close(whole, alone)
+        with_empty, without_empty = (
+            attend(q[:, 0], parts, 0.3, cap) for parts in ([KVPart(k, v), empty], [KVPart(k, v)])
+        )
+        torch.testing.assert_close(with_empty, without_empty)

@@ -1,6 +1,6 @@
-"""Test selections whose token counts stay on the device, as on CUDA, against the path that reads the counts.
+"""Test selection with token counts on the device, as on CUDA, against selection with token counts on the host.
 
-The tests run on a CPU, with torch operations and with interpreted Triton kernels.
+These tests run on a CPU, with torch and with interpreted Triton kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload_rt.policies.infinigen.policy import InfiniGen
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
 
 
-def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set: int = 0, **settings: Any) -> LLM:
+def make_llm(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set: int = 0, **settings: Any) -> LLM:
     model = tiny_model("llama", dtype=dtype)
     name: Any = str(dtype).removeprefix("torch.")
     llm = LLM(
@@ -38,20 +38,18 @@ def make(counted: bool, dtype: torch.dtype, options: dict[str, Any], working_set
     return llm
 
 
-def counts_of(done: list[CompletionOutput]) -> list[Any]:
-    """Return tokens, bytes, hit rate and fractions of each completion. Fractions are rounded, as their last bits may
-    differ.
-    """
-    facts = []
-    for one in done:
-        s = one.stats
+def comparable_stats(outputs: list[CompletionOutput]) -> list[Any]:
+    stats = []
+    for output in outputs:
+        s = output.stats
         shares = [
             s.fetched_fraction,
             s.sparse_fetched_fraction,
             *(share for step in s.attended_by_step for share in step),
         ]
-        facts.append((one.token_ids, s.h2d_bytes, s.working_set_hit_rate, [round(x, 12) for x in shares]))
-    return facts
+        # The last bits of fractions may differ.
+        stats.append((output.token_ids, s.h2d_bytes, s.working_set_hit_rate, [round(x, 12) for x in shares]))
+    return stats
 
 
 @pytest.mark.sampled(2)
@@ -66,52 +64,50 @@ def counts_of(done: list[CompletionOutput]) -> list[Any]:
         ({"alpha": 1.0}, 9, {"eviction": "lru"}),
     ],
 )
-def test_counts_on_the_device_change_nothing(
+def test_counts_on_the_device_give_the_same_tokens_and_stats(
     options: dict[str, Any], working_set: int, settings: dict[str, Any]
 ) -> None:
-    """Compare tokens, bytes, hits and fractions of a ragged batch with a shared prefix."""
+    # The last two prompts have a common prefix.
     prompts = [tiny_prompt(1), tiny_prompt(150), tiny_prompt(130) + tiny_prompt(9, seed=1)]
     params = SamplingParams(max_tokens=10, temperature=0)
     runs = [
-        completed(make(counted, torch.float64, options, working_set, **settings).generate(prompts, params))
+        completed(make_llm(counted, torch.float64, options, working_set, **settings).generate(prompts, params))
         for counted in (True, False)
     ]
-    assert counts_of(runs[0]) == counts_of(runs[1])
+    assert comparable_stats(runs[0]) == comparable_stats(runs[1])
 
 
-def test_kernels_give_the_same_tokens_without_host_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run sparse decode steps of a tiny model with all Triton kernels under the interpreter."""
+def test_interpreted_kernels_give_the_same_tokens_without_host_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled on this machine")
     options, prompt = {"dense_layers": (), "alpha": 2.0, "max_fraction": 0.3}, tiny_prompt(90)
     params = SamplingParams(max_tokens=4, temperature=0)
-    [plain] = completed(
-        make(False, torch.float32, options, missed_mass_every=0, kv_cache_dtype="auto").generate([prompt], params)
+    [expected] = completed(
+        make_llm(False, torch.float32, options, missed_mass_every=0, kv_cache_dtype="auto").generate([prompt], params)
     )
-    llm = make(True, torch.float32, options, 7, missed_mass_every=0)
+    llm = make_llm(True, torch.float32, options, 7, missed_mass_every=0)
     monkeypatch.setattr(dispatch, "uses_triton", lambda tensor: tensor.dtype != torch.float64)
     decode, steps = Runner.decode, []
 
-    def watched(self: Runner, *args: Any) -> torch.Tensor:
+    def decode_without_syncs(self: Runner, *args: Any) -> torch.Tensor:
         with NoHostSync():
             steps.append(decode(self, *args))
         return steps[-1]
 
-    monkeypatch.setattr(Runner, "decode", watched)
-    [done] = completed(llm.generate([prompt], params))
-    assert len(steps) == 3 and done.token_ids == plain.token_ids
-    assert done.stats.exact_fraction == plain.stats.exact_fraction
-    assert 0 < (done.stats.working_set_hit_rate or 0) < 1
+    monkeypatch.setattr(Runner, "decode", decode_without_syncs)
+    [output] = completed(llm.generate([prompt], params))
+    assert len(steps) == 3 and output.token_ids == expected.token_ids
+    assert output.stats.exact_fraction == expected.stats.exact_fraction
+    assert 0 < (output.stats.working_set_hit_rate or 0) < 1
 
     with pytest.raises(EngineError, match="HostSyncError"):  # eviction reads the selected tokens on the host
-        make(True, torch.float32, options, eviction="lru").generate([prompt], params)
+        make_llm(True, torch.float32, options, eviction="lru").generate([prompt], params)
 
 
 @pytest.mark.gpu
 @pytest.mark.hardware
-def test_a_sparse_step_never_waits_for_the_device() -> None:
-    """Check the profiler's trace of a decode step, from the embedding to the logits."""
+def test_sparse_decode_step_never_waits_for_the_gpu() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     options = OPTIONS | {"dense_layers": ()}

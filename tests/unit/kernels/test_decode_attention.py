@@ -15,14 +15,14 @@ from offload_rt.utils.native_code import available_levels
 pytestmark = pytest.mark.skipif(library(32, torch.float32) is None, reason="there is no compiled code")
 
 SHAPES = [(32, 1, 1), (64, 3, 130), (64, 7, 64), (96, 2, 63), (128, 4, 517), (256, 9, 40), (64, 120, 70)]
-"""Head dimensions, queries of a KV head and tokens. A block has 64 tokens, and 4 queries are computed together. Lower
-levels run two head dimensions, because each is compiled."""
+"""Head dimension, queries of a KV head, and tokens. A block has 64 tokens, and 4 queries are computed together.
+Levels below the highest run two head dimensions, because the code of each is compiled."""
 
 LEVELS = available_levels()
 
 
-def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q `[2, G, d]` and k, v `[2, n, d]` with gaps between rows. Later queries have larger score ranges."""
+def random_qkv(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q `[2, G, d]`, and k and v `[2, n, d]`, which are not contiguous. Later queries have larger scores."""
     generator = torch.Generator().manual_seed(n)
     q = torch.randn(2, group, d, generator=generator) * torch.linspace(0.1, 4, group)[:, None]
     k, v = (torch.randn(2, 2 * n, d, generator=generator).to(dtype)[:, ::2] for _ in range(2))
@@ -30,7 +30,7 @@ def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 def paged_part(k: torch.Tensor, v: torch.Tensor) -> PagedPart:
-    """Return k, v `[2, n, d]` as entries of a pool with shuffled blocks, and NaN in unused slots.
+    """Return k and v `[2, n, d]` as entries of a pool with shuffled blocks. Unused slots contain NaN.
 
     The first tokens and the last two are resident. The others are at random positions.
     """
@@ -53,7 +53,7 @@ def no_gather(plane: int, ids: torch.Tensor) -> torch.Tensor:
     raise AssertionError("KV is read in place")
 
 
-def expected(
+def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = q.double() @ k.double().mT * scale
@@ -68,61 +68,57 @@ def expected(
     [(level, *shape) for level in LEVELS for shape in SHAPES if level == LEVELS[-1] or shape[0] in (64, 96)],
     indirect=["level"],
 )
-def test_outputs_equal_float64(
+def test_contiguous_and_paged_kv_equal_float64(
     d: int, group: int, n: int, cap: float | None, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cover contiguous KV and KV in pool blocks, in one part and in several.
-
-    Products of bfloat16 are exact in float32, so both types have the same error bounds.
-    """
-    q, k, v = inputs(group, n, d, dtype)
-    want = expected(q, k, v, 0.2, cap)
-    code = library(d, dtype)
-    assert code is not None
-    for least in (1 << 20, 64):
-        monkeypatch.setattr(decode_attention, "MIN_TOKENS", least)
+    q, k, v = random_qkv(group, n, d, dtype)
+    expected = reference_attention(q, k, v, 0.2, cap)
+    c_library = library(d, dtype)
+    assert c_library is not None
+    for min_tokens in (1 << 20, 64):  # computed at once, and in several parts
+        monkeypatch.setattr(decode_attention, "MIN_TOKENS", min_tokens)
         for part in (KVPart(k, v), paged_part(k, v)):
-            out, lse = attend_in_c(code, q.flatten(0, 1), part, 0.2, cap)
+            out, lse = attend_in_c(c_library, q.flatten(0, 1), part, 0.2, cap)
             assert out.dtype == lse.dtype == torch.float32
-            torch.testing.assert_close((out.view_as(q), lse.view(2, -1)), want, rtol=0, atol=1e-5)
+            # Products of bfloat16 are exact in float32, so both types have the same tolerance.
+            torch.testing.assert_close((out.view_as(q), lse.view(2, -1)), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_threads_and_other_queries_change_no_bit(
+def test_threads_and_number_of_queries_do_not_change_outputs(
     dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_attention, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(decode_attention, "MIN_TOKENS", 64)
     monkeypatch.setattr(team, "threads", lambda: threads)
-    q, k, v = inputs(6, 1500, 64, dtype)
-    code, found = library(64, dtype), []
-    assert code is not None
+    q, k, v = random_qkv(6, 1500, 64, dtype)
+    c_library, outputs = library(64, dtype), []
+    assert c_library is not None
 
     def attended(queries: torch.Tensor) -> torch.Tensor:
-        return attend_in_c(code, queries.flatten(0, 1), KVPart(k, v), 0.2, None)[0].view_as(queries)
+        return attend_in_c(c_library, queries.flatten(0, 1), KVPart(k, v), 0.2, None)[0].view_as(queries)
 
     for threads in (1, 3, 300):  # noqa: B007
-        found.append(attended(q))
+        outputs.append(attended(q))
     fewer = [attended(q[:, :count]) for count in range(1, 6)]
-    assert all(found[0].equal(other) for other in found)
-    assert all(found[0][:, : each.shape[1]].equal(each) for each in fewer)
+    assert all(outputs[0].equal(other) for other in outputs)
+    assert all(outputs[0][:, : output.shape[1]].equal(output) for output in fewer)
 
 
-def test_a_decode_step_uses_the_c_code_for_each_part(level: str) -> None:
-    """Empty parts are skipped. Other parts are merged by their LSEs."""
-    q, k, v = inputs(3, 200, 64, torch.float32)
+def test_parts_are_merged_and_empty_parts_are_skipped(level: str) -> None:
+    q, k, v = random_qkv(3, 200, 64, torch.float32)
     parts = [KVPart(k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise([0, 1, 1, 70, 200])]
     out, lse = attend(q.flatten(0, 1), parts, 0.2)
-    want, want_lse = expected(q, k, v, 0.2, None)
-    torch.testing.assert_close((out, lse), (want.flatten(0, 1), want_lse.flatten()), rtol=0, atol=1e-5)
+    expected, expected_lse = reference_attention(q, k, v, 0.2, None)
+    torch.testing.assert_close((out, lse), (expected.flatten(0, 1), expected_lse.flatten()), rtol=0, atol=1e-5)
 
 
-def test_at_least_one_part_must_not_be_empty() -> None:
-    q, k, v = inputs(3, 1, 64, torch.float32)
+def test_only_empty_parts_are_an_error() -> None:
+    q, k, v = random_qkv(3, 1, 64, torch.float32)
     with pytest.raises(AssertionError, match="all parts are empty"):
         attend(q.flatten(0, 1), [KVPart(k[:, :0], v[:, :0])] * 2, 0.2)
 
 
-def test_unsupported_inputs_are_left_to_torch() -> None:
+def test_unsupported_inputs_have_no_c_code() -> None:
     for d, dtype in ((48, torch.float32), (64, torch.float64), (64, torch.float16)):
         assert library(d, dtype) is None

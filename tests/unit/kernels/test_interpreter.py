@@ -1,4 +1,4 @@
-"""Test the fast interpreter for Triton kernels: results, errors and caches."""
+"""Test the fast interpreter for Triton kernels: results and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _arithmetic(a, b, out, TIMES: tl.constexpr) -> None:
 
 
 def arithmetic(a: torch.Tensor, b: torch.Tensor, times: float) -> torch.Tensor:
-    """Return `a * times - b + (a + 1)` `[4, 4]` for every pair of an element of `a` and one of `b`."""
+    """Return `a * times - b + (a + 1)` for all pairs of elements, `[4, 4]`."""
     out = a.new_empty(4, 4)
     _arithmetic[(1,)](a, b, out, TIMES=times)
     return out
@@ -36,36 +36,34 @@ def test_arithmetic_equals_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
 @pytest.mark.parametrize(("a", "b", "times"), [(1, 0, 3), (-1, 1, 1), (1, 1, 1)], ids=["product", "difference", "sum"])
-def test_an_integer_that_overflows_is_an_error(dtype: torch.dtype, a: int, b: int, times: int) -> None:
+def test_integer_overflow_is_an_error(dtype: torch.dtype, a: int, b: int, times: int) -> None:
     largest = torch.full((4,), torch.iinfo(dtype).max, dtype=dtype)
     with pytest.raises(Exception, match="overflow"):
         arithmetic(a * largest, b * largest, times)
 
 
 @triton.jit
-def _unequal(a, out) -> None:
+def _add_different_shapes(a, out) -> None:
     tl.store(out + tl.arange(0, 4), tl.load(a + tl.arange(0, 4)) + tl.arange(0, 8))
 
 
 def test_incompatible_shapes_are_an_error() -> None:
     with pytest.raises(Exception, match="incompatible dimensions"):
-        _unequal[(1,)](torch.zeros(4), torch.zeros(4))
+        _add_different_shapes[(1,)](torch.zeros(4), torch.zeros(4))
 
 
 @triton.jit
 def _masked(a, bits, out, n) -> None:
-    """Store the bits of `a`, or of -1 where masked, and the values above 0.5 in float64."""
     at = tl.arange(0, 2)[:, None].to(tl.int64) * 4 + tl.arange(0, 4)[None, :]
-    there = (at < n) & (at >= 1)
-    row = tl.load(a + at, mask=there, other=-1.0)
-    taken = row.to(tl.int32, bitcast=True)
-    tl.store(bits + at, taken)
-    row = taken.to(tl.float32, bitcast=True)
+    mask = (at < n) & (at >= 1)
+    row = tl.load(a + at, mask=mask, other=-1.0)
+    integers = row.to(tl.int32, bitcast=True)
+    tl.store(bits + at, integers)
+    row = integers.to(tl.float32, bitcast=True)  # must not round the value
     tl.store(out + at, row.to(tl.float64), mask=(row > 0.5) | (at == n))
 
 
 def test_loads_masks_and_casts_equal_torch() -> None:
-    """A bitcast to an integer and back must not round the value."""
     a = torch.tensor([9.0, 0.75, -2.0, 3.0, 0.5, 8.0, 7.0, 6.0])
     bits, out = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.float64)
     _masked[(1,)](a, bits, out, 6)
@@ -75,7 +73,7 @@ def test_loads_masks_and_casts_equal_torch() -> None:
 
 
 @triton.jit
-def _wrong(a, out, KIND: tl.constexpr) -> None:
+def _invalid(a, out, KIND: tl.constexpr) -> None:
     at = tl.arange(0, 4)
     if KIND == "index":
         tl.store(out + at, a + 1.5)
@@ -86,14 +84,13 @@ def _wrong(a, out, KIND: tl.constexpr) -> None:
 
 
 @pytest.mark.parametrize("kind", ["index", "mask", "store"])
-def test_invalid_language_constructs_are_refused(kind: str) -> None:
+def test_invalid_triton_code_is_an_error(kind: str) -> None:
     with pytest.raises(Exception, match=r"IncompatibleType|incompatible|shape|Cannot"):
-        _wrong[(1,)](torch.zeros(4), torch.zeros(4), KIND=kind)
+        _invalid[(1,)](torch.zeros(4), torch.zeros(4), KIND=kind)
 
 
 @triton.jit
-def _programs(a, out, rows) -> None:
-    """Store the sum of each row, negated if its first element is negative. Program i processes rows i, i + 3, ..."""
+def _signed_row_sums(a, out, rows) -> None:
     at = tl.arange(0, 4)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         total = tl.sum(tl.load(a + row * 4 + at), 0)
@@ -104,9 +101,8 @@ def _programs(a, out, rows) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 6, 8])
-def test_programs_that_run_together_branch_separately(rows: int) -> None:
-    """Programs process equally many rows, or different numbers of rows."""
+def test_each_program_takes_its_own_branch(rows: int) -> None:
     a, out = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(rows)
     assert 0 < (a[:, 0] < 0).sum() < rows
-    _programs[(3,)](a, out, rows)
+    _signed_row_sums[(3,)](a, out, rows)  # with 8 rows, programs process different numbers of rows
     torch.testing.assert_close(out, torch.where(a[:, 0] < 0, -a.sum(1), a.sum(1)))

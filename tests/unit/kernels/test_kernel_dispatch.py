@@ -36,24 +36,24 @@ CASES = [(a, b, name) for a, modules in OPERATIONS.items() for b, names in modul
 
 
 @pytest.mark.parametrize(("definition", "module", "name"), CASES, ids=[name for _, _, name in CASES])
-def test_a_kernel_is_called_as_it_is_defined(definition: ModuleType, module: str, name: str) -> None:
+def test_kernel_has_the_signature_of_its_torch_definition(definition: ModuleType, module: str, name: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    compiled = inspect.signature(getattr(import_module(f"offload_rt.kernels.{module}"), name))
+    kernel = inspect.signature(getattr(import_module(f"offload_rt.kernels.{module}"), name))
     defined = inspect.signature(getattr(definition, name))
-    given = list(compiled.parameters.values())
-    more = given[len(defined.parameters) :]
-    assert given[: len(defined.parameters)] == list(defined.parameters.values())
-    assert compiled.return_annotation == defined.return_annotation
-    assert all(parameter.default is not inspect.Parameter.empty for parameter in more)
+    parameters = list(kernel.parameters.values())
+    additional = parameters[len(defined.parameters) :]
+    assert parameters[: len(defined.parameters)] == list(defined.parameters.values())
+    assert kernel.return_annotation == defined.return_annotation
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in additional)
 
 
 def test_cpu_tensors_use_the_torch_definition() -> None:
-    """float64 is used because the Triton kernels do not support it."""
+    # The Triton kernels do not support float64.
     q, k = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
     counts = torch.tensor([5, 2])
     out, lse = dispatch.attend_counted(q, k, k, counts, 1.0)
-    want, want_lse = lists.attend_counted(q, k, k, counts, 1.0)
-    assert out.dtype == torch.float64 and torch.equal(out, want) and torch.equal(lse, want_lse)
+    expected, expected_lse = lists.attend_counted(q, k, k, counts, 1.0)
+    assert out.dtype == torch.float64 and torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
 @pytest.mark.gpu
@@ -63,7 +63,7 @@ def test_cuda_tensors_stay_on_the_device(dtype: torch.dtype) -> None:
     q, k = (torch.randn(2, n, 64, dtype=dtype, device="cuda") for n in (3, 300))
     counts = torch.tensor([300, 20], dtype=torch.int32, device="cuda")
     out, lse = dispatch.attend_counted(q, k, k, counts, 0.125)
-    want, want_lse = lists.attend_counted(q.double(), k.double(), k.double(), counts, 0.125)
+    expected, expected_lse = lists.attend_counted(q.double(), k.double(), k.double(), counts, 0.125)
     assert out.is_cuda and out.dtype == dtype
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-5)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)

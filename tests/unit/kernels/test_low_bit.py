@@ -1,4 +1,4 @@
-"""Test low-bit KV and attention to it against plain implementations."""
+"""Test low-bit KV and attention to it against reference implementations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from offload_rt.utils.allocator import RecycledMemory
 
 
 @pytest.mark.parametrize("d", [12, 16, 20, 64, 80, 128])
-def test_mixing_is_orthogonal_and_spreads(d: int) -> None:
+def test_mixing_matrix_is_orthogonal_with_small_entries(d: int) -> None:
     mixed = mixing(d)
     torch.testing.assert_close(mixed @ mixed.T, torch.eye(d, dtype=torch.float64), rtol=0, atol=1e-14)
     odd = d // (d & -d)
@@ -43,7 +43,7 @@ def test_steps_round_up_by_at_most_an_eighth() -> None:
     steps = torch.cat((torch.logspace(-5, 3, 999), torch.tensor([1.0, 2.0, 1.875, 2.0**-20])))
     decoded = decode_steps(encode_steps(steps))
     assert (decoded >= steps).all() and (decoded <= steps * 1.125).all()
-    assert decode_steps(encode_steps(decoded)).equal(decoded), "a step that has a code keeps it"
+    assert decode_steps(encode_steps(decoded)).equal(decoded), "a representable step is not changed"
     assert decode_steps(encode_steps(torch.tensor([0.0, 1e-30]))).eq(2.0**-20).all()
 
 
@@ -57,10 +57,10 @@ def test_rows_are_dequantised_within_half_a_step(bits: int) -> None:
     assert unpack_rows(packed, bits).amax() == 2**bits - 1 and unpack_rows(packed, bits).amin() == 0
 
 
-def plain_tail(
+def reference_attention(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention to dequantised KV in float64. The query is rounded as in the implementation."""
+    """Compute attention to dequantised KV in float64. The query is quantised as in the kernels."""
     weights, scale = quantise_query(q)
     keys, values = (
         dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
@@ -78,13 +78,13 @@ def plain_tail(
 
 @pytest.mark.parametrize("value_bits", [2, 4])
 @pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(500, 530), range(512, 1024)])
-def test_approximate_attention_is_one_softmax_over_tokens_not_skipped(value_bits: int, tokens: range) -> None:
+def test_approximate_attention_excludes_skipped_tokens(value_bits: int, tokens: range) -> None:
     layout = Layout(32, value_bits)
     pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     out, lse = approximate_attention(q, mean, pages, layout, tokens, skip)
-    expected, expected_lse = plain_tail(q, mean, pages, layout, tokens, skip)
+    expected, expected_lse = reference_attention(q, mean, pages, layout, tokens, skip)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-5)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
 
@@ -101,17 +101,16 @@ def test_batched_scores_equal_those_of_each_sequence() -> None:
     pages = [stored_rows(layout, 2, 100), stored_rows(layout, 2, 600)]
     q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
     starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 580, 580])
-    found = low_bit_lists.scores(q, mean, layout, PageTable.of(pages), starts, stops, 600)
+    batched = low_bit_lists.scores(q, mean, layout, PageTable.of(pages), starts, stops, 600)
     for b, stop in enumerate((90, 580)):
         own = slice(2 * b, 2 * b + 2)
         scores = low_bit_scores(q[own], mean, pages[b], layout, range(2, stop))
-        torch.testing.assert_close(found.scores[own, :, 2:stop], scores, rtol=0, atol=1e-5)
-        assert found.scores[own, :, stop:].isneginf().all() and found.scores[own, :, :2].isneginf().all()
+        torch.testing.assert_close(batched.scores[own, :, 2:stop], scores, rtol=0, atol=1e-5)
+        assert batched.scores[own, :, stop:].isneginf().all() and batched.scores[own, :, :2].isneginf().all()
 
 
 @pytest.mark.parametrize("value_bits", [2, 4])
-def test_a_batch_merges_the_tokens_that_each_sequence_does_not_select(value_bits: int) -> None:
-    """Exact and approximate KV share one softmax. Tokens after the counts are ignored."""
+def test_batch_merges_approximate_attention_to_tokens_not_selected(value_bits: int) -> None:
     q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse = ragged_lists(
         Layout(16, value_bits), 3, torch.device("cpu")
     )
@@ -121,15 +120,15 @@ def test_a_batch_merges_the_tokens_that_each_sequence_does_not_select(value_bits
     for b, pages in enumerate(table.pages):
         own, span = slice(2 * b, 2 * b + 2), range(int(starts[2 * b]), int(stops[2 * b]))
         skip = chosen[own, : int(counts[2 * b])]
-        want, want_lse = out[own].double(), lse[own].double()
+        expected, expected_lse = out[own].double(), lse[own].double()
         if skip.shape[1] < len(span):
-            tail, tail_lse = plain_tail(q[own], mean, pages, layout, span, skip)
-            want, want_lse = merge_lse([want, tail @ mixed.double().T], [want_lse, tail_lse])
-        torch.testing.assert_close(joined[own].double(), want, rtol=0, atol=2e-5)
-        torch.testing.assert_close(total[own].double(), want_lse, rtol=0, atol=2e-5)
+            tail, tail_lse = reference_attention(q[own], mean, pages, layout, span, skip)
+            expected, expected_lse = merge_lse([expected, tail @ mixed.double().T], [expected_lse, tail_lse])
+        torch.testing.assert_close(joined[own].double(), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(total[own].double(), expected_lse, rtol=0, atol=2e-5)
 
 
-def test_a_batch_appends_as_each_sequence_does() -> None:
+def test_rows_of_a_batch_are_appended_to_each_sequence() -> None:
     layout = Layout(16, 4)
     pages = [stored_rows(layout, 2, PAGE_TOKENS + 64), stored_rows(layout, 2, 128)]
     before = [joined(own) for own in pages]
@@ -150,8 +149,8 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
 
 
 @pytest.fixture(params=["torch", *native_code.available_levels()])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Compute with torch, or with C code of each level that this processor supports."""
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Compute with torch, and with C code of each level that this processor supports."""
     if request.param == "torch":
         monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     else:
@@ -167,44 +166,43 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("value_bits", [2, 4])
 @pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3), (96, 9), (128, 4), (32, 33)])
 @pytest.mark.parametrize("tokens", [range(5, 177), range(1100), range(64, 65), range(500, 530)])
-def test_attention_on_a_cpu_equals_the_definition(
-    path: str, tokens: range, d: int, group: int, value_bits: int
+def test_cpu_attention_equals_the_definition(
+    implementation: str, tokens: range, d: int, group: int, value_bits: int
 ) -> None:
-    """The C code rounds the weights of values to 16 bits."""
     layout = Layout(d, value_bits)
     pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     expected = low_bit_scores(q, mean, pages, layout, tokens)
-    asked = low_bit_query(q, mean, pages, layout, tokens)
-    torch.testing.assert_close(asked.scores, expected, rtol=1e-6, atol=1e-5)
+    query = low_bit_query(q, mean, pages, layout, tokens)
+    torch.testing.assert_close(query.scores, expected, rtol=1e-6, atol=1e-5)
     softcap = None if group == 1 else 1.5
-    out, lse = approximate(asked, skip, softcap)
+    out, lse = approximate(query, skip, softcap)
     expected, expected_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
     packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(joined(pages)))
     largest = dequantise_rows(packed, steps, value_bits, torch.float32)
+    # The C code rounds the weights of values to 16 bits.
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-15 * float(largest.abs().max()))
 
 
 @pytest.mark.parametrize(("group", "value_bits"), [(1, 2), (7, 4)])
-def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, value_bits: int) -> None:
-    """Exact attention has most, half or none of the attention mass."""
+def test_exact_and_approximate_attention_are_merged_by_lse(implementation: str, group: int, value_bits: int) -> None:
     layout, tokens, skip = Layout(64, value_bits), range(4, 300), torch.tensor([[5, 7], [9, -1]])
     pages, q, mean = stored_rows(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
-    own, own_lse = approximate_attention(q, mean, pages, layout, tokens, skip)
+    approximate_out, approximate_lse = approximate_attention(q, mean, pages, layout, tokens, skip)
     mixed, out = mixing(64).float(), torch.randn(2, group, 64)
     unmixing = mixed.T.contiguous()
-    for more in (20.0, 0.0, -20.0):
-        exact = out, own_lse + more
-        expected, total = merge_lse((out, own @ unmixing), (exact[1], own_lse))
-        asked = low_bit_query(q, mean, pages, layout, tokens)
-        merged, lse = asked.merge((out.clone(), exact[1].clone()), skip, (mixed, unmixing))
+    for lse_difference in (20.0, 0.0, -20.0):  # exact attention has most, half or none of the attention mass
+        exact = out, approximate_lse + lse_difference
+        expected, total = merge_lse((out, approximate_out @ unmixing), (exact[1], approximate_lse))
+        query = low_bit_query(q, mean, pages, layout, tokens)
+        merged, lse = query.merge((out.clone(), exact[1].clone()), skip, (mixed, unmixing))
         torch.testing.assert_close(lse, total, rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(merged, expected, rtol=0, atol=5e-3)
 
 
-def test_attention_on_a_cpu_without_tokens_is_zero(path: str) -> None:
+def test_cpu_attention_without_tokens_is_zero(implementation: str) -> None:
     layout = Layout(32, 2)
     pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
@@ -212,71 +210,70 @@ def test_attention_on_a_cpu_without_tokens_is_zero(path: str) -> None:
     assert out.eq(0).all() and lse.isneginf().all()
 
 
-def test_a_misleading_score_sample_changes_no_selection(level: str) -> None:
-    """The n-th largest score is estimated from every sixteenth score. Here the sampled scores are the largest."""
+def test_misleading_score_sample_does_not_change_the_selection(level: str) -> None:
     scores = torch.randn(1, 1, 1600) - 20
-    scores[..., ::16] += 20
+    scores[..., ::16] += 20  # the code estimates the n-th largest score from this sample
     for alpha, limit in ((math.inf, 300), (math.inf, 1600), (18.0, 300)):
-        found = selection.select_in_c(scores, scores.amax(-1), scores.logsumexp(-1), alpha, limit)
-        if found is None:
+        selected = selection.select_in_c(scores, scores.amax(-1), scores.logsumexp(-1), alpha, limit)
+        if selected is None:
             pytest.skip("no C compiler")
-        assert found.equal(selection.select_tokens_reference(scores, alpha, limit).sort(1).values)
+        assert selected.equal(selection.select_tokens_reference(scores, alpha, limit).sort(1).values)
 
 
 @pytest.mark.parametrize(("alpha", "max_fraction"), [(1.0, 0.3), (4.0, 0.5), (float("inf"), 1.0)])
 @pytest.mark.parametrize(("group", "tokens"), [(1, range(5, 177)), (7, range(5, 600)), (3, range(64, 65))])
-def test_selection_and_storage_on_a_cpu_equal_the_definition(
-    path: str, group: int, tokens: range, alpha: float, max_fraction: float
+def test_cpu_selection_and_storage_equal_the_definition(
+    implementation: str, group: int, tokens: range, alpha: float, max_fraction: float
 ) -> None:
     layout = Layout(64, 2)
     pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
-    both = [ask(q, mean, pages, layout, tokens) for ask in (LowBitQuery, low_bit_query)]
+    queries = [create_query(q, mean, pages, layout, tokens) for create_query in (LowBitQuery, low_bit_query)]
     limit = selection.selection_limit(len(tokens), max_fraction)
-    chosen = [asked.select(alpha, limit).sort(1).values for asked in both]
+    chosen = [query.select(alpha, limit).sort(1).values for query in queries]
     assert chosen[0].equal(chosen[1])
-    best = [asked.select(math.inf, len(tokens) // 3).sort(1).values for asked in both]
+    best = [query.select(math.inf, len(tokens) // 3).sort(1).values for query in queries]
     assert best[0].equal(best[1])
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
     rows[:, 3], rows[:, 4] = 0, torch.linspace(-1, 1, 64)
     rows[:, 5, ::2] = -1e5
-    other = copied(pages)
+    expected = copied(pages)
     for values in (False, True):
         low_bit.store_rows(pages, layout, rows, 461, values=values)
-        low_bit_sequence.store_rows(other, layout, rows, 461, values=values)
-    assert joined(pages).equal(joined(other))
+        low_bit_sequence.store_rows(expected, layout, rows, 461, values=values)
+    assert joined(pages).equal(joined(expected))
 
 
 def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a long context, the system allocator might not reuse the freed memory."""
+    """After a long context, the system allocator might not reuse freed memory."""
     monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
     layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
     pages, q, mean = stored_rows(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
     if low_bit_sequence.library(32, 4) is None:
-        pytest.skip("without compiled code torch's products do it")
+        pytest.skip("no C compiler")
     for _ in range(3):
-        asked = low_bit_query(q, mean, pages, layout, tokens)
-        assert asked.select(math.inf, 5).shape == (2, 5) and approximate(asked, skip)[1].isfinite().all()
+        query = low_bit_query(q, mean, pages, layout, tokens)
+        assert query.select(math.inf, 5).shape == (2, 5) and approximate(query, skip)[1].isfinite().all()
         assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
-        del asked
-        assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "those of one layer"
+        del query
+        assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "the scores of one layer"
 
 
-def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of codes are exact and added in the same order, so levels with FMA instructions compute equal bits."""
-    layout, tokens, found = Layout(64, 4), range(7, 3000), {}
+def test_instruction_set_levels_give_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of codes are exact and added in the same order. So all levels with FMA instructions give equal bits."""
+    layout, tokens, results = Layout(64, 4), range(7, 3000), {}
     pages, q, mean = stored_rows(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
         unload()
         if low_bit_sequence.library(64, 4) is None:
             pytest.skip("no C compiler")
-        asked = low_bit_query(q, mean, pages, layout, tokens)
-        chosen = asked.select(3.0, selection.selection_limit(len(tokens), 0.2))
-        found[level] = (asked.scores, chosen, *approximate(asked, chosen + 7))
+        query = low_bit_query(q, mean, pages, layout, tokens)
+        chosen = query.select(3.0, selection.selection_limit(len(tokens), 0.2))
+        results[level] = (query.scores, chosen, *approximate(query, chosen + 7))
     unload()
-    scalar = found.pop("scalar", None)
-    for scores, chosen, out, lse in found.values():
-        first = next(iter(found.values()))
+    scalar = results.pop("scalar", None)
+    for scores, chosen, out, lse in results.values():
+        first = next(iter(results.values()))
         assert all(own.equal(other) for own, other in zip((scores, chosen, out, lse), first, strict=True))
-    if found and scalar is not None:
-        torch.testing.assert_close(scalar[0], next(iter(found.values()))[0], rtol=1e-6, atol=1e-5)
+    if results and scalar is not None:
+        torch.testing.assert_close(scalar[0], next(iter(results.values()))[0], rtol=1e-6, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Test C code that is compiled at first use, cached for later processes, and replaced by torch if it is unavailable."""
+"""Test C code: compilation at first use, the cache of compiled code, and torch as the replacement."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ STRESS = "OFFLOAD_RT_STRESS" in os.environ
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Use an empty cache folder and a compiler without optimisation, with no library loaded."""
+def native_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Use an empty cache folder and a compiler without optimisation. Unload all libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (compiler := native_code.find_compiler()) is not None:
         monkeypatch.setenv("CC", str(unoptimised(compiler, tmp_path / "quick")))
@@ -43,20 +43,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     unload()
 
 
-def scores() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores of the same low-bit KV from the C code and from torch."""
+def scores_in_c_and_torch() -> tuple[torch.Tensor, torch.Tensor]:
     storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
-    given = (q, mean, storage, LAYOUT, range(3, 90))
-    return low_bit_query(*given).scores, low_bit.low_bit_scores(*given)
+    arguments = (q, mean, storage, LAYOUT, range(3, 90))
+    return low_bit_query(*arguments).scores, low_bit.low_bit_scores(*arguments)
 
 
-def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_compiled_once_for_all_processes(native_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
-    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
-    names = sorted(path.name.split("-")[0] for path in cache.iterdir() if path.suffix == ".so")
+    torch.testing.assert_close(*scores_in_c_and_torch(), rtol=1e-6, atol=1e-5)
+    names = sorted(path.name.split("-")[0] for path in native_cache.iterdir() if path.suffix == ".so")
     assert [name for name in names if name != "team"] == ["low_bit"]
-    assert len(names) == len(list(cache.iterdir())), "no temporary file stays behind"
+    assert len(names) == len(list(native_cache.iterdir())), "no temporary file remains"
 
     def run(*arguments: Any, **keywords: Any) -> None:
         raise AssertionError("compiled again")
@@ -67,17 +66,17 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_each_level_has_its_own_code(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines may share a home folder, so file names contain the instruction set level."""
+def test_each_level_is_compiled_to_its_own_file(native_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with different processors may share a home folder."""
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
         unload()
-        assert low_bit_sequence.library(32, 2) is not None and len(list(cache.glob(f"*-{level}-*"))) == 1
+        assert low_bit_sequence.library(32, 2) is not None and len(list(native_cache.glob(f"*-{level}-*"))) == 1
 
 
-def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native_code.LEVEL_VARIABLE, "avx1024")
     with pytest.raises(ConfigError, match="OFFLOAD_RT_CPU_LEVEL='avx1024': this processor runs the levels "):
         native_code.processor_level()
@@ -87,56 +86,59 @@ def test_unsupported_shapes_have_no_c_code() -> None:
     assert low_bit_sequence.library(48, 2) is None
 
 
-def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_without_a_compiler(native_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert low_bit_sequence.library(32, 2) is None and not cache.exists()
-    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+    assert low_bit_sequence.library(32, 2) is None and not native_cache.exists()
+    torch.testing.assert_close(*scores_in_c_and_torch(), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("fault", ["it fails", "it writes no library", "no place to write"])
-def test_a_failing_compiler_is_reported_and_torch_computes(
-    fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fault", ["compiler fails", "no library written", "cache not writable"])
+def test_failing_compiler_is_reported_and_torch_computes(
+    fault: str, native_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if fault == "no place to write":
-        cache.parent.write_text("a file")
+    if fault == "cache not writable":
+        native_cache.parent.write_text("a file")
     else:
-        compiler = cache.parents[1] / "cc"
-        does = "exit 1" if fault == "it fails" else 'while [ "$1" != -o ]; do shift; done; echo no > "$2"'
+        compiler = native_cache.parents[1] / "cc"
+        does = "exit 1" if fault == "compiler fails" else 'while [ "$1" != -o ]; do shift; done; echo no > "$2"'
         compiler.write_text(f"#!/bin/sh\n{does}\n")
         compiler.chmod(0o755)
         monkeypatch.setenv("CC", str(compiler))
     with caplog.at_level(logging.INFO, native_code.__name__):
         assert low_bit_sequence.library(32, 2) is None
     assert "low_bit.c is not available, torch computes instead" in caplog.text
-    torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(*scores_in_c_and_torch(), rtol=1e-6, atol=1e-5)
 
 
-def test_heads_are_distributed_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
     monkeypatch.setattr(native, "MIN_SCORES_PER_THREAD", 1)
-    found = []
+    results = []
     for threads in (1, 2, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        asked = low_bit_query(q, mean, storage, LAYOUT, range(70, 190))
-        chosen = asked.select(math.inf, 9) + 70
-        found.append((asked.scores, chosen, *approximate(asked, chosen)))
-    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+        query = low_bit_query(q, mean, storage, LAYOUT, range(70, 190))
+        chosen = query.select(math.inf, 9) + 70
+        results.append((query.scores, chosen, *approximate(query, chosen)))
+    assert all(
+        torch.equal(tensor, same) for result in results[1:] for tensor, same in zip(results[0], result, strict=True)
+    )
 
 
-@pytest.mark.parametrize("named", ["env cc", "a folder/cc", " "])
-def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover a command such as `ccache cc`, a path with spaces, and an empty value."""
+@pytest.mark.parametrize("command", ["env cc", "a folder/cc", " "])
+def test_compiler_command_may_have_arguments_or_spaces_or_be_blank(
+    command: str, native_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    monkeypatch.setenv("PATH", str(cache.parents[1] / "quick"), prepend=os.pathsep)
-    folder = cache.parents[1] / "a folder"
+    monkeypatch.setenv("PATH", str(native_cache.parents[1] / "quick"), prepend=os.pathsep)
+    folder = native_cache.parents[1] / "a folder"
     folder.mkdir()
     (folder / "cc").symlink_to(str(shutil.which("cc")))
     monkeypatch.chdir(folder.parent)
-    monkeypatch.setenv("CC", named)
-    assert low_bit_sequence.library(32, 2) is not None and len(list(cache.iterdir())) == 1
+    monkeypatch.setenv("CC", command)
+    assert low_bit_sequence.library(32, 2) is not None and len(list(native_cache.iterdir())) == 1
 
 
 def test_missing_code_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,28 +152,27 @@ def test_missing_code_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 def test_prebuilt_code_is_used_without_a_compiler(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     assert native_libraries.native_status().origin == "compiled"
-    monkeypatch.setattr(native_code, "PREBUILT", cache.rename(tmp_path / "shipped"))
+    monkeypatch.setattr(native_code, "PREBUILT", native_cache.rename(tmp_path / "shipped"))
     monkeypatch.setenv("CC", "no-such-compiler")
     unload()
-    assert low_bit_sequence.library(32, 2) is not None and not cache.exists() and not caplog.text
-    assert low_bit_sequence.library(64, 2) is None, "this one was not shipped"
+    assert low_bit_sequence.library(32, 2) is not None and not native_cache.exists() and not caplog.text
+    assert low_bit_sequence.library(64, 2) is None, "head dimension 64 was not prebuilt"
 
 
-def test_options_are_prebuilt() -> None:
-    """Cover all numbers of bits, the page size and all C files."""
+def test_all_value_bits_page_sizes_and_c_files_are_prebuilt() -> None:
     prebuilt = native_libraries.LIBRARIES["low_bit"].constants
     assert set(prebuilt["VALUE_BITS"]) == set(VALUE_BITS.values()) and prebuilt["PAGE_BLOCKS"] == (PAGE_BLOCKS,)
     sources = {path for folder in ("kernels", "kv_cache/disk") for path in (PACKAGE / folder).glob("*.c")}
     assert {library.path for library in native_libraries.LIBRARIES.values()} == sources
 
 
-def test_without_a_home_folder_the_process_has_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may run under a user id without a home folder."""
+def test_process_without_a_home_folder_has_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container, the user id may have no home folder."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())
@@ -203,22 +204,24 @@ def test_levels_of_a_processor(
 
 @pytest.mark.parametrize("level", native_code.available_levels() if STRESS else native_code.available_levels()[-1:])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_code_has_no_warnings(name: str, level: str, tmp_path: Path) -> None:
-    """Cover the smallest and largest value of each constant. `make test` only parses the code, of the highest level."""
+def test_c_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -> None:
     if (compiler := native_code.find_compiler()) is None:
         pytest.skip("no C compiler")
     library = LIBRARIES[name]
-    ends = ({name: values[i] for name, values in library.constants.items()} for i in (0, -1))
-    for i, flags in enumerate({(*library.flags_for(each), "-Wall", "-Wextra", "-Werror") for each in ends}):
+    # the smallest and the largest value of each constant
+    extremes = ({name: values[i] for name, values in library.constants.items()} for i in (0, -1))
+    for i, flags in enumerate(
+        {(*library.flags_for(constants), "-Wall", "-Wextra", "-Werror") for constants in extremes}
+    ):
         if STRESS:
             native_code.compile_library(library.path, flags, level, tmp_path / f"library{i}.so")
         else:
+            # `make test` only parses the code, to save time.
             command = [*compiler, *native_code.LEVEL_FLAGS[level], *flags, "-fsyntax-only", str(library.path)]
             subprocess.run(command, check=True, timeout=120)
 
 
-def test_a_structure_unlike_the_one_in_c_is_an_error() -> None:
-    """If the fields differed, C code would read wrong values."""
+def test_structure_that_differs_from_c_is_an_error() -> None:
     if (code := low_bit_sequence.library(32, 2)) is None:
         pytest.skip("no C compiler")
     own = list(low_bit_sequence._StoreCall._fields_)

@@ -35,16 +35,16 @@ print(spinning, processor_seconds())
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="this torch has no OpenMP")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: OpenMP starts no threads")
-def test_threads_sleep_after_an_operation_although_torch_was_imported_first() -> None:
+def test_threads_sleep_between_operations_if_torch_was_imported_first() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
     command = [sys.executable, "-c", CODE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    spinning, sleeping = map(float, done.stdout.split())
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    spinning, sleeping = map(float, process.stdout.split())
     # On a quiet machine, the ratio is above 10. Other processes shorten the spinning. Without the setting, it is 1.
     assert sleeping < spinning / 3, "CPU time of operations with pauses between them, seconds"
 
 
-def test_the_variables_of_the_user_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_the_user_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert not stop_spinning.__wrapped__()

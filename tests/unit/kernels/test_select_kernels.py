@@ -45,7 +45,7 @@ alphas = st.one_of(st.just(0.0), st.just(math.inf), st.floats(0, 12))
 
 @given(score_tensors(), alphas, st.floats(0.01, 1))
 @settings(max_examples=120, deadline=None)
-def test_fast_selection_is_the_reference(scores: torch.Tensor, alpha: float, max_fraction: float) -> None:
+def test_fast_selection_equals_the_reference(scores: torch.Tensor, alpha: float, max_fraction: float) -> None:
     limit = selection_limit(scores.shape[2], max_fraction)
     fast = select_tokens(scores, alpha, limit)
     assert fast.dtype == torch.int64
@@ -54,7 +54,7 @@ def test_fast_selection_is_the_reference(scores: torch.Tensor, alpha: float, max
 
 @given(score_tensors(), st.floats(0, 1))
 @settings(max_examples=100, deadline=None)
-def test_fast_top_tokens_are_the_reference(scores: torch.Tensor, share: float) -> None:
+def test_fast_top_tokens_equal_the_reference(scores: torch.Tensor, share: float) -> None:
     values = scores[:, 0]
     n = floor_fraction(share, values.shape[1])
     assert as_sets(top_tokens(values, n)) == as_sets(select_tokens_reference(values.unsqueeze(1), math.inf, n))
@@ -62,30 +62,31 @@ def test_fast_top_tokens_are_the_reference(scores: torch.Tensor, share: float) -
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_nan_scores_are_not_selected(group: int) -> None:
-    """If only the scores of one head are NaN, any distinct tokens are valid for it."""
     scores = torch.randn(2, group, 100)
     assert select_tokens(scores * math.nan, 4.0, 10).shape == (2, 0)
-    scores[0] = math.nan
-    for found in (select_tokens(scores, 4.0, 10), top_tokens(scores[:, 0], 7)):
-        assert ((found >= 0) & (found < 100)).all() and all(len(set(row)) == len(row) > 0 for row in found.tolist())
+    scores[0] = math.nan  # any distinct tokens are valid for this head
+    for selected in (select_tokens(scores, 4.0, 10), top_tokens(scores[:, 0], 7)):
+        assert ((selected >= 0) & (selected < 100)).all() and all(
+            len(set(row)) == len(row) > 0 for row in selected.tolist()
+        )
 
 
 @pytest.mark.parametrize("sampled", [-10.0, 10.0])
-def test_a_misleading_sample_changes_nothing(sampled: float) -> None:
+def test_misleading_sample_does_not_change_top_tokens(sampled: float) -> None:
     values = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0))
     values[:, ::16] = sampled  # the fast path samples these first
     for n in (1, 50, 100, 400, 999):
         assert as_sets(top_tokens(values, n)) == as_sets(select_tokens_reference(values.unsqueeze(1), math.inf, n))
 
 
-def test_the_lower_index_wins_ties() -> None:
+def test_equal_scores_are_ordered_by_index() -> None:
     scores = torch.tensor([[[1.0, 5.0, 5.0, 5.0, 0.0]], [[7.0, 7.0, 0.0, 0.0, 0.0]]])
     # 3 and 2 tokens pass, so n = 3. Head 1 takes its third token from those that pass in any head.
     assert as_sets(select_tokens(scores, 0.0, 5)) == [{1, 2, 3}, {0, 1, 2}]
     assert as_sets(select_tokens(scores, 0.0, 2)) == [{1, 2}, {0, 1}]
 
 
-def test_a_head_with_large_scores_does_not_decide_for_its_group() -> None:
+def test_query_head_with_large_scores_does_not_dominate_its_group() -> None:
     scores = torch.full((1, 2, 50), 0.0)
     scores[0, 0, :10] = torch.arange(100.0, 110.0)  # large scores, undecided between tokens 9 and 8
     scores[0, 1, 40] = 20.0  # small scores, a clear maximum at token 40

@@ -38,8 +38,8 @@ class _Call(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def count(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a C function that counts how often each part is computed."""
+def count_function(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """C function that counts how often each part is computed."""
     source = tmp_path_factory.mktemp("team") / "count.c"
     source.write_text(SOURCE, encoding="utf-8")
     library = native_code.load_library(source, ("-O1", "-std=gnu11"), "no test")
@@ -48,35 +48,35 @@ def count(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return library.count
 
 
-def counts(count: Any, parts: int, threads: int, nanoseconds: int = 0) -> list[int]:
-    seen = torch.zeros(parts, dtype=torch.int32)
-    team.runner()(count, ctypes.byref(_Call(seen.data_ptr(), nanoseconds)), parts, threads)
-    return seen.tolist()
+def part_counts(function: Any, parts: int, threads: int, nanoseconds: int = 0) -> list[int]:
+    counters = torch.zeros(parts, dtype=torch.int32)
+    team.runner()(function, ctypes.byref(_Call(counters.data_ptr(), nanoseconds)), parts, threads)
+    return counters.tolist()
 
 
 @settings(max_examples=200, deadline=None)
 @given(parts=st.integers(1, 300), threads=st.integers(1, 9), nanoseconds=st.sampled_from([0, 0, 1000]))
-def test_each_part_is_computed_once(count: Any, parts: int, threads: int, nanoseconds: int) -> None:
-    assert counts(count, parts, threads, nanoseconds) == [1] * parts
+def test_each_part_is_computed_once(count_function: Any, parts: int, threads: int, nanoseconds: int) -> None:
+    assert part_counts(count_function, parts, threads, nanoseconds) == [1] * parts
 
 
-def test_callers_of_several_threads(count: Any) -> None:
-    """One caller uses the team. The others compute without it."""
+def test_concurrent_calls_compute_each_part_once(count_function: Any) -> None:
+    # One caller uses the team. The others compute in their own thread.
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda i: counts(count, 1 + i % 70, 1 + i % 5), range(4000))
-        assert all(set(each) == {1} for each in found)
+        results = pool.map(lambda i: part_counts(count_function, 1 + i % 70, 1 + i % 5), range(4000))
+        assert all(set(result) == {1} for result in results)
 
 
-def test_a_forked_process_has_its_own_team(count: Any) -> None:
-    counts(count, 8, 4, 1000)
+def test_forked_process_has_its_own_team(count_function: Any) -> None:
+    part_counts(count_function, 8, 4, 1000)
     child = os.fork()
     if child == 0:
-        os._exit(0 if all(counts(count, 50, 4, 1000) == [1] * 50 for _ in range(20)) else 1)
+        os._exit(0 if all(part_counts(count_function, 50, 4, 1000) == [1] * 50 for _ in range(20)) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert counts(count, 8, 4, 1000) == [1] * 8
+    assert part_counts(count_function, 8, 4, 1000) == [1] * 8
 
 
-def test_one_thread_for_torch_and_all_for_kernels() -> None:
+def test_torch_uses_one_thread_and_kernels_use_all() -> None:
     before = torch.get_num_threads()
     others: list[int] = []
     torch.set_num_threads(2)
@@ -94,7 +94,7 @@ def test_one_thread_for_torch_and_all_for_kernels() -> None:
         torch.set_num_threads(before)
 
 
-def test_no_more_threads_than_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_threads_is_at_most_the_number_of_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     for available, limit, expected in ((8, None, 8), (8, 3, 3), (2, 16, 2)):
         team._processors.cache_clear()
@@ -104,9 +104,9 @@ def test_no_more_threads_than_processors(monkeypatch: pytest.MonkeyPatch) -> Non
     team._processors.cache_clear()
 
 
-def test_threads_are_kept_for_the_next_call(count: Any) -> None:
-    counts(count, 64, 3, 100_000)
+def test_threads_are_kept_for_the_next_call(count_function: Any) -> None:
+    part_counts(count_function, 64, 3, 100_000)
     before = len(list(Path("/proc/self/task").iterdir()))
     for _ in range(50):
-        counts(count, 64, 3)
+        part_counts(count_function, 64, 3)
     assert len(list(Path("/proc/self/task").iterdir())) == before

@@ -15,10 +15,10 @@ SHAPES = [(64, 1), (80, 4), (96, 7), (128, 16), (128, 8), (256, 2), (576, 20), (
 """d, G. The tiles of 576 and 40 are split, and the groups of 20 and 70 heads need several programs."""
 
 
-def inputs(
+def random_inputs(
     device: torch.device, d: int, group: int, dtype: torch.dtype, counts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q `[P, G, d]`, k and v `[P, n, d]` (views of a wider buffer) and counts. KV after the counts is NaN."""
+    """Return q `[P, G, d]`, k and v `[P, n, d]`, and counts `[P]`. KV after a count is NaN."""
     listed = max(counts) + 3
     q = torch.randn(len(counts), group, d, device=device).to(dtype)
     kv = torch.randn(2, len(counts), listed + 1, d, device=device).to(dtype)[:, :, :listed]
@@ -34,15 +34,15 @@ def test_attention_equals_float64(kernel_device: torch.device, d: int, group: in
 
     torch.manual_seed(d + group)
     cuda = kernel_device.type == "cuda"
-    q, k, v, counts = inputs(
+    q, k, v, counts = random_inputs(
         kernel_device, d, group, dtype, [6554, 0, 1, 300, 256] * 4 if compiled(kernel_device) else [270, 0, 1, 64]
     )
     out, lse = attend_counted(q, k, v, counts, d**-0.5)
-    want, want_lse = lists.attend_counted(q.double(), k.double(), v.double(), counts, d**-0.5)
+    expected, expected_lse = lists.attend_counted(q.double(), k.double(), v.double(), counts, d**-0.5)
     largest = v.double().nan_to_num(0.0).abs().amax((1, 2)).view(-1, 1, 1)
     rounding = ROUNDING[dtype] if cuda else 0.0  # the interpreter multiplies in float32
-    assert ((out - want).abs() <= (rounding + 4e-6) * largest).all()
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    assert ((out - expected).abs() <= (rounding + 4e-6) * largest).all()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
     assert (out[1] == 0).all() and (lse[1] == -math.inf).all()
 
 
@@ -50,7 +50,7 @@ def test_resident_and_fetched_kv_merge_to_full_attention(kernel_device: torch.de
     from offload_rt.kernels.triton_attention import attend_counted, merge_parts
 
     torch.manual_seed(1)
-    q, k, v, counts = inputs(kernel_device, 64, 4, torch.float32, [90, 1, 40])
+    q, k, v, counts = random_inputs(kernel_device, 64, 4, torch.float32, [90, 1, 40])
     resident = counts.clamp_max(16)
     parts = [
         attend_counted(q, k[:, :16], v[:, :16], resident, 0.125),
@@ -59,9 +59,9 @@ def test_resident_and_fetched_kv_merge_to_full_attention(kernel_device: torch.de
     out, lse = merge_parts(
         torch.stack([o.flatten(0, 1) for o, _ in parts]), torch.stack([s.flatten() for _, s in parts])
     )
-    want, want_lse = lists.attend_counted(q.double(), k.double(), v.double(), counts, 0.125)
-    torch.testing.assert_close(out.view_as(want).double(), want, rtol=0, atol=4e-6)
-    torch.testing.assert_close(lse.view_as(want_lse).double(), want_lse, rtol=0, atol=1e-5)
+    expected, expected_lse = lists.attend_counted(q.double(), k.double(), v.double(), counts, 0.125)
+    torch.testing.assert_close(out.view_as(expected).double(), expected, rtol=0, atol=4e-6)
+    torch.testing.assert_close(lse.view_as(expected_lse).double(), expected_lse, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("parts", [1, 5, 33])
@@ -73,16 +73,16 @@ def test_merge_equals_float64(kernel_device: torch.device, parts: int) -> None:
     lses[0, 2], lses[:, 3] = -math.inf, -math.inf
     outs[0, 2], outs[:, 3] = math.nan, math.nan  # outputs of empty parts are uninitialised
     out, lse = merge_parts(outs, lses)
-    want, want_lse = merge_lse(outs.double().nan_to_num(0).unbind(), lses.double().unbind())
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-5)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+    expected, expected_lse = merge_lse(outs.double().nan_to_num(0).unbind(), lses.double().unbind())
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
     assert (out[3] == 0).all() and (lse[3] == -math.inf).all()
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("d", [40, 128, 256, 320, 512, 576])
-def test_a_block_has_enough_rows_for_a_matrix_product(d: int, itemsize: int) -> None:
-    """The compiler needs 16 rows or more. The interpreter does not check this."""
+def test_block_has_at_least_16_rows(d: int, itemsize: int) -> None:
+    """Matrix products need 16 rows. Only the compiler checks this, not the interpreter."""
     from offload_rt.kernels.triton_attention import sizes
 
     assert all(sizes(d, itemsize, 4, same=same)["BLOCK"] >= 16 for same in (False, True))

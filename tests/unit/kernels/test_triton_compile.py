@@ -54,50 +54,50 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def rows(pytestconfig: pytest.Config) -> list[dict[str, Any]]:
-    """Return the results of `support/compiled_kernels.py`.
+def kernel_results(pytestconfig: pytest.Config) -> list[dict[str, Any]]:
+    """Results of `support/compiled_kernels.py`, which runs in a new process.
 
-    It runs in a new process, because the Triton interpreter cannot be switched off.
+    The Triton interpreter cannot be switched off in this process.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
         environment["TRITON_CACHE_DIR"] = str(pytestconfig.cache.mkdir("triton"))
-    asked = [] if ALL else ["--arch", "sm_89", *(part for case in AT_RISK for part in ("--case", case))]
-    done = subprocess.run(
-        [sys.executable, "-P", compiled_kernels.__file__, *asked],
+    arguments = [] if ALL else ["--arch", "sm_89", *(part for case in AT_RISK for part in ("--case", case))]
+    process = subprocess.run(
+        [sys.executable, "-P", compiled_kernels.__file__, *arguments],
         env=environment,
         capture_output=True,
         text=True,
         timeout=280 * (6 if ALL else 1),
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    assert {row["case"] for row in found} >= set(AT_RISK)
-    return found
+    assert process.returncode == 0, process.stderr[-3000:]
+    results: list[dict[str, Any]] = json.loads(process.stdout)
+    assert {row["case"] for row in results} >= set(AT_RISK)
+    return results
 
 
-def test_every_kernel_fits_shared_memory_and_registers(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
+def test_every_kernel_fits_shared_memory_and_registers(kernel_results: list[dict[str, Any]]) -> None:
+    for row in kernel_results:
         assert row["shared"] <= SHARED[row["arch"]] and row["spilled"] <= SPILLED, row
         assert row["registers"] <= REGISTERS.get((row["case"], row["kernel"]), 255), row
-    assert all(row["spills"] == 0 for row in rows if row["arch"] == "sm_89")
+    assert all(row["spills"] == 0 for row in kernel_results if row["arch"] == "sm_89")
 
 
-def test_rotations_are_rounded_after_each_product(rows: list[dict[str, Any]]) -> None:
-    """A fused multiply-add rounds once. With Qwen's large keys, the result then differs from transformers."""
-    fused = [row["fused"] for row in rows if row["kernel"] == "triton_rotary._rotate"]
+def test_rotations_are_rounded_after_each_product(kernel_results: list[dict[str, Any]]) -> None:
+    """Fused multiply-adds round only once. With Qwen's large keys, results then differ from transformers."""
+    fused = [row["fused"] for row in kernel_results if row["kernel"] == "triton_rotary._rotate"]
     assert fused and not any(fused)
 
 
-def test_bulk_data_is_read_with_wide_loads(rows: list[dict[str, Any]]) -> None:
-    """KV, scoring keys and sortable scores are read 16 bytes at once. Only scalars may use narrower loads."""
-    for row in rows:
+def test_bulk_data_is_read_with_wide_loads(kernel_results: list[dict[str, Any]]) -> None:
+    """KV, scoring keys and sortable scores are read 16 bytes at once. Only scalars have narrower loads."""
+    for row in kernel_results:
         if row["kernel"] in WIDE:
             narrow = row.get("load_1", 0) + row.get("load_2", 0)
-            in_eights = row["case"] == "gather, int4" or row["kernel"] in IN_EIGHTS
-            assert row.get("load_8" if in_eights else "load_16", 0) >= 1 and narrow <= WIDE[row["kernel"]], row
+            uses_8_bytes = row["case"] == "gather, int4" or row["kernel"] in LOADS_OF_8_BYTES
+            assert row.get("load_8" if uses_8_bytes else "load_16", 0) >= 1 and narrow <= WIDE[row["kernel"]], row
 
 
 WIDE = {
@@ -114,9 +114,9 @@ WIDE = {
     "triton_low_bit._attend": 8,
     "triton_packed._linear": 48,
 }
-"""Allowed loads of one or two bytes for each kernel: of the query if it has one head, of the steps of low-bit KV and
-of its validity, and of the scales and fifth bits of packed weights."""
+"""Allowed loads of one or two bytes for each kernel. They read queries of one head, steps and validity of low-bit KV,
+and scales and fifth bits of packed weights."""
 
-IN_EIGHTS = ("triton_low_bit._attend", "triton_packed._linear")
+LOADS_OF_8_BYTES = ("triton_low_bit._attend", "triton_packed._linear")
 """Kernels that use 8-byte loads: low-bit blocks pass through shared memory, and packed weights have the layout of the
 inputs. `gather, int4` uses them because its rows are no multiple of 16 bytes."""

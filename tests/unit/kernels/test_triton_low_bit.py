@@ -13,11 +13,11 @@ from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, 
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 
 SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4), (192, 20, 2), (576, 20, 4)]
-"""d, G, bits of a value. The tiles of 192 and 576 are split, and groups of 20 heads need two programs."""
+"""Head dimension, group, bits of a value. Tiles of 192 and 576 are split, and groups of 20 heads need two programs."""
 
 
 def largest_value(layout: Layout, pages: Pages, tokens: int) -> float:
-    """Return the largest absolute value of the first `tokens` tokens. Later ones are uninitialised."""
+    """Return the largest absolute value of the first `tokens` tokens. Later tokens are uninitialised."""
     packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.values(joined(pages)))
     return float(dequantise_rows(packed, steps, layout.value_bits, torch.float32).abs().max())
 
@@ -27,15 +27,15 @@ def rounding(device: torch.device) -> float:
     return 2**-8 if device.type == "cuda" else 4e-6
 
 
-def alone(
+def single_sequence_arguments(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[Any, ...]:
-    """Return arguments of `merge_approximate` for one sequence without exact attention and without mixed values."""
-    numbers = torch.tensor([tokens.start, tokens.stop, skip.shape[1]], dtype=torch.int32, device=q.device)
-    starts, stops, counts = numbers.unsqueeze(1).repeat(1, len(q))
-    nothing = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
-    unmixed, table = torch.eye(q.shape[2], device=q.device), PageTable.of([pages])
-    return q, mean, unmixed, layout, table, starts, stops, skip.contiguous(), counts, tokens.stop, *nothing
+    """Return arguments of `merge_approximate` for one sequence without exact attention. Values are not mixed."""
+    bounds = torch.tensor([tokens.start, tokens.stop, skip.shape[1]], dtype=torch.int32, device=q.device)
+    starts, stops, counts = bounds.unsqueeze(1).repeat(1, len(q))
+    no_exact_attention = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
+    identity, table = torch.eye(q.shape[2], device=q.device), PageTable.of([pages])
+    return q, mean, identity, layout, table, starts, stops, skip.contiguous(), counts, tokens.stop, *no_exact_attention
 
 
 @pytest.mark.parametrize(("d", "group", "value_bits"), [(64, 7, 2), (12, 2, 4)])
@@ -54,10 +54,10 @@ def test_approximate_attention_equals_the_definition(
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1).to(kernel_device)[:, : None if skipped else 0]
     softcap = 1.5 if value_bits == 2 else None
-    out, lse = merge_approximate(*alone(q, mean, pages, layout, tokens, skip), softcap)
-    want, want_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
-    torch.testing.assert_close(out, want, rtol=0, atol=rounding(kernel_device) * largest_value(layout, pages, 600))
-    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-5)
+    out, lse = merge_approximate(*single_sequence_arguments(q, mean, pages, layout, tokens, skip), softcap)
+    expected, expected_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
+    torch.testing.assert_close(out, expected, rtol=0, atol=rounding(kernel_device) * largest_value(layout, pages, 600))
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
 
 
 def test_approximate_attention_without_tokens_is_zero(kernel_device: torch.device) -> None:
@@ -67,26 +67,26 @@ def test_approximate_attention_without_tokens_is_zero(kernel_device: torch.devic
     pages = stored_rows(layout, 2, 700, kernel_device)
     q, skip = torch.randn(2, 2, 64, device=kernel_device), torch.arange(3, 640, device=kernel_device).repeat(2, 1)
     mean = torch.zeros(2, 64, device=kernel_device)
-    out, lse = merge_approximate(*alone(q, mean, pages, layout, range(3, 640), skip))
+    out, lse = merge_approximate(*single_sequence_arguments(q, mean, pages, layout, range(3, 640), skip))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
 @pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
-def test_a_batch_is_merged_with_exact_attention(
-    kernel_device: torch.device, d: int, group: int, value_bits: int
-) -> None:
-    """Cover a list without candidates and one whose candidates are all selected. Tokens after a count are arbitrary."""
+def test_batch_is_merged_with_exact_attention(kernel_device: torch.device, d: int, group: int, value_bits: int) -> None:
     from offload_rt.kernels.triton_low_bit import merge_approximate
 
     torch.manual_seed(d)
-    given = ragged_lists(Layout(d, value_bits), group, kernel_device)
-    table = given[4]
-    (got, got_lse), (want, want_lse) = merge_approximate(*given), low_bit_lists.merge_approximate(*given)
-    torch.testing.assert_close(got_lse, want_lse, rtol=1e-6, atol=1e-5)
-    largest = max(largest_value(given[3], own, n) for own, n in zip(table.pages, (600, 4, 70), strict=True))
-    torch.testing.assert_close(got, want, rtol=0, atol=rounding(kernel_device) * largest * d**0.5)
-    exact = given[-2]
-    assert got[2:6].eq(exact[2:6]).all() and not got[:2].isclose(exact[:2], atol=0.1).all()
+    arguments = ragged_lists(Layout(d, value_bits), group, kernel_device)
+    table = arguments[4]
+    (actual, actual_lse), (expected, expected_lse) = (
+        merge_approximate(*arguments),
+        low_bit_lists.merge_approximate(*arguments),
+    )
+    torch.testing.assert_close(actual_lse, expected_lse, rtol=1e-6, atol=1e-5)
+    largest = max(largest_value(arguments[3], own, n) for own, n in zip(table.pages, (600, 4, 70), strict=True))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(kernel_device) * largest * d**0.5)
+    exact = arguments[-2]
+    assert actual[2:6].eq(exact[2:6]).all() and not actual[:2].isclose(exact[:2], atol=0.1).all()
 
 
 @pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
@@ -95,62 +95,63 @@ def test_scores_equal_the_definition(kernel_device: torch.device, d: int, group:
 
     torch.manual_seed(d)
     q, mean, _, layout, table, starts, stops, *_ = ragged_lists(Layout(d, value_bits), group, kernel_device)
-    got = scores(q, mean, layout, table, starts, stops, 700)
-    want = low_bit_lists.scores(q, mean, layout, table, starts, stops, 700)
-    torch.testing.assert_close(got.scores, want.scores, rtol=1e-6, atol=1e-5)
-    assert torch.equal(got.maximum, got.scores.amax(-1)) and got.maximum[2:4].isneginf().all()
-    torch.testing.assert_close(got.lse, want.lse, rtol=1e-6, atol=1e-5)
+    actual = scores(q, mean, layout, table, starts, stops, 700)
+    expected = low_bit_lists.scores(q, mean, layout, table, starts, stops, 700)
+    torch.testing.assert_close(actual.scores, expected.scores, rtol=1e-6, atol=1e-5)
+    assert torch.equal(actual.maximum, actual.scores.amax(-1)) and actual.maximum[2:4].isneginf().all()
+    torch.testing.assert_close(actual.lse, expected.lse, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (12, 4), (576, 4)])
 @pytest.mark.parametrize(("start", "count"), [(0, 64), (500, 620), (70, 1), (130, 0)])
-def test_a_prompt_is_stored_as_defined(
+def test_stored_prompt_equals_the_definition(
     kernel_device: torch.device, d: int, value_bits: int, start: int, count: int, values: bool
 ) -> None:
-    """All bytes are equal, also for zeros and very large vectors. Other tokens are not changed."""
     from offload_rt.kernels.triton_low_bit_rows import store_rows
 
     torch.manual_seed(d)
     layout = Layout(d, value_bits)
     pages = stored_rows(layout, 2, 3 * PAGE_TOKENS - 10, kernel_device).of_layer(1)
-    want = copied(pages)
+    expected = copied(pages)
     rows = (
         torch.randn(2, count, d, device=kernel_device)
         * torch.logspace(-7, 4, max(1, count), device=kernel_device)[:count, None]
     )
-    rows[:, :1], rows[:, 1:2, ::2] = 0, -1e5
+    rows[:, :1], rows[:, 1:2, ::2] = 0, -1e5  # zeros, and very large numbers
     rows[:, 2:3] = torch.linspace(-1, 1, d, device=kernel_device)
     store_rows(pages, layout, rows, start, values=values)
-    low_bit.store_rows(want, layout, rows, start, values=values)
-    assert joined(pages).equal(joined(want))
+    low_bit.store_rows(expected, layout, rows, start, values=values)
+    assert joined(pages).equal(joined(expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (576, 4)])
-def test_the_newest_rows_are_appended(kernel_device: torch.device, d: int, value_bits: int, dtype: torch.dtype) -> None:
-    """Codes equal the definition's, except at a rounding boundary between two codes. Other KV is not changed."""
+def test_newest_rows_are_appended(kernel_device: torch.device, d: int, value_bits: int, dtype: torch.dtype) -> None:
+    """Codes may differ from the definition by one at a rounding boundary. KV of other tokens must not change."""
     from offload_rt.kernels.triton_low_bit_rows import append_rows
 
     torch.manual_seed(d)
     layout = Layout(d, value_bits)
     pages = [stored_rows(layout, 2, tokens, kernel_device) for tokens in (PAGE_TOKENS + 64, 190)]
-    twins, places = [copied(own) for own in pages], (PAGE_TOKENS + 63, 70)
-    slots = torch.tensor(places, device=kernel_device).repeat_interleave(2)
+    copies, positions = [copied(actual) for actual in pages], (PAGE_TOKENS + 63, 70)
+    slots = torch.tensor(positions, device=kernel_device).repeat_interleave(2)
     k, v = torch.randn(2, 4, d, device=kernel_device).to(dtype)
     v[1] = 0
     basis, mean = torch.randn(2, d, d, device=kernel_device), torch.randn(2, d, device=kernel_device)
-    given = (k, v, basis, mean, mixing(d).float().to(kernel_device), layout)
-    append_rows(*given, PageTable.of(pages), slots)
-    low_bit_lists.append_rows(*given, PageTable.of(twins), slots)
+    arguments = (k, v, basis, mean, mixing(d).float().to(kernel_device), layout)
+    append_rows(*arguments, PageTable.of(pages), slots)
+    low_bit_lists.append_rows(*arguments, PageTable.of(copies), slots)
     different = 0
-    for own, want, slot in zip(map(joined, pages), map(joined, twins), places, strict=True):
+    for actual, expected, slot in zip(map(joined, pages), map(joined, copies), positions, strict=True):
         for parts, bits in ((layout.keys, KEY_BITS), (layout.values, value_bits)):
-            (packed, steps), (right, right_steps) = parts(own), parts(want)
-            assert steps.equal(right_steps)
-            codes, right_codes = (unpack_rows(x[:, slot // BLOCK, slot % BLOCK], bits).int() for x in (packed, right))
-            assert (codes - right_codes).abs().max() <= 1
-            different += int((codes != right_codes).sum())
-            packed[:, slot // BLOCK, slot % BLOCK] = right[:, slot // BLOCK, slot % BLOCK]
-        assert own.equal(want), "other rows have changed"
+            (packed, steps), (expected_packed, expected_steps) = parts(actual), parts(expected)
+            assert steps.equal(expected_steps)
+            codes, expected_codes = (
+                unpack_rows(x[:, slot // BLOCK, slot % BLOCK], bits).int() for x in (packed, expected_packed)
+            )
+            assert (codes - expected_codes).abs().max() <= 1
+            different += int((codes != expected_codes).sum())
+            packed[:, slot // BLOCK, slot % BLOCK] = expected_packed[:, slot // BLOCK, slot % BLOCK]
+        assert actual.equal(expected), "other rows have changed"
     assert different <= 2

@@ -13,16 +13,16 @@ ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0
 
 @pytest.mark.parametrize(("tokens", "d"), [(1, 64), (3, 72), (2, 1024), (70, 72)])
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-def test_a_norm_equals_the_definition(kernel_device: torch.device, tokens: int, d: int, dtype: torch.dtype) -> None:
+def test_norm_equals_the_definition(kernel_device: torch.device, tokens: int, d: int, dtype: torch.dtype) -> None:
     from offload_rt.kernels.triton_norm import rms_norm
 
     torch.manual_seed(d)
     x = (torch.randn(tokens, 2 * d, device=kernel_device) * 3).to(dtype)[:, :d]
     weight = torch.randn(d, device=kernel_device).to(dtype)
-    want = reference.rms_norm(x.double(), weight.double(), 1e-5)
-    got = rms_norm(x, weight, 1e-5)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), want, rtol=ROUNDING[dtype], atol=1e-6)
+    expected = reference.rms_norm(x.double(), weight.double(), 1e-5)
+    actual = rms_norm(x, weight, 1e-5)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
@@ -30,45 +30,44 @@ def test_a_norm_equals_the_definition(kernel_device: torch.device, tokens: int, 
 def test_rotations_equal_the_definition(
     kernel_device: torch.device, heads: int, tokens: int, d: int, dtype: torch.dtype
 ) -> None:
-    """Heads are interleaved token by token, as in the output of a projection."""
     from offload_rt.kernels.triton_rotary import rotate_halves
 
     torch.manual_seed(d)
-    x = torch.randn(tokens, heads, d, device=kernel_device).to(dtype).transpose(0, 1)
+    x = torch.randn(tokens, heads, d, device=kernel_device).to(dtype).transpose(0, 1)  # layout of a projection
     cos, sin = torch.randn(2, 1, tokens, d, device=kernel_device)
-    want = reference.rotate_halves(x.double(), cos.double(), sin.double())
-    got = rotate_halves(x, cos, sin)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=8 * ROUNDING[dtype])
+    expected = reference.rotate_halves(x.double(), cos.double(), sin.double())
+    actual = rotate_halves(x, cos, sin)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=8 * ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_rotations_are_rounded_like_transformers(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    """Products are rounded before they are added, so results are equal bit for bit if the tables have the same dtype.
+    """With a single rounding, the load-time verification of Qwen failed on an H100.
 
-    A single rounding failed the load-time verification of Qwen on an H100. The interpreter truncates bfloat16.
+    Tables of the same dtype give equal bits. The interpreter truncates bfloat16.
     """
     from offload_rt.kernels.triton_rotary import rotate_halves
 
     torch.manual_seed(0)
     x = (100 * torch.randn(4, 3, 64, device=kernel_device)).to(dtype)
     cos, sin = torch.randn(2, 1, 3, 64, device=kernel_device).to(dtype)
-    got, want = rotate_halves(x, cos, sin), reference.rotate_halves(x, cos, sin)
-    cut_off = dtype == torch.bfloat16 and kernel_device.type == "cpu"
-    torch.testing.assert_close(got, want, rtol=0, atol=8.0 if cut_off else 0)
-    once = reference.rotate_halves(x.double(), cos.double(), sin.double()).to(dtype)
-    assert dtype == torch.float32 or not torch.equal(want, once), "rounding once is something else"
+    actual, expected = rotate_halves(x, cos, sin), reference.rotate_halves(x, cos, sin)
+    truncates = dtype == torch.bfloat16 and kernel_device.type == "cpu"
+    torch.testing.assert_close(actual, expected, rtol=0, atol=8.0 if truncates else 0)
+    rounded_once = reference.rotate_halves(x.double(), cos.double(), sin.double()).to(dtype)
+    assert dtype == torch.float32 or not torch.equal(expected, rounded_once), "the test detects a single rounding"
 
 
-def test_llamas_norm_is_recognised_by_its_code() -> None:
+def test_rms_norm_of_llama_is_recognised_by_its_code() -> None:
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
     from offload_rt.models.decoder_layer import fused_norm
 
-    plain = GemmaRMSNorm(8), torch.nn.LayerNorm(8)
-    assert all(fused_norm(module) is module for module in plain)
+    unsupported = GemmaRMSNorm(8), torch.nn.LayerNorm(8)
+    assert all(fused_norm(module) is module for module in unsupported)
     for module in (LlamaRMSNorm(8), Qwen3RMSNorm(8)):
         assert fused_norm(module) is not module
         x, module.weight.data = torch.randn(3, 8), torch.randn(8)

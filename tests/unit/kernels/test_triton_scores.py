@@ -1,4 +1,4 @@
-"""Test scores of compressed keys, their maxima and LSE, and the compression of a new key, against float64."""
+"""Test scores of compressed keys with their maxima and LSE, and the compression of a new key, against float64."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from offload_rt.kernels import lists
 from offload_rt.kernels.pointer_table import PointerTable
 from offload_rt.kernels.selection import GAUSSIAN_STEP, dequantise, pack, quantise, quantise_query, unpack
 
-PARTIAL = [
+PARTIAL_SHAPES = [
     (38, 4, torch.float16),
     (19, 1, torch.float32),
     (38, 16, torch.bfloat16),
     (76, 3, torch.bfloat16),
     (19, 20, torch.float32),
 ]
-PACKED = [
+PACKED_SHAPES = [
     (64, 1, 4),
     (80, 4, 2),
     (96, 3, 8),
@@ -34,115 +34,110 @@ PACKED = [
 HEADS = 2
 
 
-def ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return starts and stops `[P]` of ragged lists, and the number of stored tokens.
-
-    There are two sequences of two heads, the second one without tokens.
-    """
+def ragged_ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return starts and stops `[P]`, and the number of stored tokens. The second of two sequences has no tokens."""
     stored = 131_072 if compiled(device) else 520
     stops = torch.tensor([stored - 13, stored - 13, 4, 4], dtype=torch.int32, device=device)
     return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
 
 
-def apart(lists_: torch.Tensor) -> PointerTable:
+def separate_tensors(lists_: torch.Tensor) -> PointerTable:
     """Split `[P, a, c]` into two sequences in separate memory. The second has more capacity than the first."""
     wider = torch.nn.functional.pad(lists_[HEADS:], (0, 0, 0, 3))
     return PointerTable.of([lists_[:HEADS], wider[:, : lists_.shape[1]]])
 
 
-def check_scores(got: lists.Scores, want: lists.Scores, tolerance: torch.Tensor) -> None:
-    """Check every score within `tolerance` `[P, G, 1]`, and maximum and LSE against the returned scores."""
-    finite = want.scores.isfinite()
-    assert torch.equal(got.scores.isfinite(), finite)
-    error = torch.where(finite, got.scores.double() - want.scores, 0).abs()
+def check_scores(actual: lists.Scores, expected: lists.Scores, tolerance: torch.Tensor) -> None:
+    """Compare scores within `tolerance` `[P, G, 1]`, and maximum and LSE with the returned scores."""
+    finite = expected.scores.isfinite()
+    assert torch.equal(actual.scores.isfinite(), finite)
+    error = torch.where(finite, actual.scores.double() - expected.scores, 0).abs()
     assert (error <= tolerance).all(), f"{float((error / tolerance).max())} times the bound"
-    assert torch.equal(got.maximum, got.scores.amax(-1))
-    torch.testing.assert_close(got.lse.double(), torch.logsumexp(got.scores.double(), -1), rtol=1e-6, atol=1e-5)
+    assert torch.equal(actual.maximum, actual.scores.amax(-1))
+    torch.testing.assert_close(actual.lse.double(), torch.logsumexp(actual.scores.double(), -1), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("room", [9, 8], ids=["odd", "aligned"])
-@pytest.mark.parametrize(("r", "group", "dtype"), PARTIAL)
+@pytest.mark.parametrize("capacity", [9, 8], ids=["odd", "aligned"])
+@pytest.mark.parametrize(("r", "group", "dtype"), PARTIAL_SHAPES)
 def test_partial_scores_equal_float64(
-    kernel_device: torch.device, r: int, group: int, dtype: torch.dtype, room: int
+    kernel_device: torch.device, r: int, group: int, dtype: torch.dtype, capacity: int
 ) -> None:
-    """Unaligned columns are read element by element. Aligned ones use wide loads, which read past the last token."""
+    """Unaligned columns are read one element at a time. Aligned columns have wide loads, also past the last token."""
     from offload_rt.kernels.triton_scores import partial_scores
 
     torch.manual_seed(r)
-    starts, stops, stored = ranges(kernel_device)
+    starts, stops, stored = ragged_ranges(kernel_device)
     q = torch.randn(4, group, r, device=kernel_device)
-    keys = torch.randn(4, r, stored + room, device=kernel_device).to(dtype)[:, :, :stored]
+    keys = torch.randn(4, r, stored + capacity, device=kernel_device).to(dtype)[:, :, :stored]
     keys[:, :, stored - 13 :] = math.nan  # reserved, never written
-    own = apart(keys)
-    assert own.aligned == (room == 8)
-    got = partial_scores(q, own, starts, stops, stored + 250)
-    want = lists.partial_scores(q.double(), own, starts, stops, stored + 250)
+    table = separate_tensors(keys)
+    assert table.aligned == (capacity == 8)
+    actual = partial_scores(q, table, starts, stops, stored + 250)
+    expected = lists.partial_scores(q.double(), table, starts, stops, stored + 250)
     # r products and sums, each rounded to 2^-24 of the sum of |q k|, which is at most |q|_1 * max |k|
     bound = r * 2.0**-24 * q.double().abs().sum(-1, keepdim=True) * keys[:, :, : stored - 13].double().abs().max()
-    check_scores(got, want, bound)
+    check_scores(actual, expected, bound)
 
 
-@pytest.mark.parametrize(("d", "group", "bits"), PACKED)
+@pytest.mark.parametrize(("d", "group", "bits"), PACKED_SHAPES)
 def test_quantised_scores_equal_integer_products(kernel_device: torch.device, d: int, group: int, bits: int) -> None:
-    """Padding bytes after the columns of a row have arbitrary values."""
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(d + bits)
-    starts, stops, stored = ranges(kernel_device)
+    starts, stops, stored = ragged_ranges(kernel_device)
     mean = torch.randn(HEADS, d, device=kernel_device)
     step = torch.rand(HEADS, d, device=kernel_device) + 0.01
     codes = torch.randint(0, 1 << bits, (4, stored, d), dtype=torch.uint8, device=kernel_device)
-    spare = torch.randint(-128, 128, (4, stored * bits // 8, -d % 16), dtype=torch.int8, device=kernel_device)
-    packed, q = torch.cat((pack(codes, bits), spare), 2), torch.randn(4, group, d, device=kernel_device)
-    assert apart(packed).aligned
-    got = quantised_scores(q, apart(packed), mean, step, bits, starts, stops, stored)
+    # padding after the columns of a row
+    padding = torch.randint(-128, 128, (4, stored * bits // 8, -d % 16), dtype=torch.int8, device=kernel_device)
+    packed, q = torch.cat((pack(codes, bits), padding), 2), torch.randn(4, group, d, device=kernel_device)
+    assert separate_tensors(packed).aligned
+    actual = quantised_scores(q, separate_tensors(packed), mean, step, bits, starts, stops, stored)
     # Compute the definition in float64 from the int8 query of float32, so that only the last steps round differently.
     weights, scale = quantise_query(q * step.repeat(2, 1).unsqueeze(1))
     centred = codes.double() - ((1 << bits) - 1) / 2
     exact = weights.double() @ centred.transpose(1, 2) * scale.double()
     exact += q.double() @ mean.double().repeat(2, 1).unsqueeze(2)
-    want = lists.mask_scores(exact, starts, stops)
-    wide = q.double().abs() * (mean.double().abs() + step.double() * (1 << bits)).repeat(2, 1).unsqueeze(1)
-    check_scores(got, want, d * 2.0**-24 * wide.sum(-1, keepdim=True))
+    expected = lists.mask_scores(exact, starts, stops)
+    magnitudes = q.double().abs() * (mean.double().abs() + step.double() * (1 << bits)).repeat(2, 1).unsqueeze(1)
+    check_scores(actual, expected, d * 2.0**-24 * magnitudes.sum(-1, keepdim=True))
 
 
-def test_quantised_scores_follow_the_torch_definition(kernel_device: torch.device) -> None:
-    """Integer sums are exact. Two operations and q * mean are rounded, which changes scores below 64 by one unit in the
-    last place.
-    """
+def test_quantised_scores_equal_the_torch_definition(kernel_device: torch.device) -> None:
+    """Integer sums are exact. Later rounding changes scores below 64 by one unit in the last place."""
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(3)
-    starts, stops, stored = ranges(kernel_device)
+    starts, stops, stored = ragged_ranges(kernel_device)
     mean, step = torch.zeros(HEADS, 64, device=kernel_device), torch.rand(HEADS, 64, device=kernel_device)
     packed = torch.randint(-128, 128, (4, stored // 2, 64), dtype=torch.int8, device=kernel_device)
     q = torch.randn(4, 5, 64, device=kernel_device)
-    own = apart(packed)
-    got = quantised_scores(q, own, mean, step, 4, starts, stops, stored)
-    want = lists.quantised_scores(q, own, mean, step, 4, starts, stops, stored)
-    torch.testing.assert_close(got.scores, want.scores, rtol=3e-7, atol=4e-6)
+    table = separate_tensors(packed)
+    actual = quantised_scores(q, table, mean, step, 4, starts, stops, stored)
+    expected = lists.quantised_scores(q, table, mean, step, 4, starts, stops, stored)
+    torch.testing.assert_close(actual.scores, expected.scores, rtol=3e-7, atol=4e-6)
 
 
 @pytest.mark.parametrize(
     ("d", "r", "dtype"),
     [(64, 19, torch.float32), (80, 24, torch.float16), (256, 76, torch.bfloat16), (576, 173, torch.float32)],
 )
-def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: int, dtype: torch.dtype) -> None:
+def test_appended_column_equals_the_skewed_key(kernel_device: torch.device, d: int, r: int, dtype: torch.dtype) -> None:
     from offload_rt.kernels.triton_append import append_partial
 
     torch.manual_seed(d)
     k = torch.randn(4, d, device=kernel_device).to(dtype)
     basis = torch.linalg.qr(torch.randn(HEADS, d, d, device=kernel_device)).Q[:, :, :r].contiguous()
     keys = torch.randn(4, r, 33, device=kernel_device).to(dtype)
-    slots, want, own = torch.tensor([0, 32, 7, 7], device=kernel_device), keys.double(), apart(keys)
-    append_partial(k, basis, own, slots)
-    keys = torch.cat(own.tensors)
-    lists.append_partial(k.double(), basis.double(), PointerTable.of(want.split(HEADS)), slots)
+    slots, expected, table = torch.tensor([0, 32, 7, 7], device=kernel_device), keys.double(), separate_tensors(keys)
+    append_partial(k, basis, table, slots)
+    keys = torch.cat(table.tensors)
+    lists.append_partial(k.double(), basis.double(), PointerTable.of(expected.split(HEADS)), slots)
     unit = torch.finfo(dtype).eps
     if compiled(kernel_device) or dtype != torch.bfloat16:
         unit /= 2  # round to nearest; the interpreter truncates bfloat16
-    bound = unit * want.abs() + d * 2.0**-24 * k.double().abs().max()
-    assert ((keys.double() - want).abs() <= bound).all()
+    bound = unit * expected.abs() + d * 2.0**-24 * k.double().abs().max()
+    assert ((keys.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -150,10 +145,10 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
     ("d", "r", "dtype"),
     [(64, 64, torch.float32), (96, 28, torch.bfloat16), (128, 128, torch.float16), (576, 173, torch.bfloat16)],
 )
-def test_a_new_code_is_the_quantised_key(
+def test_appended_code_equals_the_quantised_key(
     kernel_device: torch.device, d: int, r: int, dtype: torch.dtype, bits: int
 ) -> None:
-    """A code is within half a step of a key inside the range. Codes of other tokens are not changed."""
+    """A code is within half a step of the key. Codes of other tokens do not change."""
     from offload_rt.kernels.triton_append import append_quantised
 
     torch.manual_seed(d + bits)
@@ -163,15 +158,15 @@ def test_a_new_code_is_the_quantised_key(
     step = torch.full((HEADS, r), GAUSSIAN_STEP[bits], device=kernel_device)
     packed = torch.randint(-128, 128, (4, 9, r), dtype=torch.int8, device=kernel_device)
     slots, before = torch.tensor([0, 8, 3, 5], device=kernel_device), unpack(packed, bits)
-    own = apart(packed)
-    append_quantised(k, basis, mean, step, bits, own, slots)
-    after = unpack(torch.cat(own.tensors), bits)
+    table = separate_tensors(packed)
+    append_quantised(k, basis, mean, step, bits, table, slots)
+    after = unpack(torch.cat(table.tensors), bits)
     skewed = torch.einsum("bhd,hdr->hbr", k.double().view(2, HEADS, d), basis.double())
-    want = quantise(skewed, mean.double(), step.double(), bits)
-    which = torch.arange(4, device=kernel_device)
-    got = after[which, slots].view(2, HEADS, r).transpose(0, 1)
-    reach = step.double().unsqueeze(1) / 2 + d * 2.0**-22
-    near = (dequantise(got, mean.double(), step.double(), bits) - skewed).abs() <= reach
-    assert (near | (got == want)).all() and (got == want).float().mean() > 0.999
-    after[which, slots] = before[which, slots]
+    expected = quantise(skewed, mean.double(), step.double(), bits)
+    heads = torch.arange(4, device=kernel_device)
+    actual = after[heads, slots].view(2, HEADS, r).transpose(0, 1)
+    tolerance = step.double().unsqueeze(1) / 2 + d * 2.0**-22
+    within_tolerance = (dequantise(actual, mean.double(), step.double(), bits) - skewed).abs() <= tolerance
+    assert (within_tolerance | (actual == expected)).all() and (actual == expected).float().mean() > 0.999
+    after[heads, slots] = before[heads, slots]
     assert torch.equal(after, before)

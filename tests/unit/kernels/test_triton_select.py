@@ -1,6 +1,4 @@
-"""Test that the selection kernel selects the tokens of its definition for any scores, including ties, without a host
-sync.
-"""
+"""Test the Triton kernel that selects tokens against its definition, with ties and without host synchronisation."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from offload_rt.kernels.selection import floor_fraction, select_tokens_reference
 KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny", "no numbers"]
 
 
-def scores_of(kind: str, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+def random_scores(kind: str, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
     """Return scores `[P, G, N]`."""
     scores = torch.randn(shape, device=device) * 4
     if kind == "ties":
@@ -46,7 +44,7 @@ def scores_of(kind: str, shape: tuple[int, int, int], device: torch.device) -> t
         ("ties", 1, 70, 4.0, 0.2),
     ],
 )
-def test_the_same_tokens_as_the_definition(
+def test_selected_tokens_equal_the_definition(
     kernel_device: torch.device, kind: str, heads: int, group: int, alpha: float, share: float
 ) -> None:
     from offload_rt.kernels.triton_select import select_tokens
@@ -56,45 +54,43 @@ def test_the_same_tokens_as_the_definition(
     stop = [tokens - 5, tokens // 2, first, first + 1]  # a batch: long, short, without candidates, with one
     starts = torch.full((4 * heads,), first, dtype=torch.int32, device=kernel_device)
     stops = torch.tensor(stop, dtype=torch.int32, device=kernel_device).repeat_interleave(heads)
-    found = lists.mask_scores(scores_of(kind, (4 * heads, group, tokens), kernel_device), starts, stops)
+    masked = lists.mask_scores(random_scores(kind, (4 * heads, group, tokens), kernel_device), starts, stops)
     limits = [selection_limit(s - first, share) for s in stop]
     limit = torch.tensor(limits, dtype=torch.int32, device=kernel_device)
-    chosen, counts = select_tokens(found, starts, stops, heads, alpha, limit, tokens)
-    want, want_counts = lists.select_tokens(found, starts, stops, heads, alpha, limit, tokens)
-    assert torch.equal(counts, want_counts) and torch.equal(chosen, want)
-    assert want_counts.view(4, heads)[2:].tolist() == [[0] * heads, [int(kind != "no numbers")] * heads]
+    chosen, counts = select_tokens(masked, starts, stops, heads, alpha, limit, tokens)
+    expected, expected_counts = lists.select_tokens(masked, starts, stops, heads, alpha, limit, tokens)
+    assert torch.equal(counts, expected_counts) and torch.equal(chosen, expected)
+    assert expected_counts.view(4, heads)[2:].tolist() == [[0] * heads, [int(kind != "no numbers")] * heads]
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_the_definition_equals_infinigen(group: int) -> None:
-    """For one sequence, `lists.select_tokens` equals `selection.select_tokens_reference` over its candidates."""
+def test_definition_equals_the_reference_for_one_sequence(group: int) -> None:
     torch.manual_seed(group)
     starts, stops = torch.full((3,), 8), torch.full((3,), 500)
-    found = lists.mask_scores(torch.randn(3, group, 512) * 3, starts, stops)
+    masked = lists.mask_scores(torch.randn(3, group, 512) * 3, starts, stops)
     limit = torch.tensor([selection_limit(492, 0.2)])
-    chosen, counts = lists.select_tokens(found, starts, stops, 3, 4.0, limit, 512)
-    want = select_tokens_reference(found.scores[:, :, 8:500], 4.0, int(limit)) + 8
-    assert as_sets(chosen[:, : int(counts[0])]) == as_sets(want)
+    chosen, counts = lists.select_tokens(masked, starts, stops, 3, 4.0, limit, 512)
+    expected = select_tokens_reference(masked.scores[:, :, 8:500], 4.0, int(limit)) + 8
+    assert as_sets(chosen[:, : int(counts[0])]) == as_sets(expected)
     assert floor_fraction(0.2, 492) == int(limit) > 0
 
 
-def test_the_number_of_tokens_is_capped(kernel_device: torch.device) -> None:
+def test_number_of_selected_tokens_is_limited(kernel_device: torch.device) -> None:
     from offload_rt.kernels.triton_select import select_tokens
 
     torch.manual_seed(0)
     starts = torch.zeros(2, dtype=torch.int32, device=kernel_device)
     stops = torch.full((2,), 1500, dtype=torch.int32, device=kernel_device)
-    found = lists.mask_scores(torch.randn(2, 2, 1500, device=kernel_device), starts, stops)
+    masked = lists.mask_scores(torch.randn(2, 2, 1500, device=kernel_device), starts, stops)
     limit = torch.tensor([1500], dtype=torch.int32, device=kernel_device)
-    chosen, counts = select_tokens(found, starts, stops, 2, math.inf, limit, 40)
-    want, _ = lists.select_tokens(found, starts, stops, 2, math.inf, limit, 40)
-    assert counts.tolist() == [40, 40] and torch.equal(chosen, want)
+    chosen, counts = select_tokens(masked, starts, stops, 2, math.inf, limit, 40)
+    expected, _ = lists.select_tokens(masked, starts, stops, 2, math.inf, limit, 40)
+    assert counts.tolist() == [40, 40] and torch.equal(chosen, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.simulated
-def test_selection_does_not_wait_for_the_device() -> None:
-    """torch raises an error if scoring, selection or attention waits for the device."""
+def test_selection_does_not_wait_for_the_gpu() -> None:
     from offload_rt.kernels import dispatch
 
     device = torch.device("cuda")
@@ -106,17 +102,17 @@ def test_selection_does_not_wait_for_the_device() -> None:
     query = torch.randn(8, 4, 128, device=device).half()
 
     def step() -> torch.Tensor:
-        found = dispatch.partial_scores(q, own, starts, stops, 1024)
-        _, counts = dispatch.select_tokens(found, starts, stops, 8, 4.0, limit, 128)
+        masked = dispatch.partial_scores(q, own, starts, stops, 1024)
+        _, counts = dispatch.select_tokens(masked, starts, stops, 8, 4.0, limit, 128)
         return dispatch.attend_counted(query, rows, rows, counts, 0.09)[0]
 
-    want = step()  # compiles the kernels
+    expected = step()  # compiles the kernels
     torch.cuda.synchronize()
     with warnings.catch_warnings():  # torch warns that this mode may change
         warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error")  # a wait for the device is an error
     try:
-        got = step()
+        actual = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(got, want)
+    assert torch.equal(actual, expected)

@@ -1,6 +1,4 @@
-"""Test batched selection: results equal those of each sequence alone, and the number of launches does not depend on the
-batch.
-"""
+"""Test batched selection: results equal those of single sequences, and the number of launches is constant."""
 
 from __future__ import annotations
 
@@ -44,59 +42,61 @@ from offload_rt.transfer.row_lists import RowLists
         {"approximate_kv": "int2", "max_fraction": 0.05},
     ],
 )
-def test_a_batch_on_the_kernels_equals_each_sequence_alone(
+def test_batched_kernels_equal_single_sequences_without_host_syncs(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths cross the boundary of a block and of a bucket. No step synchronises with the device."""
     # The CPU kernel quantises attention weights of approximate values; the others do not.
     monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
-    lengths = (30, 63, 127)
+    lengths = (30, 63, 127)  # the steps cross the ends of a block and of a bucket
     runner = make(False, **options)
-    alone = [begun(runner, length, seed=length) for length in lengths]
-    want = [[runner.decode([one]) for one in alone] for _ in range(3)]
+    single = [begun(runner, length, seed=length) for length in lengths]
+    expected = [[runner.decode([sequence]) for sequence in single] for _ in range(3)]
     compiled(monkeypatch)
     runner = make(True, **options)
     batch = [begun(runner, length, seed=length) for length in lengths]
-    for logits in want:
+    for logits in expected:
         with NoHostSync():
-            got = runner.decode(batch)
-        torch.testing.assert_close(got, torch.cat(logits), rtol=1e-4, atol=1e-4)
-    for one, other in zip(batch, alone, strict=True):
-        one.trace.flush_pending()
-        assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
+            actual = runner.decode(batch)
+        torch.testing.assert_close(actual, torch.cat(logits), rtol=1e-4, atol=1e-4)
+    for sequence, reference in zip(batch, single, strict=True):
+        sequence.trace.flush_pending()
+        assert (
+            sequence.trace.attended == reference.trace.attended
+            and sequence.trace.bytes_to_device == reference.trace.bytes_to_device
+        )
     runner.check_integrity()
 
 
-class Recorded(TorchDispatchMode):
-    """Record every operation with its arguments, shapes, strides, and the addresses of tensors that existed before.
+class OperationRecorder(TorchDispatchMode):
+    """Record each operation: arguments, shapes, strides, and the addresses of tensors from before the step.
 
-    A Triton launch counts as one operation, and so does a new tensor with values from the host.
+    A Triton launch is one operation. A new tensor with values from the host is one as well.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[Any] = []
-        self._made: set[int] = set()
-        self._there: set[int] = set()
-        self._kept: list[torch.Tensor] = []
+        self._created: set[int] = set()
+        self._existing: set[int] = set()
+        self._references: list[torch.Tensor] = []
         self._inside = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self._inside:
             name = str(func)
-            fresh = "lift_fresh" in name and args[0].data_ptr() not in self._made
+            fresh = "lift_fresh" in name and args[0].data_ptr() not in self._created
             values = args[0].tolist() if fresh else None
             self._write(name, [self._describe(x) for x in (*args, *(kwargs or {}).values())], values)
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                self._made_here(tensor)
+                self._register(tensor)
         return out
 
-    def _made_here(self, tensor: Any) -> None:
-        """Register a tensor made during the step, unless it is a view of an earlier tensor."""
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._there:
-            self._made.add(tensor.untyped_storage().data_ptr())
-            self._kept.append(tensor)  # keeps the address from being reused
+    def _register(self, tensor: Any) -> None:
+        """Register a tensor that was created during the step, unless it is a view of an earlier tensor."""
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._existing:
+            self._created.add(tensor.untyped_storage().data_ptr())
+            self._references.append(tensor)  # keeps the address from being reused
 
     def _write(self, *entry: Any) -> None:
         self.entries.append(entry)
@@ -104,18 +104,18 @@ class Recorded(TorchDispatchMode):
     def _describe(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             storage = x.untyped_storage().data_ptr()
-            if storage not in self._made:
-                self._there.add(storage)
-            where = "made" if storage in self._made else x.data_ptr()
+            if storage not in self._created:
+                self._existing.add(storage)
+            where = "created" if storage in self._created else x.data_ptr()
             return (where, tuple(x.shape), x.stride(), x.dtype)
         if isinstance(x, (list, tuple)):
             return [self._describe(y) for y in x]
         return x
 
     def launch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the method `run` of a kernel to record it as one operation."""
+        """Return a wrapper of a kernel's method `run` that records each launch as one operation."""
 
-        def one(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        def record_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
             self._write(kernel.fn.__qualname__, grid, [self._describe(x) for x in (*args, *named.values())])
             self._inside += 1
             try:
@@ -123,20 +123,20 @@ class Recorded(TorchDispatchMode):
             finally:
                 self._inside -= 1
 
-        return one
+        return record_launch
 
 
 @contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def record_operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     from triton.runtime.interpreter import InterpretedFunction
 
-    with monkeypatch.context() as patch, Recorded() as mode:
+    with monkeypatch.context() as patch, OperationRecorder() as mode:
         patch.setattr(InterpretedFunction, "run", mode.launch(InterpretedFunction.run))
         yield mode.entries
 
 
-def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the operations of a decode step from the tokens to the logits."""
+def recorded_step(runner: Runner, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the operations of a decode step, from token ids to logits."""
     for sequence in batch:
         sequence.slots.begin_step(sequence.blocks, sequence.position)
     sharing = runner.prefixes.find([sequence.blocks for sequence in batch])
@@ -146,7 +146,7 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
         assert isinstance(runner.eager.mode(step), BatchedMode)
         inputs = runner.eager.load(step)
         assert inputs is not None
-        with recorded(monkeypatch) as entries:
+        with record_operations(monkeypatch) as entries:
             DecodeStep(step, BatchedMode(step, inputs)).run()
     for sequence in batch:
         sequence.position += 1
@@ -155,27 +155,27 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
 
 
 def test_launches_do_not_depend_on_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a bucket, launches do not depend on lengths, slots or addresses, so that a CUDA graph can replay them."""
+    """A CUDA graph can replay a step only if launches do not depend on lengths, slots or addresses."""
     compiled(monkeypatch)
     runner = make()
     batch = [begun(runner, 70), begun(runner, 90, seed=1)]
-    first = step_recorded(runner, batch, monkeypatch)
+    first = recorded_step(runner, batch, monkeypatch)
     runner.decode(batch)
-    again = step_recorded(runner, batch, monkeypatch)
-    others = [begun(runner, 126, seed=2), begun(runner, 100, seed=3)]
-    different = step_recorded(runner, others, monkeypatch)
+    second = recorded_step(runner, batch, monkeypatch)
+    other_sequences = [begun(runner, 126, seed=2), begun(runner, 100, seed=3)]
+    other_step = recorded_step(runner, other_sequences, monkeypatch)
     names = [entry[0] for entry in first]
     assert sum("_mark" in name for name in names) == 2 and not any("lift_fresh" in name for name in names)
-    for entries in (again, different):
+    for entries in (second, other_step):
         assert len(entries) == len(first)
         assert [(a, b) for a, b in zip(first, entries, strict=True) if a != b] == []
 
 
-def test_a_batch_takes_as_many_launches_as_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_has_as_many_launches_as_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(monkeypatch)
     runner = make()
-    one = step_recorded(runner, [begun(runner, 70)], monkeypatch)
-    three = step_recorded(runner, [begun(runner, 70 + i, seed=i) for i in range(3)], monkeypatch)
+    one = recorded_step(runner, [begun(runner, 70)], monkeypatch)
+    three = recorded_step(runner, [begun(runner, 70 + i, seed=i) for i in range(3)], monkeypatch)
 
     def launches(entries: list[Any]) -> list[str]:
         return [entry[0] for entry in entries if not entry[0].startswith("aten")]
@@ -183,7 +183,7 @@ def test_a_batch_takes_as_many_launches_as_one_sequence(monkeypatch: pytest.Monk
     assert launches(one) == launches(three) and len(launches(one)) > 20
 
 
-def test_lists_are_rebuilt_only_for_another_batch_size_or_bucket() -> None:
+def test_lists_are_rebuilt_only_for_a_new_batch_size_or_bucket() -> None:
     runner = make()
     batch = [begun(runner, 60), begun(runner, 61, seed=1)]
     seen = []
@@ -198,29 +198,34 @@ def test_lists_are_rebuilt_only_for_another_batch_size_or_bucket() -> None:
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
-def test_layers_that_slide_and_layers_that_select_are_both_batched() -> None:
-    def runner_of(counted: bool) -> Runner:
+def test_sliding_and_selecting_layers_are_batched() -> None:
+    def make_runner(counted: bool) -> Runner:
         model = tiny_model("qwen2", use_sliding_window=True, max_window_layers=2)
         runner = staged(LLM(model, policy_options=OPTIONS, host_memory="8MiB", missed_mass_every=0)).runner
         policy: Any = runner.policy
         policy.rule = Rule(policy.alpha, policy.options.max_fraction) if counted else None
         return runner
 
-    lengths, alone, together = (30, 63, 127), runner_of(False), runner_of(True)
-    each, batch = ([begun(runner, length, seed=length) for length in lengths] for runner in (alone, together))
+    lengths, single_runner, batch_runner = (30, 63, 127), make_runner(False), make_runner(True)
+    single, batch = (
+        [begun(runner, length, seed=length) for length in lengths] for runner in (single_runner, batch_runner)
+    )
     for _ in range(4):
-        want = torch.cat([alone.decode([one]) for one in each])
-        torch.testing.assert_close(together.decode(batch), want, rtol=1e-4, atol=1e-4)
-    assert together.eager.inputs
-    for one, other in zip(batch, each, strict=True):
-        one.trace.flush_pending()
-        assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
-        assert one.trace.bytes_to_host == other.trace.bytes_to_host
-    together.check_integrity()
+        expected = torch.cat([single_runner.decode([sequence]) for sequence in single])
+        torch.testing.assert_close(batch_runner.decode(batch), expected, rtol=1e-4, atol=1e-4)
+    assert batch_runner.eager.inputs
+    for sequence, reference in zip(batch, single, strict=True):
+        sequence.trace.flush_pending()
+        assert (
+            sequence.trace.attended == reference.trace.attended
+            and sequence.trace.bytes_to_device == reference.trace.bytes_to_device
+        )
+        assert sequence.trace.bytes_to_host == reference.trace.bytes_to_host
+    batch_runner.check_integrity()
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 1000, 1024, 1025, 131_071])
-def test_buckets_are_near(context: int) -> None:
+def test_bucket_is_at_most_an_eighth_and_64_larger_than_the_context(context: int) -> None:
     size = bucket(context)
     assert context <= size <= max(64, context + context // 8 + 64) and size % 64 == 0 and bucket(size) == size
 
@@ -238,64 +243,68 @@ def test_indices_of_resident_tokens_are_adjacent(sinks: int, recent: int, window
 
 
 @pytest.mark.parametrize("floor", [4, 7])
-def test_a_window_cut_by_truncation_is_not_adjacent_if_it_wraps_around(floor: int) -> None:
+def test_truncated_window_that_wraps_around_is_not_adjacent(floor: int) -> None:
     for length in range(floor + 1, 20):
         visible = VisibleTokens.of(length, sinks=0, recent=6, window=6, floor=floor)
-        at = {resident_index(token, 0, 6) for token in visible.all}
-        assert resident_range(visible, 0, 6) == (range(min(at), max(at) + 1) if max(at) - min(at) < len(at) else None)
+        indices = {resident_index(token, 0, 6) for token in visible.all}
+        assert resident_range(visible, 0, 6) == (
+            range(min(indices), max(indices) + 1) if max(indices) - min(indices) < len(indices) else None
+        )
 
 
-def test_plans_count_batched_slots_on_a_device() -> None:
-    """On CUDA, each sequence takes as many slots as the longest one."""
+def test_plan_counts_slots_of_a_batch_on_a_gpu() -> None:
+    """On CUDA, each sequence has as many slots as the longest one."""
     shape = load_shape(tiny_model("llama"))
     demand = memory_demand("infinigen", {}, shape.geometry, shape.dtype)
-    apart = DeviceCosts(shape, demand, 512)
-    together = DeviceCosts(replace(shape, device=torch.device("cuda")), demand, 512)
-    alike = [bucket(1000)] * 3
-    assert together.staging([10, 1000, 500]) == together.staging(alike) >= apart.staging(alike)
-    captured = replace(together, graphs=True)
-    step = captured.staging(alike) + captured.decode(alike)
-    assert step == together.staging(alike[:1] * 4) + together.decode(alike[:1] * 4), "of four, in a graph's memory"
-    assert captured.total(alike) >= together.total(alike) + step
+    single = DeviceCosts(shape, demand, 512)
+    batched = DeviceCosts(replace(shape, device=torch.device("cuda")), demand, 512)
+    contexts = [bucket(1000)] * 3
+    assert batched.staging([10, 1000, 500]) == batched.staging(contexts) >= single.staging(contexts)
+    captured = replace(batched, graphs=True)
+    step = captured.staging(contexts) + captured.decode(contexts)
+    assert step == batched.staging(contexts[:1] * 4) + batched.decode(contexts[:1] * 4), (
+        "the memory of a graph for four sequences"
+    )
+    assert captured.total(contexts) >= batched.total(contexts) + step
     scores = bucket(1000) * shape.geometry.heads * 4
-    assert together.decode([10, 1000, 500]) - apart.decode(alike) >= 2 * scores
+    assert batched.decode([10, 1000, 500]) - single.decode(contexts) >= 2 * scores
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_missed_mass_is_measured_after_the_newest_write_back(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missed mass is measured with all KV in the pool, so it must wait for pending write-backs.
+@pytest.mark.parametrize("batched", [True, False])
+def test_missed_mass_is_measured_after_the_newest_write_back(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missed mass is computed from the KV in the pool, so it must wait for pending write-backs.
 
-    On a device this is a race, which the numbers of this test would not show.
+    On a GPU, a missing wait is a race that would not change the numbers of this test.
     """
-    runner = make(together)
+    runner = make(batched)
     batch = [begun(runner, length, seed=length) for length in (30, 90)]
-    waiting: set[int] = set()
+    pending: set[int] = set()
     append, append_lists, settle = runner.transfer.storage.append, RowLists.append, runner.transfer.storage.settle
-    read: list[int] = []
+    read_layers: list[int] = []
 
-    def appended(blocks: BlockTable, *rest: Any) -> int:
-        waiting.add(id(blocks))
-        return append(blocks, *rest)
+    def record_append(blocks: BlockTable, *arguments: Any) -> int:
+        pending.add(id(blocks))
+        return append(blocks, *arguments)
 
-    def appended_lists(lists: RowLists, *rest: Any) -> None:
-        waiting.update(id(one.blocks) for one in batch)
-        append_lists(lists, *rest)
+    def record_append_lists(lists: RowLists, *arguments: Any) -> None:
+        pending.update(id(sequence.blocks) for sequence in batch)
+        append_lists(lists, *arguments)
 
-    def settled(blocks: BlockTable) -> None:
-        waiting.discard(id(blocks))
+    def record_settle(blocks: BlockTable) -> None:
+        pending.discard(id(blocks))
         settle(blocks)
 
-    def looked_at(blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        assert id(blocks) not in waiting
-        read.append(layer)
+    def checked_runs(blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
+        assert id(blocks) not in pending
+        read_layers.append(layer)
         return runs(blocks, layer, tokens)
 
     runs = runner.pool.runs
-    monkeypatch.setattr(runner.pool, "runs", looked_at)
-    monkeypatch.setattr(runner.transfer.storage, "append", appended)
-    monkeypatch.setattr(runner.transfer.storage, "settle", settled)
-    monkeypatch.setattr(RowLists, "append", appended_lists)
+    monkeypatch.setattr(runner.pool, "runs", checked_runs)
+    monkeypatch.setattr(runner.transfer.storage, "append", record_append)
+    monkeypatch.setattr(runner.transfer.storage, "settle", record_settle)
+    monkeypatch.setattr(RowLists, "append", record_append_lists)
     for sequence in batch:
         sequence.trace.missed_every = 1
     runner.decode(batch)
-    assert sorted(read) == [0, 0, 1, 1] and all(len(sequence.trace.missed) == 1 for sequence in batch)
+    assert sorted(read_layers) == [0, 0, 1, 1] and all(len(sequence.trace.missed) == 1 for sequence in batch)

@@ -1,7 +1,7 @@
 """Test combinations of policy, KV format, eviction, sharing, restart, fork and truncation.
 
 Each combination gives the tokens of the same conversation without eviction, sharing, restart and fork, or a clear
-error. `eval/results/store/composition.md` prints this matrix.
+error. `eval/results/store/composition.md` contains this matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 
-PRINTED = Path(__file__).parents[3] / "eval" / "results" / "store" / "composition.md"
+MATRIX_FILE = Path(__file__).parents[3] / "eval" / "results" / "store" / "composition.md"
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"preset": "rows", "recent": 16, "scorer": "int4"}},
@@ -41,7 +41,7 @@ POLICIES |= {name + SLIDING: POLICIES[name] for name in ("full", "infinigen", "i
 """Names with this suffix run on a model whose last layer slides."""
 
 LEARNS_FROM_QUERIES = ("infinigen, paper", "h2o")
-KNOWS_PLACES = ("streaming", "quest", "h2o")
+POSITION_DEPENDENT = ("streaming", "quest", "h2o")
 TURNS = [tiny_prompt(90, seed=1), tiny_prompt(20, seed=2)]
 SHORT = SamplingParams(max_tokens=6, temperature=0)
 
@@ -61,9 +61,9 @@ class Cell:
         return self.restart or self.fork or self.overflow
 
     @property
-    def refusal(self) -> str:
-        """Text of the expected error, or "" if the tokens must equal the reference."""
-        if self.eviction and self.policy in KNOWS_PLACES:
+    def expected_error(self) -> str:
+        """Text of the expected error. If empty, tokens must equal the reference."""
+        if self.eviction and self.policy in POSITION_DEPENDENT:
             return "does not support eviction"
         if self.session and self.policy in LEARNS_FROM_QUERIES:
             return "learns from every query"
@@ -86,23 +86,24 @@ CELLS = [
     for flags in itertools.product((False, True), repeat=5)
 ]
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
-MODEL_THAT_SLIDES = tiny_model(
+SLIDING_MODEL = tiny_model(
     "qwen2", dtype=torch.float32, num_hidden_layers=3, use_sliding_window=True, max_window_layers=2, sliding_window=16
 )
 STEP = int(os.environ.get("OFFLOAD_RT_CELLS", "11"))
-RIGHT = [cell for cell in CELLS if not cell.refusal]
-DAILY = [cell for cell in RIGHT if not cell.slides][::STEP] + [cell for cell in RIGHT if cell.slides][:: 4 * STEP - 3]
+VALID = [cell for cell in CELLS if not cell.expected_error]
+CASES = [cell for cell in VALID if not cell.slides][::STEP] + [cell for cell in VALID if cell.slides][:: 4 * STEP - 3]
+"""A sample of the cells, with fewer cells of the sliding model. `make stress` tests all."""
 
 
 def make_llm(cell: Cell) -> LLM:
     return LLM(
-        MODEL_THAT_SLIDES if cell.slides else MODEL, dtype="float32", host_memory="8MiB", kv_cache_dtype=cell.rows,
+        SLIDING_MODEL if cell.slides else MODEL, dtype="float32", host_memory="8MiB", kv_cache_dtype=cell.rows,
         enable_prefix_caching=cell.sharing, eviction="lru" if cell.eviction else None, **POLICIES[cell.policy],
     )  # fmt: skip
 
 
 def converse(cell: Cell, folder: Path) -> list[list[int]]:
-    """Return the answers to both turns."""
+    """Return the tokens of each answer."""
     llm = make_llm(cell)
     if cell.sharing:
         llm.generate([TURNS[0] + [3]], SHORT)
@@ -113,10 +114,10 @@ def converse(cell: Cell, folder: Path) -> list[list[int]]:
     if cell.overflow:
         session.truncate(keep_last=60)
     if cell.fork:
-        twin = session.fork("t")
+        forked = session.fork("t")
         list(session.send(TURNS[1][:5], SHORT))
         session.close()
-        session = twin
+        session = forked
     if cell.restart:
         session.close()
         llm = make_llm(cell)
@@ -143,37 +144,39 @@ def reference(cell: Cell) -> list[list[int]]:
         return answers
 
 
-@pytest.mark.parametrize("cell", DAILY, ids=str)
+@pytest.mark.parametrize("cell", CASES, ids=str)
 def test_cell_equals_its_reference(cell: Cell, tmp_path: Path) -> None:
-    """Run a sample of the cells, with fewer cells of the sliding model. `make stress` runs all."""
-    plain = Cell(cell.policy, cell.rows, overflow=cell.overflow)
+    reference_cell = Cell(cell.policy, cell.rows, overflow=cell.overflow)
     answers = converse(cell, tmp_path)
-    assert answers == reference(plain)[: len(answers)]
+    assert answers == reference(reference_cell)[: len(answers)]
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.refusal][::7], ids=str)
-def test_cell_is_refused(cell: Cell, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=cell.refusal):
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.expected_error][::7], ids=str)
+def test_unsupported_cell_is_an_error(cell: Cell, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=cell.expected_error):
         converse(cell, tmp_path)
 
 
-def test_the_printed_matrix_is_up_to_date() -> None:
+def test_matrix_file_is_up_to_date() -> None:
     """Set `OFFLOAD_RT_PRINT=1` to write the file."""
     if os.environ.get("OFFLOAD_RT_PRINT"):
-        PRINTED.write_text(printed(), encoding="utf-8")
-    assert PRINTED.read_text(encoding="utf-8") == printed()
+        MATRIX_FILE.write_text(matrix(), encoding="utf-8")
+    assert MATRIX_FILE.read_text(encoding="utf-8") == matrix()
 
 
-def printed() -> str:
-    """Return the matrix. Rows are policy, KV format and eviction, columns are operations on the sequence."""
-    ways = [Cell("full", restart=r, fork=f, overflow=o) for r, f, o in itertools.product((False, True), repeat=3)]
-    heads = ["prompt" if not way.session else str(way).removeprefix("full-auto-").replace("-", " + ") for way in ways]
+def matrix() -> str:
+    """Return the matrix. Rows are policy, KV format and eviction. Columns are operations on the sequence."""
+    columns = [Cell("full", restart=r, fork=f, overflow=o) for r, f, o in itertools.product((False, True), repeat=3)]
+    heads = [
+        "prompt" if not column.session else str(column).removeprefix("full-auto-").replace("-", " + ")
+        for column in columns
+    ]
     notes: Counter[str] = Counter()
     lines = []
     for policy, rows, eviction in itertools.product(POLICIES, ("auto", "int4"), (False, True)):
         texts = []
-        for way in ways:
-            reason = replace(way, policy=policy, rows=rows, eviction=eviction).refusal
+        for column in columns:
+            reason = replace(column, policy=policy, rows=rows, eviction=eviction).expected_error
             notes[reason] += 1
             texts.append(f"refused ({[*dict.fromkeys(REASONS)].index(reason) + 1})" if reason else "equal")
         lines.append(f"| {policy} | {rows} | {'lru' if eviction else 'none'} | " + " | ".join(texts) + " |")

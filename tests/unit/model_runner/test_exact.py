@@ -1,4 +1,4 @@
-"""Test speculative decoding with `exact=...`: output equals full attention.
+"""Test speculative decoding with `exact=...`, whose output equals full attention.
 
 `test_exact_hybrids.py` covers recurrent layers, sessions, preemption and rejected drafts.
 """
@@ -27,21 +27,21 @@ from offload_rt.engine.speculative.draft_source import Acceptance, Costs, Lookup
 from offload_rt.model_runner import verification_pass
 from offload_rt.model_runner.sequence import Sequence
 
-SMALL: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "approximate_kv": "off"}
-"""A budget so small that drafts are often wrong."""
+SMALL_BUDGET: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "approximate_kv": "off"}
+"""With this budget, drafts are often wrong."""
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
 
-def runtime(model: Any, policy: str = "infinigen", **fields: Any) -> LLM:
-    options = fields.pop("policy_options", SMALL if policy == "infinigen" else {})
+def make_llm(model: Any, policy: str = "infinigen", **fields: Any) -> LLM:
+    options = fields.pop("policy_options", SMALL_BUDGET if policy == "infinigen" else {})
     return LLM(model, policy=policy, policy_options=options, host_memory="16MiB", **fields)
 
 
-def texts(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
-    found = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
+def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    tokens = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
     llm.runner.check_integrity()
-    return found
+    return tokens
 
 
 PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
@@ -49,21 +49,21 @@ PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
 
 @pytest.mark.parametrize("policy", ["quest", "h2o", "streaming"])
 def test_lookup_works_with_policies_that_cannot_discard_tokens(policy: str) -> None:
-    """Rejected draft tokens leave entries in the policy's state, which the next pass overwrites."""
+    """Rejected draft tokens leave entries in the policy's state. The next pass overwrites these entries."""
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=1, ignore_eos=True, allowed_token_ids=[3, 50])
     prompts = [[3, 50, 3, 3, 50, 50, 3, 50] * 8]
-    llm = runtime(tiny_model("llama"), policy, exact={"method": "lookup", "adaptive": False})
-    assert texts(llm, prompts, params) == texts(runtime(tiny_model("llama"), "full"), prompts, params)
+    llm = make_llm(tiny_model("llama"), policy, exact={"method": "lookup", "adaptive": False})
+    assert generate(llm, prompts, params) == generate(make_llm(tiny_model("llama"), "full"), prompts, params)
 
 
 SAMPLED = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 11, 1)]
 
 
 @functools.cache
-def of_full_attention(name: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the greedy and the sampled texts of full attention."""
-    plain = runtime(tiny_model(name), "full")
-    return texts(plain, PROMPTS, GREEDY), texts(plain, PROMPTS, SAMPLED)
+def full_attention_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Return greedy and sampled tokens of full attention."""
+    full = make_llm(tiny_model(name), "full")
+    return generate(full, PROMPTS, GREEDY), generate(full, PROMPTS, SAMPLED)
 
 
 @pytest.mark.parametrize(
@@ -77,25 +77,24 @@ def of_full_attention(name: str) -> tuple[list[list[int]], list[list[int]]]:
         ("opt", "infinigen", {"method": "sparse", "adaptive": False}),
     ],
 )
-def test_the_text_equals_full_attention(name: str, policy: str, exact: Any) -> None:
-    """Three sequences have drafts of different lengths, greedy and sampled."""
+def test_tokens_equal_full_attention(name: str, policy: str, exact: Any) -> None:
     # Mistral slides with a window of 48. The tiny float32 models have no near ties in 16 tokens.
     model = tiny_model(name)
     options = {"budget": 0.1, "sinks": 2, "recent": 8} if policy == "oracle" else None
-    llm = runtime(model, policy, exact=exact, **({} if options is None else {"policy_options": options}))
-    assert (texts(llm, PROMPTS, GREEDY), texts(llm, PROMPTS, SAMPLED)) == of_full_attention(name)
+    llm = make_llm(model, policy, exact=exact, **({} if options is None else {"policy_options": options}))
+    assert (generate(llm, PROMPTS, GREEDY), generate(llm, PROMPTS, SAMPLED)) == full_attention_tokens(name)
 
 
-@pytest.mark.parametrize("dear", ["found", "decoded"])
-def test_the_faster_kind_of_drafts_is_chosen(dear: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text has two words, so lookup finds drafts at every step."""
+@pytest.mark.parametrize("expensive", ["lookup", "decoded"])
+def test_faster_kind_of_drafts_is_chosen(expensive: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Costs, "round_seconds", lambda _, drafts, *, decoded: 1.0 + 9 * drafts * (decoded == (dear == "decoded"))
+        Costs, "round_seconds", lambda _, drafts, *, decoded: 1.0 + 9 * drafts * (decoded == (expensive == "decoded"))
     )
+    # With two words, lookup finds drafts at every step.
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
-    [done] = completed(runtime(_LLAMA, exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
-    steps = len(done.stats.attended_by_step) - done.stats.verifications
-    assert done.stats.drafted_tokens and (steps == 0) == (dear == "decoded")
+    [output] = completed(make_llm(_LLAMA, exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
+    steps = len(output.stats.attended_by_step) - output.stats.verifications
+    assert output.stats.drafted_tokens and (steps == 0) == (expensive == "decoded")
 
 
 @pytest.mark.parametrize("policy", ["infinigen", "h2o"])
@@ -103,184 +102,189 @@ def test_the_faster_kind_of_drafts_is_chosen(dear: str, monkeypatch: pytest.Monk
 def test_verification_reads_scattered_kv_in_place(
     policy: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`h2o` needs queries together with all keys, and gets the KV in one piece."""
     # The second prompt's KV is two runs in memory; on disk it is read in blocks.
-    blocked, real = [], verification_pass.BlockedAttention.add
+    blocked, add = [], verification_pass.BlockedAttention.add
     monkeypatch.setattr(
-        verification_pass.BlockedAttention, "add", lambda self, k, v: (blocked.append(1), real(self, k, v))[1]
+        verification_pass.BlockedAttention, "add", lambda self, k, v: (blocked.append(1), add(self, k, v))[1]
     )
-    alike = [tiny_prompt(128) + tiny_prompt(40, seed=seed) for seed in range(2)]
-    options, exact = (SMALL, {"method": "both", "tokens": 3}) if policy == "infinigen" else ({"budget": 0.1}, "lookup")
+    prompts = [tiny_prompt(128) + tiny_prompt(40, seed=seed) for seed in range(2)]
+    options, exact = (
+        (SMALL_BUDGET, {"method": "both", "tokens": 3}) if policy == "infinigen" else ({"budget": 0.1}, "lookup")
+    )
     fields = {"disk": tmp_path, "host_memory": "1MiB"} if on_disk else {"host_memory": "16MiB"}
     llm = LLM(_LLAMA, policy=policy, policy_options=options, exact=exact, **fields)
-    assert texts(llm, alike, GREEDY) == texts(runtime(_LLAMA, "full"), alike, GREEDY)
-    assert bool(blocked) == (policy == "infinigen")
+    assert generate(llm, prompts, GREEDY) == generate(make_llm(_LLAMA, "full"), prompts, GREEDY)
+    assert bool(blocked) == (policy == "infinigen")  # h2o needs queries with all keys, so its KV is contiguous
 
 
-def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two of three sequences are completions of one prompt. The first MLP after each call must get all tokens.
-    llm = runtime(_LLAMA, exact={"method": "both", "tokens": 3})
+    llm = make_llm(_LLAMA, exact={"method": "both", "tokens": 3})
     passes: list[list[int]] = []
-    sequences, real, mlp = [], decoder.verify, llm.runner.adapter.mlp
+    sequences, verify, mlp = [], decoder.verify, llm.runner.adapter.mlp
 
     def verify_all(runner: Any, batch: list[tuple[Sequence, int]]) -> list[torch.Tensor]:
         passes.append([sum(count for _, count in batch)])
         sequences.append(len(batch))
-        return real(runner, batch)
+        return verify(runner, batch)
 
-    def count(layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        for one in passes[-1:]:
-            one.append(len(residual))
+    def record_tokens(layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        for counts in passes[-1:]:
+            counts.append(len(residual))
         return mlp(layer, residual, tokens)
 
     monkeypatch.setattr(decoder, "verify", verify_all)
-    monkeypatch.setattr(llm.runner.adapter, "mlp", count)
-    several = SamplingParams(max_tokens=12, temperature=0.9, seed=3, n=2, ignore_eos=True)
-    done = completed(llm.generate(PROMPTS[:2], [several, GREEDY]))
-    assert max(sequences) == 3 and sum(sequences) == sum(one.stats.verifications for one in done)
-    assert all(one[0] == one[1] for one in passes)
+    monkeypatch.setattr(llm.runner.adapter, "mlp", record_tokens)
+    sampled = SamplingParams(max_tokens=12, temperature=0.9, seed=3, n=2, ignore_eos=True)
+    outputs = completed(llm.generate(PROMPTS[:2], [sampled, GREEDY]))
+    assert max(sequences) == 3 and sum(sequences) == sum(output.stats.verifications for output in outputs)
+    assert all(counts[0] == counts[1] for counts in passes)
 
 
-def test_samples_have_the_distribution_of_the_model() -> None:
-    """A chi-square test compares tokens of 96 completions with the model's probabilities."""
-    vocabulary, llm = [3, 50, 101, 150], runtime(_LLAMA, exact={"method": "sparse", "tokens": 3, "adaptive": False})
-    asked = SamplingParams(n=96, seed=5, temperature=1.0, max_tokens=3, allowed_token_ids=vocabulary, ignore_eos=True)
-    done = completed(llm.generate([PROMPTS[1]], asked))
-    assert sum(one.stats.drafted_tokens for one in done) >= 96
+def test_sampled_tokens_have_the_distribution_of_the_model() -> None:
+    vocabulary, llm = [3, 50, 101, 150], make_llm(_LLAMA, exact={"method": "sparse", "tokens": 3, "adaptive": False})
+    params = SamplingParams(n=96, seed=5, temperature=1.0, max_tokens=3, allowed_token_ids=vocabulary, ignore_eos=True)
+    outputs = completed(llm.generate([PROMPTS[1]], params))
+    assert sum(output.stats.drafted_tokens for output in outputs) >= 96
     pairs = list(itertools.product(vocabulary, repeat=2))
     with torch.no_grad():
         logits = _LLAMA(torch.tensor([[*PROMPTS[1], *pair] for pair in pairs])).logits[:, -3:, vocabulary]
     expected: Counter[tuple[int, int]] = Counter()
     for (first, second), (one, two, three) in zip(pairs, logits.double().softmax(-1).tolist(), strict=True):
-        for third, chance in zip(vocabulary, three, strict=True):
-            expected[second, third] += one[vocabulary.index(first)] * two[vocabulary.index(second)] * chance
-    found = Counter(tuple(one.token_ids[1:]) for one in done)
-    chi_square = sum((found[cell] - 96 * chance) ** 2 / (96 * chance) for cell, chance in expected.items())
+        for third, probability in zip(vocabulary, three, strict=True):
+            expected[second, third] += one[vocabulary.index(first)] * two[vocabulary.index(second)] * probability
+    observed = Counter(tuple(output.token_ids[1:]) for output in outputs)
+    chi_square = sum(
+        (observed[cell] - 96 * probability) ** 2 / (96 * probability) for cell, probability in expected.items()
+    )
     # 37.7 is the 0.999 quantile at 15 degrees of freedom.
     assert len(expected) == 16 and chi_square < 37.7
 
 
 def test_wrong_drafts_are_rejected_and_counted() -> None:
-    """Some drafts are wrong with a tiny budget, none with a budget of 1.0."""
     model = tiny_model("llama")
     prompt = tiny_prompt(200)
-    poor, rich = (
-        runtime(
-            model, policy_options=SMALL | {"budget": budget}, exact={"method": "sparse", "tokens": 4, "adaptive": False}
+    small_budget, full_budget = (
+        make_llm(
+            model,
+            policy_options=SMALL_BUDGET | {"budget": budget},
+            exact={"method": "sparse", "tokens": 4, "adaptive": False},
         )
-        for budget in (0.02, 1.0)
+        for budget in (0.02, 1.0)  # some drafts are wrong, all drafts are correct
     )
-    few, all_right = (completed(llm.generate([prompt], GREEDY))[0].stats for llm in (poor, rich))
-    assert few.accepted_tokens < few.drafted_tokens
-    assert all_right.accepted_tokens == all_right.drafted_tokens and all_right.acceptance_rate == 1
-    for stats in (few, all_right):
-        assert stats.accepted_tokens + stats.verifications == 15, "the first token is the prefill's"
+    rejected, accepted = (completed(llm.generate([prompt], GREEDY))[0].stats for llm in (small_budget, full_budget))
+    assert rejected.accepted_tokens < rejected.drafted_tokens
+    assert accepted.accepted_tokens == accepted.drafted_tokens and accepted.acceptance_rate == 1
+    for stats in (rejected, accepted):
+        assert stats.accepted_tokens + stats.verifications == 15, "the first token is from prefill"
         steps = len(stats.attended_by_step) - stats.verifications
         total = sum(map(sum, stats.attended_by_step)) / stats.layers
         assert stats.exact_fraction == pytest.approx(total / 15)
         assert steps == stats.drafted_tokens
-    assert few.draft_speedup is None, "no pass was without drafts"
-    assert few.mean_accepted_length is not None and all_right.mean_accepted_length is not None
-    assert few.mean_accepted_length < all_right.mean_accepted_length
+    assert rejected.draft_speedup is None, "all passes had drafts"
+    assert rejected.mean_accepted_length is not None and accepted.mean_accepted_length is not None
+    assert rejected.mean_accepted_length < accepted.mean_accepted_length
 
 
-def test_the_speedup_over_passes_without_drafts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the patched clock, each pass takes one second, and drafting no time."""
-    clock = itertools.count()
+def test_speedup_over_passes_without_drafts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()  # each pass takes one second, and drafting no time
     monkeypatch.setattr(decoder, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
-    [done] = completed(runtime(_LLAMA, "full", exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
-    assert done.stats.accepted_tokens
-    assert done.stats.draft_speedup == pytest.approx(23 / done.stats.verifications)
+    [output] = completed(make_llm(_LLAMA, "full", exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
+    assert output.stats.accepted_tokens
+    assert output.stats.draft_speedup == pytest.approx(23 / output.stats.verifications)
 
 
 def test_lookup_drafts_of_repeated_text_need_no_decode_steps() -> None:
-    """A trained model repeats a page, so lookup drafts are accepted without decode steps."""
     llm = LLM("reference", policy="full", host_memory="64MiB", exact={"adaptive": False})
     page = llm.encode(files("offload_rt").joinpath("data/black_arrow.txt").read_text(encoding="utf-8")[:1200])
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    [done] = completed(llm.generate([page + page[:60]], params))
-    assert done.token_ids == completed(runtime("reference", "full").generate([page + page[:60]], params))[0].token_ids
-    assert len(done.stats.attended_by_step) == done.stats.verifications, "no step drafted"
-    assert done.stats.accepted_tokens >= 10
+    # The trained model repeats the page.
+    [output] = completed(llm.generate([page + page[:60]], params))
+    assert (
+        output.token_ids == completed(make_llm("reference", "full").generate([page + page[:60]], params))[0].token_ids
+    )
+    assert len(output.stats.attended_by_step) == output.stats.verifications, "no step drafted"
+    assert output.stats.accepted_tokens >= 10
 
 
 # RMSNorm computes in float32 and sums in another order over several tokens, which leaves 1e-6 in float64.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-6), (torch.float32, 5e-5)], ids=str)
-def test_kv_equals_that_of_a_run_without_drafts(dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 5e-5)], ids=str)
+def test_kv_equals_that_of_decoding_without_drafts(dtype: torch.dtype, tolerance: float) -> None:
     model = tiny_model("qwen2", dtype=dtype)
     prompt = tiny_prompt(118)
-    rows = []
-    for llm in (runtime(model, exact={"method": "sparse", "adaptive": False}), runtime(model, "full")):
+    kv = []
+    for llm in (make_llm(model, exact={"method": "sparse", "adaptive": False}), make_llm(model, "full")):
         runner = llm.runner
-        [done] = completed(llm.generate([prompt], GREEDY))
-        blocks = runner.pool.match([*prompt, *done.token_ids], "exact")
-        assert blocks.length == 128, "full blocks of verified tokens are shared as exact ones"
-        rows.append(runner.pool.runs(blocks, 2, range(128))[0])
+        [output] = completed(llm.generate([prompt], GREEDY))
+        blocks = runner.pool.match([*prompt, *output.token_ids], "exact")
+        assert blocks.length == 128, "full blocks of verified tokens have exact KV"
+        kv.append(runner.pool.runs(blocks, 2, range(128))[0])
         runner.pool.release(blocks)
-    torch.testing.assert_close(rows[0].k, rows[1].k, rtol=0, atol=bound)
-    torch.testing.assert_close(rows[0].v, rows[1].v, rtol=0, atol=bound)
+    torch.testing.assert_close(kv[0].k, kv[1].k, rtol=0, atol=tolerance)
+    torch.testing.assert_close(kv[0].v, kv[1].v, rtol=0, atol=tolerance)
 
 
 def test_completions_beams_and_scores_equal_full_attention() -> None:
     model = tiny_model("llama")
-    llm, plain = runtime(model, exact={"method": "sparse", "adaptive": False}), runtime(model, "full")
-    several = SamplingParams(max_tokens=10, temperature=0.9, seed=3, n=3)
+    llm, full = make_llm(model, exact={"method": "sparse", "adaptive": False}), make_llm(model, "full")
+    samples = SamplingParams(max_tokens=10, temperature=0.9, seed=3, n=3)
     beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
-    for params in (several, beams):
-        assert texts(llm, PROMPTS[:2], params) == texts(plain, PROMPTS[:2], params)
-    mine, theirs = (one.score(PROMPTS[:2], [tiny_prompt(70, seed=5), tiny_prompt(3, seed=6)]) for one in (llm, plain))
-    for a, b in zip(mine, theirs, strict=True):
+    for params in (samples, beams):
+        assert generate(llm, PROMPTS[:2], params) == generate(full, PROMPTS[:2], params)
+    scores, expected = (
+        runtime.score(PROMPTS[:2], [tiny_prompt(70, seed=5), tiny_prompt(3, seed=6)]) for runtime in (llm, full)
+    )
+    for a, b in zip(scores, expected, strict=True):
         assert a.is_greedy == b.is_greedy
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
-    """Two sliding sequences share three blocks, enough for the next token but not for drafts in another block."""
+def test_lack_of_memory_for_draft_tokens_is_no_error() -> None:
+    """Two sliding sequences share three blocks. These suffice for the next token, but not for drafts."""
     model, prompts = tiny_model("mistral", num_hidden_layers=2), [tiny_prompt(n, seed=1) for n in (50, 51)]
     exact = {"method": "sparse", "adaptive": False}
-    full = LLM(model, policy_options=SMALL, exact=exact, host_memory="192KiB", enable_prefix_caching=False)
-    assert texts(full, prompts, GREEDY) == texts(runtime(model, "full"), prompts, GREEDY)
+    small_pool = LLM(model, policy_options=SMALL_BUDGET, exact=exact, host_memory="192KiB", enable_prefix_caching=False)
+    assert generate(small_pool, prompts, GREEDY) == generate(make_llm(model, "full"), prompts, GREEDY)
 
 
 _LLAMA = tiny_model("llama")
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4))
-def test_lookup_finds_what_a_search_finds(tokens: list[int], longest: int, most: int) -> None:
-    """Drafts continue the last occurrence of the longest n-gram, regardless of earlier calls."""
-    lookup, found = Lookup(longest), []
+def test_lookup_equals_an_exhaustive_search(tokens: list[int], longest: int, max_drafts: int) -> None:
+    """Drafts continue the last occurrence of the longest n-gram."""
+    lookup, drafts = Lookup(longest), []
     for stop in range(1, len(tokens) + 1):
-        found = lookup.propose(tokens[:stop], most)
+        drafts = lookup.propose(tokens[:stop], max_drafts)
     expected: list[int] = []
     for n in range(min(longest, len(tokens)), 1, -1):
         ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[len(tokens) - n :]]
         if ends:
-            expected = tokens[ends[-1] : ends[-1] + most]
+            expected = tokens[ends[-1] : ends[-1] + max_drafts]
             break
-    assert found == expected
+    assert drafts == expected
 
 
-def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
-    """Cheap, correct drafts have the maximum length. Wrong or expensive drafts are not made."""
-    costs, right, wrong = Costs(), Acceptance(), Acceptance()
+def test_draft_length_depends_on_acceptance_and_costs() -> None:
+    costs, accepted, rejected = Costs(), Acceptance(), Acceptance()
     for tokens in (1, 5, 9, 3):
         costs.observe_drafts(4, 4 * 0.9)
         costs.observe_verification(3 * tokens, 3, 3 * (1 + 0.01 * tokens))
     for _ in range(40):
-        right.observe(8, 8)
-        wrong.observe(8, 0)
-    assert right.best_round(8, costs, decoded=False).drafts == 8
-    assert right.best_round(8, costs, decoded=True).drafts >= 1
-    assert right.best_round(4, costs, decoded=True).rate < right.best_round(4, costs, decoded=False).rate
-    assert wrong.best_round(8, costs, decoded=True).drafts == 0
+        accepted.observe(8, 8)
+        rejected.observe(8, 0)
+    assert accepted.best_round(8, costs, decoded=False).drafts == 8
+    assert accepted.best_round(8, costs, decoded=True).drafts >= 1
+    assert accepted.best_round(4, costs, decoded=True).rate < accepted.best_round(4, costs, decoded=False).rate
+    assert rejected.best_round(8, costs, decoded=True).drafts == 0
     for _ in range(400):
-        wrong.record_unused()
-    assert wrong.best_round(8, costs, decoded=False).drafts > 0, "it is tried again"
+        rejected.record_unused()
+    assert rejected.best_round(8, costs, decoded=False).drafts > 0, "after 400 passes, drafts are tried again"
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"exact": "quick"}, "did you mean|one of"),
         ({"exact": {"tokens": 0}}, "at least 1"),
@@ -292,13 +296,13 @@ def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
         ({"exact": True, "kv_cache_dtype": "int8"}, "kv_cache_dtype"),
     ],
 )
-def test_unsupported_exact_options_are_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_exact_options_are_errors(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         LLM(_LLAMA, host_memory="8MiB", **fields)
 
 
-def test_defaults_draft_by_the_policy_and_by_lookup_for_full() -> None:
-    llm = runtime(_LLAMA, exact=True)
+def test_default_draft_method_depends_on_the_policy() -> None:
+    llm = make_llm(_LLAMA, exact=True)
     assert llm.config.exact == DraftOptions("both", 8)
-    assert runtime(_LLAMA, "full", exact=True).config.exact == DraftOptions("lookup")
+    assert make_llm(_LLAMA, "full", exact=True).config.exact == DraftOptions("lookup")
     assert LLM(_LLAMA, host_memory="8MiB", exact=False).config.exact is None

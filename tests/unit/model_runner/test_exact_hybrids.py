@@ -38,59 +38,64 @@ GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 LOOKUP: dict[str, Any] = {"exact": {"method": "lookup", "tokens": 4, "adaptive": False}}
 
 
-def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
-    found = [one.token_ids for one in completed(llm.generate(prompts, params))]
+def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
+    tokens = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
     llm.runner.check_integrity()
     assert llm.runner.states is not None and llm.runner.states.used == 0
-    return found
+    return tokens
 
 
 class ControlledDrafts:
-    """Replace prompt lookup by drafts with `right` correct tokens of the known text, then wrong ones."""
+    """Replace prompt lookup by drafts with a given number of correct tokens, followed by wrong tokens."""
 
-    def __init__(self, known: list[list[int]], right: list[int]) -> None:
-        """`known` are prompts with their texts. `right` repeats from round to round."""
-        self._known, self._right = known, itertools.cycle(right)
+    def __init__(self, texts: list[list[int]], correct_counts: list[int]) -> None:
+        """`texts` are prompts with their expected answers. `correct_counts` repeats from round to round."""
+        self._texts, self._correct_counts = texts, itertools.cycle(correct_counts)
         self.rounds: list[tuple[int, int]] = []
 
-    def propose(self, lookup: Lookup, tokens: list[int], most: int) -> list[int]:
-        text = next(one for one in self._known if one[: len(tokens)] == tokens)
-        right = min(most, next(self._right))
-        draft = text[len(tokens) : len(tokens) + most]
-        self.rounds.append((right, len(draft)))
-        return [token if i < right else (token + 1) % VOCAB for i, token in enumerate(draft)]
+    def propose(self, lookup: Lookup, tokens: list[int], max_tokens: int) -> list[int]:
+        text = next(candidate for candidate in self._texts if candidate[: len(tokens)] == tokens)
+        correct = min(max_tokens, next(self._correct_counts))
+        draft = text[len(tokens) : len(tokens) + max_tokens]
+        self.rounds.append((correct, len(draft)))
+        return [token if i < correct else (token + 1) % VOCAB for i, token in enumerate(draft)]
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", RECURRENT[::-1])
-def test_the_text_equals_full_attention(name: str) -> None:
-    """Three sequences with drafts of different lengths, greedy and sampled. They end at different times."""
+def test_tokens_equal_full_attention(name: str) -> None:
     prompts = [prompt_of(30 + 17 * i, seed=i) for i in range(3)]
     sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 11, 1)]
-    (_, llm), (_, plain) = make(name, **SPARSE), make(name)
+    (_, llm), (_, full) = make(name, **SPARSE), make(name)
     for params in (GREEDY, sampled):
-        assert texts(llm, prompts, params) == texts(plain, prompts, params)
+        assert generate(llm, prompts, params) == generate(full, prompts, params)
     stats = completed(llm.generate(prompts[:1], GREEDY))[0].stats
     assert stats.accepted_tokens < stats.drafted_tokens
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_number_of_accepted_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover 0 to 4 correct draft tokens in each order of two rounds, alone and in a batch of three."""
+def test_any_number_of_correct_drafts_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt_of(40 + 13 * i, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
-    model, plain = make(name)
-    expected = texts(plain, prompts, params)
+    model, full = make(name)
+    expected = generate(full, prompts, params)
     assert_greedy(model, prompts[0], expected[0])
+    # each pair of numbers of correct draft tokens, in consecutive rounds
     pairs = [count for pair in itertools.product(range(5), repeat=2) for count in pair]
-    for at_once in (1, 3):
+    for batch_size in (1, 3):
         drafts = ControlledDrafts([[*p, *t] for p, t in zip(prompts, expected, strict=True)], pairs)
-        monkeypatch.setattr(Lookup, "propose", lambda self, tokens, most, d=drafts: d.propose(self, tokens, most))
+        monkeypatch.setattr(
+            Lookup, "propose", lambda self, tokens, max_tokens, d=drafts: d.propose(self, tokens, max_tokens)
+        )
         _, llm = make(name, **LOOKUP)
-        found = [text for at in range(0, 3, at_once) for text in texts(llm, prompts[at : at + at_once], params)]
-        assert found == expected
-        assert {right for right, drafted in drafts.rounds if drafted == 4} == {*range(5)}
+        actual = [
+            text
+            for start in range(0, 3, batch_size)
+            for text in generate(llm, prompts[start : start + batch_size], params)
+        ]
+        assert actual == expected
+        assert {correct for correct, drafted in drafts.rounds if drafted == 4} == {*range(5)}
 
 
 @pytest.mark.sampled(4)
@@ -98,30 +103,29 @@ def test_every_number_of_accepted_drafts(name: str, monkeypatch: pytest.MonkeyPa
 @given(st.data())
 @settings(max_examples=5, deadline=None)
 def test_rejected_drafts_do_not_change_logits_or_states(name: str, data: st.DataObject) -> None:
-    """Logits and states equal those of sequences without drafts, for any drafts of two sequences."""
     runner = make(name, enable_prefix_caching=False, **SPARSE)[1].runner
     pairs = []
     for seed in range(2):
         pair = [runner.new_sequence(prompt_of(30 + 9 * seed, seed), 160) for _ in range(2)]
-        for one in pair:
-            runner.prefill(one, len(one.tokens) - 1)
+        for sequence in pair:
+            runner.prefill(sequence, len(sequence.tokens) - 1)
         pairs.append((pair[0], pair[1]))
     for _ in range(data.draw(st.integers(1, 4))):
-        _round(data, runner, pairs)
+        _draft_and_verify(data, runner, pairs)
         runner.check_integrity()
-    for mine, theirs in pairs:
+    for drafted, reference in pairs:
         for layer in runner.states.processed:  # type: ignore[union-attr]
-            one, other = (runner.states.layer_state(layer, each.state_slot) for each in (mine, theirs))  # type: ignore[union-attr]
-            for a, b in zip(one, other, strict=True):
+            state, expected = (runner.states.layer_state(layer, s.state_slot) for s in (drafted, reference))  # type: ignore[union-attr]
+            for a, b in zip(state, expected, strict=True):
                 if a is not None and b is not None:
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        for one in (mine, theirs):
-            runner.free(one)
+        for sequence in (drafted, reference):
+            runner.free(sequence)
     runner.check_integrity()
 
 
-def _round(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequence]]) -> None:
-    """Draft random tokens for the first sequence of each pair, verify them together, and accept some of them."""
+def _draft_and_verify(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequence]]) -> None:
+    """Draft random tokens for the first sequence of each pair. Verify all drafts together, and accept some tokens."""
     drafts = [data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=5)) for _ in pairs]
     for (sequence, _), drafted in zip(pairs, drafts, strict=True):
         start = sequence.position
@@ -132,19 +136,19 @@ def _round(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequenc
             sequence.tokens.append(token)
         sequence.draft_start = None
         rewind(runner, sequence, start)
-    rows = verify(runner, [(one, len(drafted) + 1) for (one, _), drafted in zip(pairs, drafts, strict=True)])
+    rows = verify(runner, [(sequence, len(drafted) + 1) for (sequence, _), drafted in zip(pairs, drafts, strict=True)])
     rejected = []
-    for (sequence, plain), drafted, logits in zip(pairs, drafts, rows, strict=True):
-        kept, start = data.draw(st.integers(0, len(drafted))), sequence.position
-        for row in range(kept + 1):
+    for (sequence, reference), drafted, logits in zip(pairs, drafts, rows, strict=True):
+        accepted, start = data.draw(st.integers(0, len(drafted))), sequence.position
+        for row in range(accepted + 1):
             accept(runner, sequence)
-            [expected] = verify(runner, [(plain, 1)])
-            accept(runner, plain)
+            [expected] = verify(runner, [(reference, 1)])
+            accept(runner, reference)
             torch.testing.assert_close(logits[row : row + 1], expected, rtol=0, atol=1e-3)
-            plain.tokens.append(drafted[row] if row < kept else data.draw(st.integers(0, VOCAB - 1)))
-        sequence.tokens[start + 1 :] = plain.tokens[start + 1 :]
+            reference.tokens.append(drafted[row] if row < accepted else data.draw(st.integers(0, VOCAB - 1)))
+        sequence.tokens[start + 1 :] = reference.tokens[start + 1 :]
         runner.reload(sequence)
-        if kept < len(drafted):
+        if accepted < len(drafted):
             rejected.append(sequence)
     if rejected:
         replay(runner, rejected)
@@ -152,14 +156,14 @@ def _round(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequenc
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that continues an answer starts at a snapshot within the answer. Rounds end there."""
+    """A prompt that continues an answer starts at a snapshot within the answer."""
     prompt, params = prompt_of(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    model, plain = make(name)
-    [text] = texts(plain, [prompt], params)
+    model, full = make(name)
+    [text] = generate(full, [prompt], params)
     drafts = ControlledDrafts([[*prompt, *text]], [4, 4, 1, 3])
-    monkeypatch.setattr(Lookup, "propose", lambda self, tokens, most: drafts.propose(self, tokens, most))
+    monkeypatch.setattr(Lookup, "propose", lambda self, tokens, max_tokens: drafts.propose(self, tokens, max_tokens))
     _, llm = make(name, **LOOKUP)
-    assert texts(llm, [prompt], params) == [text]
+    assert generate(llm, [prompt], params) == [text]
     monkeypatch.undo()
     following = [*prompt, *text[:75], *prompt_of(5, seed=3)]
     [output] = llm.generate([following], SamplingParams(max_tokens=6, temperature=0))
@@ -168,10 +172,10 @@ def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytes
 
 
 def test_approximate_drafts_leave_no_snapshots() -> None:
-    """The state of sparse drafts at the end of a block must not be shared."""
+    """At the end of a block, the state of a sparse draft is approximate and must not be shared."""
     model, llm = make("qwen3_5", **SPARSE)
     prompt = prompt_of(60)
-    [text] = texts(llm, [prompt], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    [text] = generate(llm, [prompt], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
     following = [*prompt, *text[:10], *prompt_of(4, seed=1)]
     [output] = llm.generate([following], SamplingParams(max_tokens=8, temperature=0))
     assert output.num_cached_tokens == BLOCK_SIZE
@@ -179,30 +183,30 @@ def test_approximate_drafts_leave_no_snapshots() -> None:
 
 
 @pytest.mark.parametrize("slots", [0, 8])
-def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three growing prompts do not fit together. With memory for snapshots, the exact state is swapped."""
+def test_preempted_requests_give_the_same_tokens(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three growing prompts do not fit together. If there is memory for snapshots, the exact state is swapped."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
     prompts = [prompt_of(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-    _, plain = make("qwen3_5")
-    assert plain.runner.pool.states is not None
-    snapshots = max(1, slots * plain.runner.pool.states.slot_bytes)
-    memory = 3 * plain.runner.pool.block_bytes + snapshots
-    _, tight = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **SPARSE)
-    engine = tight.make_engine()
+    _, full = make("qwen3_5")
+    assert full.runner.pool.states is not None
+    snapshots = max(1, slots * full.runner.pool.states.slot_bytes)
+    memory = 3 * full.runner.pool.block_bytes + snapshots
+    _, small_pool = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **SPARSE)
+    engine = small_pool.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not engine.idle:
         engine.step()
         engine.check_integrity()
     assert engine.scheduler.preemptions and bool(engine.scheduler.restored) == bool(slots)
-    assert [one.new_tokens for one in requests] == texts(plain, prompts, params)
+    assert [request.new_tokens for request in requests] == generate(full, prompts, params)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "kimi_linear"])
-def test_sessions(name: str, tmp_path: Path) -> None:
-    """Turns of a session that is reopened from disk equal those with full attention. Each answer fills a block."""
-    found, params = [], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+def test_session_with_drafts_equals_full_attention(name: str, tmp_path: Path) -> None:
+    """The session is reopened from disk for each turn. Each answer fills a block."""
+    conversations, params = [], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     for options in (SPARSE, {}):
         answers = []
         for turn in range(3):
@@ -212,115 +216,118 @@ def test_sessions(name: str, tmp_path: Path) -> None:
             assert not turn or session.last_stats.reused_tokens >= BLOCK_SIZE  # type: ignore[union-attr]
             session.check_integrity()
             session.close()
-        found.append(answers)
-    assert found[0] == found[1]
+        conversations.append(answers)
+    assert conversations[0] == conversations[1]
 
 
 @pytest.mark.parametrize("where", ["decode", "verify", "replay"])
-def test_an_interrupted_round_is_no_answer(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C, the session contains the returned tokens, and continues with the right ones."""
+def test_session_continues_after_an_interrupted_round(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, llm = make("qwen3_5", **SPARSE)
     session = llm.session("talk", tmp_path)
     events, target = session.send(prompt_of(40), GREEDY), llm.runner if where == "decode" else decoder
     interrupt_call(monkeypatch, target, where, 6 if where == "decode" else 2)
-    seen: list[int] = []
+    received: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        seen.extend(event.token_id for event in events)
+        received.extend(event.token_id for event in events)
     monkeypatch.undo()
-    kept = session.tokens
-    assert kept[:40] == prompt_of(40) and kept[40 : 40 + len(seen)] == seen
+    tokens = session.tokens
+    assert tokens[:40] == prompt_of(40) and tokens[40 : 40 + len(received)] == received
     turn = prompt_of(5, seed=1)
-    assert_greedy(model, [*kept, *turn], answer(session, turn))
+    assert_greedy(model, [*tokens, *turn], answer(session, turn))
     session.close()
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-def test_a_failed_replay_fails_one_request_or_starts_a_batch_again(
+def test_failed_replay_fails_a_single_request_or_restarts_a_batch(
     requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(requests)]
-    (_, llm), (_, plain) = make("qwen3_5", **SPARSE), make("qwen3_5")
-    real, calls = RollbackStates.replay, itertools.count()
+    (_, llm), (_, full) = make("qwen3_5", **SPARSE), make("qwen3_5")
+    replay_states, calls = RollbackStates.replay, itertools.count()
 
     def fail(self: RollbackStates, sequences: Any) -> None:
         if next(calls) == 1:
             raise RuntimeError("no memory")
-        real(self, sequences)
+        replay_states(self, sequences)
 
     monkeypatch.setattr(RollbackStates, "replay", fail)
     if requests == 1:
         with pytest.raises(Exception, match="no memory"):
             llm.generate(prompts, GREEDY)
-    assert texts(llm, prompts) == texts(plain, prompts)
+    assert generate(llm, prompts) == generate(full, prompts)
     assert next(calls) > 2
 
 
-def test_a_failed_replay_starts_only_requests_with_rejected_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two requests, one has only correct drafts and continues. The other one restarts."""
+def test_failed_replay_restarts_only_requests_with_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(2)]
-    _, plain = make("qwen3_5")
-    expected = texts(plain, prompts)
-    right, wrong = (ControlledDrafts([[*p, *t] for p, t in zip(prompts, expected, strict=True)], [n]) for n in (4, 0))
+    _, full = make("qwen3_5")
+    expected = generate(full, prompts)
+    correct, incorrect = (
+        ControlledDrafts([[*p, *t] for p, t in zip(prompts, expected, strict=True)], [n]) for n in (4, 0)
+    )
 
-    def propose(self: Lookup, tokens: list[int], most: int) -> list[int]:
-        drafts = right if tokens[: len(prompts[0])] == prompts[0] else wrong
-        return drafts.propose(self, tokens, most)
+    def propose(self: Lookup, tokens: list[int], max_tokens: int) -> list[int]:
+        drafts = correct if tokens[: len(prompts[0])] == prompts[0] else incorrect
+        return drafts.propose(self, tokens, max_tokens)
 
-    real, calls = RollbackStates.replay, itertools.count()
+    replay_states, calls = RollbackStates.replay, itertools.count()
 
     def fail(self: RollbackStates, sequences: Any) -> None:
         if next(calls) == 1:
             raise RuntimeError("no memory")
-        real(self, sequences)
+        replay_states(self, sequences)
 
     monkeypatch.setattr(Lookup, "propose", propose)
     monkeypatch.setattr(RollbackStates, "replay", fail)
     _, llm = make("qwen3_5", **LOOKUP)
     engine = Engine(llm.runner, max_num_seqs=2)
     requests = engine.run_all(prompts, [GREEDY] * 2, "", Progress(enabled=False))
-    assert [list(one.completions()[0].token_ids) for one in requests] == expected
+    assert [list(request.completions()[0].token_ids) for request in requests] == expected
     assert next(calls) > 2 and engine.scheduler.preemptions == 1
 
 
 @pytest.mark.parametrize(("target", "draft"), [("qwen3_5", "qwen3_5"), ("qwen3_5", "llama3"), ("llama3", "falcon_h1")])
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("right", [False, True])
-def test_draft_models(target: str, draft: str, right: bool, tmp_path: Path) -> None:
-    """The draft model, the target model or both are hybrids. Drafts of other weights are nearly always rejected."""
-    small = architecture(draft) if right else architecture(draft, num_attention_heads=2)
-    small.save_pretrained(tmp_path / "draft")
+@pytest.mark.parametrize("same_weights", [False, True])
+def test_draft_models_give_the_tokens_of_full_attention(
+    target: str, draft: str, same_weights: bool, tmp_path: Path
+) -> None:
+    """The draft model, the target model or both are hybrids. With other weights, nearly all drafts are rejected."""
+    draft_model = architecture(draft) if same_weights else architecture(draft, num_attention_heads=2)
+    draft_model.save_pretrained(tmp_path / "draft")
     exact = {"model": str(tmp_path / "draft"), "tokens": 3, "adaptive": False}
     prompts = [prompt_of(30 + 11 * i, seed=i) for i in range(3)]
-    (_, llm), (_, plain) = make(target, exact=exact), make(target)
+    (_, llm), (_, full) = make(target, exact=exact), make(target)
     sampled = SamplingParams(max_tokens=12, temperature=0.9, seed=1, ignore_eos=True)
     for params in (GREEDY, sampled):
-        expected = [one.token_ids for one in completed(plain.generate(prompts, params))]
-        done = completed(llm.generate(prompts, params))
-        assert [one.token_ids for one in done] == expected
+        expected = [output.token_ids for output in completed(full.generate(prompts, params))]
+        outputs = completed(llm.generate(prompts, params))
+        assert [output.token_ids for output in outputs] == expected
         llm.runner.check_integrity()
-        assert all(one.stats.drafted_tokens for one in done)
-        if target == draft and right and params is GREEDY:
-            assert all(one.stats.acceptance_rate == 1 for one in done)
+        assert all(output.stats.drafted_tokens for output in outputs)
+        if target == draft and same_weights and params is GREEDY:
+            assert all(output.stats.acceptance_rate == 1 for output in outputs)
 
 
-def test_completions_and_beams() -> None:
-    """Several completions and beams are verified without drafts, and fork the state."""
-    (_, llm), (_, plain) = make("qwen3_5", **SPARSE), make("qwen3_5")
-    several = SamplingParams(max_tokens=14, temperature=0.9, seed=3, n=3)
+def test_samples_and_beams_equal_full_attention() -> None:
+    (_, llm), (_, full) = make("qwen3_5", **SPARSE), make("qwen3_5")
+    samples = SamplingParams(max_tokens=14, temperature=0.9, seed=3, n=3)
     beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
-    for params in (several, beams):
-        assert texts(llm, [prompt_of(40), prompt_of(30, seed=1)], params) == texts(
-            plain, [prompt_of(40), prompt_of(30, seed=1)], params
+    for params in (samples, beams):
+        assert generate(llm, [prompt_of(40), prompt_of(30, seed=1)], params) == generate(
+            full, [prompt_of(40), prompt_of(30, seed=1)], params
         )
 
 
-def test_planned_state_includes_marks() -> None:
+def test_planned_state_memory_includes_rollback_copies() -> None:
     _, llm = make("granite_hybrid", **SPARSE)
     runner = llm.runner
     assert runner.states is not None and runner.rollbacks is not None
     shape = load_shape(architecture("granite_hybrid"))
-    costs, plain = costs_for(EngineConfig(**SPARSE), shape), costs_for(EngineConfig(policy="full"), shape)
+    costs, without_drafts = costs_for(EngineConfig(**SPARSE), shape), costs_for(EngineConfig(policy="full"), shape)
     for count in range(1, 8):
         runner.rollbacks.set(runner.new_sequence(prompt_of(5), 6), record=True)
         assert runner.states.bytes + runner.rollbacks._copies.bytes <= costs.states(count)
-        assert costs.states(count) >= 2 * plain.states(count)
+        assert costs.states(count) >= 2 * without_drafts.states(count)

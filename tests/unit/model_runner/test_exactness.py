@@ -1,6 +1,4 @@
-"""Test two invariants: policy `full` gives transformers' logits, and other policies with a full budget give those of
-`full`.
-"""
+"""Test two invariants: policy `full` equals transformers, and any policy with a full budget equals `full`."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 
-EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0}
+SELECT_ALL = {"alpha": math.inf, "max_fraction": 1.0}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in NAMES),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
@@ -27,7 +25,7 @@ IDS = [f"{name}{'-' if options else ''}{'-'.join(options)}" for name, options in
 
 
 def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
-    """Return the logits after tokens [prefilled - 1, end): the first from prefill, the others from decode steps."""
+    """Return logits from token `prefilled - 1` on. The first are from prefill, the others from decode steps."""
     runner = llm.runner
     sequence = runner.new_sequence(tokens, len(tokens))
     first = runner.prefill(sequence, prefilled, want_logits=True)
@@ -39,10 +37,9 @@ def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
-def test_full_gives_transformers_logits(name: str, options: dict[str, Any]) -> None:
-    """Cover Mistral's window of 48 tokens and the end of a block."""
+def test_policy_full_equals_transformers_logits(name: str, options: dict[str, Any]) -> None:
     model = tiny_model(name, **options)
-    tokens = tiny_prompt(84)
+    tokens = tiny_prompt(84)  # longer than a block and than Mistral's window of 48
     expected = model(torch.tensor([tokens])).logits[0, 59:].float()
     llm = LLM(model, policy="full", host_memory="8MiB")
     logits = decoded_logits(llm, tokens, prefilled=60)
@@ -52,8 +49,7 @@ def test_full_gives_transformers_logits(name: str, options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])
 def test_prefill_chunks_do_not_change_logits(slice_tokens: int) -> None:
-    """float64 excludes differences by the order of summation."""
-    model = tiny_model("mistral", dtype=torch.float64)
+    model = tiny_model("mistral", dtype=torch.float64)  # float32 sums depend on the order
     tokens = tiny_prompt(130)
     expected = model(torch.tensor([tokens])).logits[0, -1]
     llm = LLM(model, policy="full", host_memory="8MiB", dtype="float64", prefill_chunk_size=slice_tokens)
@@ -70,7 +66,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 SCORERS = list(itertools.product(["attention_input", "normed_input", "residual"], ["partial", "int4"]))
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
-"""Run both products below completely. Otherwise each model runs the default policy, a few others and two scorers."""
+"""Test all policies and scorers with each model. Otherwise, each model has the default policy, a few others and two
+scorers."""
 
 
 @pytest.mark.sampled(3)
@@ -82,15 +79,15 @@ STRESS = "OFFLOAD_RT_STRESS" in os.environ
         if STRESS or j == 1 or (i - j) % len(POLICIES) in (0, 3)
     ],
 )
-def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: str, options: dict[str, Any]) -> None:
-    """float64 is used because batched products round differently and might change a token."""
+def test_ragged_batch_equals_single_prompts(name: str, policy: str, options: dict[str, Any]) -> None:
+    # Products of a batch round differently, which might change a token in float32.
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="64MiB", dtype="float64")
     prompts = [tiny_prompt(length, seed=length) for length in (150, 1, 70)]
-    short = SamplingParams(max_tokens=5, temperature=0)
-    together = [completion.token_ids for completion in completed(llm.generate(prompts, short))]
-    alone = [completed(llm.generate([prompt], short))[0].token_ids for prompt in prompts]
-    assert together == alone
+    params = SamplingParams(max_tokens=5, temperature=0)
+    batched = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
+    single = [completed(llm.generate([prompt], params))[0].token_ids for prompt in prompts]
+    assert batched == single
 
 
 @pytest.mark.parametrize(
@@ -101,10 +98,10 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
         if STRESS or (i - j) % len(SCORERS) in (0, 3)
     ],
 )
-def test_infinigen_with_a_full_budget_equals_full(name: str, source: str, scorer: str) -> None:
+def test_infinigen_with_full_budget_equals_full(name: str, source: str, scorer: str) -> None:
     model = tiny_model(name)
     prompt, params = tiny_prompt(80), SamplingParams(max_tokens=16, temperature=0)
-    options = EVERYTHING | {"preset": "rows", "source": source, "scorer": scorer, "dense_layers": ()}
+    options = SELECT_ALL | {"preset": "rows", "source": source, "scorer": scorer, "dense_layers": ()}
     [sparse] = completed(
         LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB").generate([prompt], params)
     )

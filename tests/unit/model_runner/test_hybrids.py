@@ -37,44 +37,42 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
-    found = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
+def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
+    tokens = [completion.token_ids for completion in completed(llm.generate(prompts, params))]
     llm.runner.check_integrity()
     assert llm.runner.states is not None and llm.runner.states.used == 0
-    return found
+    return tokens
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "disk"), rotated(FAMILIES, (False, True)))
-def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
-    """State passes from chunk to chunk within a layer. With KV on disk, each segment passes all layers."""
+def test_prefill_in_chunks_of_7_tokens_equals_transformers(name: str, disk: bool, tmp_path: Path) -> None:
+    """With KV on disk, each segment passes all layers before the next segment begins."""
     options = {"disk": tmp_path, "host_memory": "4MiB"} if disk else {}
     model, llm = make(name, prefill_chunk_size=7, **options)
     for length in (75, 8):
         prompt = prompt_of(length)
-        assert_greedy(model, prompt, texts(llm, [prompt])[0])
+        assert_greedy(model, prompt, generate(llm, [prompt])[0])
 
 
 @pytest.mark.sampled(7)  # half of the families, with each policy
 @pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, list(POLICIES)))
-def test_sequences_that_leave_a_batch(name: str, policy: str) -> None:
-    """The middle one of three slots becomes free, and a fourth prompt reuses it."""
+def test_slot_of_a_finished_sequence_is_reused(name: str, policy: str) -> None:
     _, llm = make(name, max_num_seqs=3, policy=policy, policy_options=POLICIES[policy])
     prompts = [prompt_of(30 + i, seed=i) for i in range(4)]
     params = [SamplingParams(max_tokens=n, temperature=0) for n in (8, 3, 8, 5)]
-    alone = [texts(llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
-    assert texts(llm, prompts, params) == alone
+    expected = [generate(llm, [prompt], param)[0] for prompt, param in zip(prompts, params, strict=True)]
+    assert generate(llm, prompts, params) == expected
 
 
-def test_the_host_does_not_wait_if_states_are_gathered() -> None:
-    """A decode step uses the first and the last of three slots."""
+def test_gathering_states_does_not_synchronise_the_host() -> None:
     with simulated(Lazy()) as sim:
         model = architecture("lfm2").to("cuda")
         runner = LLM(model, policy="full", host_memory="8MiB", verify="off", enable_prefix_caching=False).runner
         batch = [runner.new_sequence(prompt_of(22, seed=i), 22) for i in range(3)]
         for sequence in batch:
             runner.prefill(sequence, 20)
-        runner.free(batch.pop(1))
+        runner.free(batch.pop(1))  # the first and the last of three slots remain
         before = len(sim.syncs)
         runner.decode(batch)
         assert not sim.syncs[before:]
@@ -84,26 +82,28 @@ def test_the_host_does_not_wait_if_states_are_gathered() -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_forks(name: str) -> None:
-    """Parallel samples copy the state after the prompt. Beams copy it in every step."""
+def test_samples_and_beams_equal_transformers(name: str) -> None:
     model, llm = make(name)
     prompt = prompt_of(30)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=1, seed=0, n=3, logprobs=0))
-    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
-    for one in output.outputs:
-        logits = model(torch.tensor([prompt + one.token_ids])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(one.token_ids)[:, None]).sum()
-        assert one.cumulative_logprob == pytest.approx(float(expected), abs=1e-3)
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    for completion in output.outputs:
+        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None]).sum()
+        assert completion.cumulative_logprob == pytest.approx(float(expected), abs=1e-3)
     ids = torch.tensor([prompt])
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, num_beams=3, num_return_sequences=3)
-    found = completed(llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=3)))
-    assert [one.token_ids for one in found] == expected[:, len(prompt) :].tolist()
+    beams = completed(llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=3)))
+    assert [completion.token_ids for completion in beams] == expected[:, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(("slots", "policy"), [(0, "full"), (8, "full"), (8, "infinigen")])
-def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three growing prompts do not fit together. With snapshots, KV and exact state are swapped,
-    otherwise recomputed.
+def test_preempted_requests_give_the_same_tokens(
+    slots: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three growing prompts do not fit together.
+
+    If there is memory for snapshots, KV and state are swapped. Otherwise, they are recomputed.
     """
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
     options: dict[str, Any] = {"policy": policy}
@@ -111,35 +111,35 @@ def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch
         options["policy_options"] = {"recent": 4, "budget": 0.3}
     prompts = [prompt_of(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0)
-    _, roomy = make("qwen3_5", **options)
-    states = roomy.runner.pool.states
+    _, large_pool = make("qwen3_5", **options)
+    states = large_pool.runner.pool.states
     assert states is not None
     snapshots = max(1, slots * states.slot_bytes)
-    memory = 3 * roomy.runner.pool.block_bytes + snapshots
-    _, tight = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **options)
-    engine = tight.make_engine()
+    memory = 3 * large_pool.runner.pool.block_bytes + snapshots
+    _, small_pool = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **options)
+    engine = small_pool.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not engine.idle:
         engine.step()
         engine.check_integrity()
     assert engine.scheduler.preemptions and bool(engine.scheduler.restored) == bool(slots)
-    table = tight.runner.pool.cached.snapshots
+    table = small_pool.runner.pool.cached.snapshots
     assert table is not None and not table._pending
-    assert [one.new_tokens for one in requests] == texts(roomy, prompts, params)
+    assert [request.new_tokens for request in requests] == generate(large_pool, prompts, params)
 
 
 def test_scores_equal_transformers() -> None:
-    """Continuations of one prompt fork its state."""
     model, llm = make("granite_hybrid")
-    prompt, ends = prompt_of(20), [prompt_of(n, seed=n) for n in (3, 5)]
-    for end, score in zip(ends, llm.score([prompt] * 2, ends), strict=True):
-        logits = model(torch.tensor([prompt + end])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(end)[:, None])[:, 0]
+    # Both continuations fork the state of the prompt.
+    prompt, continuations = prompt_of(20), [prompt_of(n, seed=n) for n in (3, 5)]
+    for continuation, score in zip(continuations, llm.score([prompt] * 2, continuations), strict=True):
+        logits = model(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(score.logprobs), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
-def test_transformers_generate(name: str) -> None:
+def test_drop_in_generate_equals_transformers(name: str) -> None:
     model = architecture(name)
     ids = torch.tensor([prompt_of(30), prompt_of(30, seed=1)])
     expected = model.generate(ids, max_new_tokens=6, do_sample=False), model(ids).logits
@@ -153,8 +153,7 @@ def test_transformers_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("qwen3_5", {"policy": "full"}), ("nemotron_h", SPARSE_DRAFTS)])
-def test_streamed_weights(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Recurrent layers are streamed too. In lossless mode, they compute accepted tokens again."""
+def test_streamed_recurrent_layers_equal_transformers(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = architecture(name)
     model.save_pretrained(tmp_path)
     shape = load_shape(tmp_path, device="cpu")
@@ -168,10 +167,10 @@ def test_streamed_weights(name: str, options: dict[str, Any], tmp_path: Path) ->
     streamed = set(llm.runner.weights.stream.layers)
     assert streamed & {*shape.geometry.attention_at} and streamed & {state.layer for state in shape.geometry.states}
     prompt = prompt_of(40)
-    assert_greedy(model, prompt, texts(llm, [prompt])[0])
+    assert_greedy(model, prompt, generate(llm, [prompt])[0])
 
 
-def test_planned_state_is_the_state_in_use() -> None:
+def test_planned_state_memory_covers_the_memory_in_use() -> None:
     model, llm = make("granite_hybrid", dtype="float32")
     slots, geometry = llm.runner.states, llm.runner.adapter.geometry
     assert slots is not None
@@ -189,48 +188,49 @@ def costs_without_states(costs: Any) -> int:
 
 
 class TestFaults:
-    """Faults that must be found: a layer that misses tokens, and a state that is not reset."""
+    """Inject faults that must be detected."""
 
-    def test_a_layer_that_misses_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_layer_that_misses_tokens_is_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _, llm = make("qwen3_5")
         monkeypatch.setattr(RecurrentState, "finish", lambda *_: None)
         with pytest.raises(Exception, match="recurrent layers saw"):
-            texts(llm, [prompt_of(9)])
+            generate(llm, [prompt_of(9)])
 
-    def test_a_slot_that_is_not_reset(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_slot_that_is_not_reset_is_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, llm = make("qwen3_5")
-        texts(llm, [prompt_of(30)])
-        kept = {layer: states.clone() for layer, states in llm.runner.states.recurrent.items()}  # type: ignore[union-attr]
-        own = StateSlots.allocate
+        generate(llm, [prompt_of(30)])
+        old_states = {layer: states.clone() for layer, states in llm.runner.states.recurrent.items()}  # type: ignore[union-attr]
+        allocate = StateSlots.allocate
 
-        def take(self: StateSlots, origin: int | None = None) -> int:
-            slot = own(self, origin)
-            for layer, states in kept.items():
+        def allocate_without_reset(self: StateSlots, origin: int | None = None) -> int:
+            slot = allocate(self, origin)
+            for layer, states in old_states.items():
                 self.recurrent[layer][: len(states)] = states
             return slot
 
-        monkeypatch.setattr(StateSlots, "allocate", take)
+        monkeypatch.setattr(StateSlots, "allocate", allocate_without_reset)
         prompt = prompt_of(3, seed=1)
         with pytest.raises(AssertionError):
-            assert_greedy(model, prompt, texts(llm, [prompt])[0])
+            assert_greedy(model, prompt, generate(llm, [prompt])[0])
 
 
-def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each allocation of a growing state runs out of memory in turn. The slots are unchanged and can grow later."""
+def test_slots_are_unchanged_and_can_grow_after_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = (StateShape(0, -1, (4, 3), (2, 2)), StateShape(1, 0, (4, 3), ()))
     geometry = replace(adapter_for(architecture("lfm3")).geometry, states=shapes)
     for fails_at in range(3):
         slots = StateSlots(geometry, torch.float32, torch.device("cpu"))
-        first, calls, real = slots.allocate(), itertools.count(), torch.empty
+        first, calls, allocate = slots.allocate(), itertools.count(), torch.empty
 
-        def empty(*shape: Any, calls: Any = calls, real: Any = real, at: int = fails_at, **more: Any) -> torch.Tensor:
-            if next(calls) == at:
+        def failing_empty(
+            *shape: Any, calls: Any = calls, allocate: Any = allocate, failing: int = fails_at, **options: Any
+        ) -> torch.Tensor:
+            if next(calls) == failing:
                 raise MemoryError
-            return real(*shape, **more)  # type: ignore[no-any-return]
+            return allocate(*shape, **options)  # type: ignore[no-any-return]
 
         slots.conv[0][first] = 7
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", empty)
+            patch.setattr(torch, "empty", failing_empty)
             with pytest.raises(MemoryError):
                 slots.allocate()
         assert slots.used == 1
@@ -239,16 +239,16 @@ def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(len(counts) == len(slots.conv[0]) for counts in slots.processed.values())
 
 
-def test_a_fork_without_device_memory_leaves_the_state_of_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_fork_does_not_change_the_original_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make("qwen3_5")[1].runner
     sequence = runner.new_sequence(prompt_of(30), 40)
     runner.prefill(sequence, 29)
 
-    def full(self: Runner) -> None:
-        raise DeviceFullError("no room")
+    def raise_device_full(self: Runner) -> None:
+        raise DeviceFullError("no device memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "_check_device", full)
+        patch.setattr(Runner, "_check_device", raise_device_full)
         with pytest.raises(DeviceFullError):
             runner.fork(sequence, 40)
     runner.check_integrity()

@@ -1,7 +1,7 @@
 """Test requests whose attention reads the pool in place, for the head dimensions and types of the C kernels.
 
-The reference is transformers in float32 with the same weights. A full budget selects all tokens, so that selected KV is
-read as well. `support.kernel_calls` checks that the kernels ran.
+The reference is transformers in float32 with the same weights. With a full budget, all tokens are selected, so that
+selected KV is read as well. `support.kernel_calls` checks that the kernels ran.
 """
 
 from __future__ import annotations
@@ -30,152 +30,149 @@ from offload_rt.model_runner.batch import SharedPrefixes
 pytestmark = pytest.mark.skipif(decode_attention.library(32, torch.float32) is None, reason="there is no compiled code")
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-EVERYTHING: dict[str, Any] = {"budget": 1.0, "recent": 8, "sinks": 2, "dense_layers": ()}
+SELECT_ALL: dict[str, Any] = {"budget": 1.0, "recent": 8, "sinks": 2, "dense_layers": ()}
 Answers = Iterator[tuple[list[int], list[int]]]
 
 
-def kinds() -> dict[str, Callable[[torch.dtype], PreTrainedModel]]:
-    made: dict[str, Callable[[torch.dtype], PreTrainedModel]] = {
+def model_factories() -> dict[str, Callable[[torch.dtype], PreTrainedModel]]:
+    factories: dict[str, Callable[[torch.dtype], PreTrainedModel]] = {
         f"llama {size}": lambda dtype, size=size: tiny_model("llama", dtype=dtype, num_hidden_layers=2, head_dim=size)  # type: ignore[misc]
         for size in (32, 64, 96, 128)
     }
     for name in ("mistral", "qwen2", "opt"):
-        made[name] = lambda dtype, name=name: tiny_model(name, dtype=dtype, **depth(name, 2))  # type: ignore[misc]
+        factories[name] = lambda dtype, name=name: tiny_model(name, dtype=dtype, **depth(name, 2))  # type: ignore[misc]
     for name in ("gemma2", "gemma3", "qwen3_moe"):
-        made[name] = lambda dtype, name=name: architecture(name, dtype=dtype, head_dim=32, vocab_size=VOCAB)  # type: ignore[misc]
-    return made
+        factories[name] = lambda dtype, name=name: architecture(name, dtype=dtype, head_dim=32, vocab_size=VOCAB)  # type: ignore[misc]
+    return factories
 
 
-KINDS = kinds()
+MODEL_FACTORIES = model_factories()
 TYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the policy options of its runtimes."""
+    """A model, a policy and a folder for files."""
 
     model: PreTrainedModel
     policy: str
     folder: Path
 
     def make(self, blocks: int = 128, **options: Any) -> LLM:
-        chosen = {"policy": self.policy, "policy_options": EVERYTHING if self.policy == "infinigen" else {}}
+        defaults = {"policy": self.policy, "policy_options": SELECT_ALL if self.policy == "infinigen" else {}}
         if "exact" in options:
-            chosen = {"policy": "infinigen"}
+            defaults = {"policy": "infinigen"}
         shared: dict[str, Any] = {"dtype": self.model.dtype, "verify": "off"}
         pool = LLM(self.model, policy="full", host_memory="8MiB", **shared).runner.pool
         windows = 6 if len(set(pool.groups.group)) > 1 else 0
-        return LLM(self.model, host_memory=(blocks + windows) * pool.block_bytes, **shared, **chosen | options)
+        return LLM(self.model, host_memory=(blocks + windows) * pool.block_bytes, **shared, **defaults | options)
 
 
 # --------------------------------------------------------------------------------------------------------- scenarios
 
 
-def answered(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> Answers:
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> Answers:
     """Yield each prompt and its tokens."""
-    found = completed(llm.generate(prompts, params))
-    each = itertools.chain.from_iterable([prompt] * params.n for prompt in prompts)
-    yield from ((prompt, one.token_ids) for prompt, one in zip(each, found, strict=True))
+    outputs = completed(llm.generate(prompts, params))
+    repeated_prompts = itertools.chain.from_iterable([prompt] * params.n for prompt in prompts)
+    yield from ((prompt, output.token_ids) for prompt, output in zip(repeated_prompts, outputs, strict=True))
     llm.runner.check_integrity()
 
 
 def shared_prefixes(case: Case) -> Answers:
-    """Run a batch with shared prefixes, some of them cached, in slabs of a few blocks."""
-    llm, stem = case.make(), tiny_prompt(200)
+    llm, prefix = case.make(), tiny_prompt(200)
     llm.runner.prefixes = SharedPrefixes(1, min_saved=1)
-    yield from answered(llm, [stem + tiny_prompt(20 + i, seed=i) for i in range(3)])
-    yield from answered(llm, [stem[: 64 * i] + tiny_prompt(70, seed=9 + i) for i in range(4)] + [stem])
+    yield from generate(llm, [prefix + tiny_prompt(20 + i, seed=i) for i in range(3)])
+    yield from generate(llm, [prefix[: 64 * i] + tiny_prompt(70, seed=9 + i) for i in range(4)] + [prefix])
 
 
-def samples(case: Case) -> Answers:
-    """Run forks of one sequence beside beams."""
+def samples_and_beams(case: Case) -> Answers:
     llm = case.make()
-    yield from answered(llm, [tiny_prompt(100)], SamplingParams(max_tokens=30, temperature=1e-4, n=3, ignore_eos=True))
+    yield from generate(llm, [tiny_prompt(100)], SamplingParams(max_tokens=30, temperature=1e-4, n=3, ignore_eos=True))
     llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=30, temperature=0, num_beams=3, n=2))
-    yield from answered(llm, [tiny_prompt(100) + tiny_prompt(40, seed=1)])
+    yield from generate(llm, [tiny_prompt(100) + tiny_prompt(40, seed=1)])
 
 
-def after_eviction(case: Case) -> Answers:
-    """Run prompts whose cached prefixes were evicted."""
+def evicted_prefixes(case: Case) -> Answers:
     llm = case.make(blocks=8)
     for seed in (0, 1, 0, 2, 1, 0):
-        yield from answered(llm, [tiny_prompt(200, seed=seed) + tiny_prompt(30, seed=seed + 5)])
+        yield from generate(llm, [tiny_prompt(200, seed=seed) + tiny_prompt(30, seed=seed + 5)])
 
 
 def preemption(case: Case) -> Answers:
     llm = case.make(blocks=7, enable_prefix_caching=False)
     long = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    yield from answered(llm, [tiny_prompt(60 + i, seed=i) for i in range(4)], long)
+    yield from generate(llm, [tiny_prompt(60 + i, seed=i) for i in range(4)], long)
 
 
-def swapped(case: Case) -> Answers:
+def swapping(case: Case) -> Answers:
     llm = case.make(blocks=7, enable_prefix_caching=False, swap=case.folder / "swap")
     long = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    yield from answered(llm, [tiny_prompt(60 + i, seed=i) for i in range(4)], long)
+    yield from generate(llm, [tiny_prompt(60 + i, seed=i) for i in range(4)], long)
 
 
 def eviction(case: Case) -> Answers:
-    """Run with eviction, before any token is evicted."""
-    yield from answered(case.make(blocks=4, eviction="counter"), [tiny_prompt(150)])
+    """Enable eviction, but finish before any token is evicted."""
+    yield from generate(case.make(blocks=4, eviction="counter"), [tiny_prompt(150)])
 
 
 def drafts(case: Case) -> Answers:
     llm = case.make(exact={"method": "sparse", "adaptive": False}, policy_options={"budget": 0.1, "recent": 8})
-    yield from answered(llm, [tiny_prompt(150 + i, seed=i) for i in range(2)])
+    yield from generate(llm, [tiny_prompt(150 + i, seed=i) for i in range(2)])
 
 
 def sessions(case: Case) -> Answers:
-    """Run turns of a session before and after it is reopened, and turns of a fork."""
+    """Run turns of a session before and after it is reopened, and a turn of a fork."""
     turns = [tiny_prompt(150), tiny_prompt(60, seed=1), tiny_prompt(30, seed=2)]
 
-    def say(session: Any, turn: list[int]) -> tuple[list[int], list[int]]:
-        before = [*session.tokens, *turn]
-        told = [event.token_id for event in session.send(turn, GREEDY)]
+    def send_turn(session: Any, turn: list[int]) -> tuple[list[int], list[int]]:
+        prompt = [*session.tokens, *turn]
+        answer = [event.token_id for event in session.send(turn, GREEDY)]
         session.check_integrity()
-        return before, told
+        return prompt, answer
 
     with case.make().session("s", case.folder) as session:
-        yield say(session, turns[0])
-        yield say(session, turns[1])
+        yield send_turn(session, turns[0])
+        yield send_turn(session, turns[1])
     llm = case.make()
-    with llm.session("s", case.folder) as session, session.fork("twin") as twin:
-        yield say(twin, turns[2])
-        yield say(session, turns[1])
-        yield from answered(llm, [turns[0]])
+    with llm.session("s", case.folder) as session, session.fork("fork") as fork:
+        yield send_turn(fork, turns[2])
+        yield send_turn(session, turns[1])
+        yield from generate(llm, [turns[0]])
 
 
 def drop_in(case: Case) -> Answers:
     prompt, model = tiny_prompt(140), case.model
-    with offload(model, host_memory="8MiB", policy_options=EVERYTHING):
+    with offload(model, host_memory="8MiB", policy_options=SELECT_ALL):
         out = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, pad_token_id=0)
     yield prompt, out[0, len(prompt) :].tolist()
 
 
 SCENARIOS = (
-    shared_prefixes, samples, after_eviction, preemption, swapped, eviction, drafts, sessions, drop_in,
+    shared_prefixes, samples_and_beams, evicted_prefixes, preemption, swapping, eviction, drafts, sessions, drop_in,
 )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- test
 
 
-def check(model: PreTrainedModel, prompt: list[int], tokens: list[int], near: float) -> None:
-    """Check that each token's logit is at most `near` times the logits' range below the largest."""
+def check_tokens(model: PreTrainedModel, prompt: list[int], tokens: list[int], tolerance: float) -> None:
+    """Check that each token's logit is close to the largest one. `tolerance` is relative to the range of logits."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    lost = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
-    assert tokens and lost.max() <= near, lost.tolist()
+    distance = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
+    assert tokens and distance.max() <= tolerance, distance.tolist()
 
 
 ALL = "OFFLOAD_RT_CELLS" in os.environ
 CASES = [
     (kind, TYPES[(i + j) % 2 * (kind != "qwen3_moe")], policy, scenario)  # rounding to bfloat16 changes experts
-    for i, kind in enumerate(KINDS)
+    for i, kind in enumerate(MODEL_FACTORIES)
     for j, scenario in enumerate(SCENARIOS)
     for policy in (("full", "infinigen")[(i // 2 + j) % 2],)
     if ((i + j) % 3 == 0 or i == 0 if ALL else j == 2 * i % len(SCENARIOS))
 ]
-"""A third of all cases in `make stress PART=composition`, otherwise each model and each scenario."""
+"""`make stress PART=composition` runs a third of all cases. Otherwise, each model and each scenario runs."""
 
 
 @pytest.mark.parametrize(
@@ -185,8 +182,8 @@ def test_tokens_equal_transformers(
     kind: str, dtype: torch.dtype, policy: str, scenario: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_tokens", 2 * BLOCK_SIZE)  # KV is in several runs
-    calls, case = count_kernels(monkeypatch), Case(KINDS[kind](dtype), policy, tmp_path)
-    reference = KINDS[kind](dtype).float()
+    calls, case = count_kernels(monkeypatch), Case(MODEL_FACTORIES[kind](dtype), policy, tmp_path)
+    reference = MODEL_FACTORIES[kind](dtype).float()
     for prompt, tokens in scenario(case):
-        check(reference, prompt, tokens, 1e-5 if dtype == torch.float32 else 0.03)
+        check_tokens(reference, prompt, tokens, 1e-5 if dtype == torch.float32 else 0.03)
     assert_in_place(calls)

@@ -1,4 +1,4 @@
-"""Test shared runs of a batch: they are found from block ids, and attention equals that of separate sequences."""
+"""Test shared runs of a batch: they are found from block ids, and attention equals that of single sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_rt.model_runner.batch import SharedPrefixes, SharedRun, Sharing
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[BlockTable]:
-    """Draw block tables that share prefixes: a random trie of blocks, in random order."""
+    """Draw block tables that share prefixes, from a random trie of blocks, in random order."""
     block_tables = [[0]]
     fresh = 1
     for _ in range(draw(st.integers(1, 9))):
@@ -29,12 +29,12 @@ def batches(draw: st.DrawFn) -> list[BlockTable]:
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(0, 6))
-def test_runs_contain_exactly_the_shared_blocks(block_tables: list[BlockTable], pays_from: int) -> None:
-    """Each shared run saves at least `pays_from` blocks, and all its sequences contain its blocks.
+def test_runs_contain_exactly_the_shared_blocks(block_tables: list[BlockTable], min_saved_blocks: int) -> None:
+    """Each shared run saves at least `min_saved_blocks` blocks.
 
-    Runs of a sequence are consecutive from slot 0 to its private part.
+    Runs of a sequence are consecutive, from slot 0 to its private part.
     """
-    sharing = Sharing.find(block_tables, 1, pays_from * BLOCK_SIZE)
+    sharing = Sharing.find(block_tables, 1, min_saved_blocks * BLOCK_SIZE)
     ordered = [block_tables[i].ids for i in sharing.order]
     assert sorted(sharing.order) == list(range(len(block_tables)))
     assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(block_tables)))
@@ -42,30 +42,30 @@ def test_runs_contain_exactly_the_shared_blocks(block_tables: list[BlockTable], 
     for run in sharing.runs:
         sequences = run.stop - run.first
         saved = (sequences - 1) * len(run.tokens)
-        assert (saved if sequences > 3 else saved / 4) >= pays_from * BLOCK_SIZE
+        assert (saved if sequences > 3 else saved / 4) >= min_saved_blocks * BLOCK_SIZE
         blocks = slice(run.tokens.start // BLOCK_SIZE, run.tokens.stop // BLOCK_SIZE)
         assert len({tuple(ids[blocks]) for ids in ordered[run.first : run.stop]}) == 1
         for b in range(run.first, run.stop):
             assert ends[b] == run.tokens.start
             ends[b] = run.tokens.stop
     assert tuple(ends) == sharing.private
-    holders: dict[int, int] = {}
+    user_counts: dict[int, int] = {}
     for ids in ordered:
         for block in ids:
-            holders[block] = holders.get(block, 0) + 1
-    assert sharing.overlapping == any(count > 1 for count in holders.values())
-    if pays_from == 0:
-        assert all(holders[block] == 1 for b, ids in enumerate(ordered) for block in ids[ends[b] // BLOCK_SIZE :])
+            user_counts[block] = user_counts.get(block, 0) + 1
+    assert sharing.overlapping == any(count > 1 for count in user_counts.values())
+    if min_saved_blocks == 0:
+        assert all(user_counts[block] == 1 for b, ids in enumerate(ordered) for block in ids[ends[b] // BLOCK_SIZE :])
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(0, 3))
 def test_attention_over_runs_equals_attention_over_sequences(
-    block_tables: list[BlockTable], seed: int, group: int, pays_from: int
+    block_tables: list[BlockTable], seed: int, group: int, min_saved_blocks: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     kv_heads, d = 2, 8
-    rows = {
+    kv_of_blocks = {
         c: torch.randn(2, kv_heads, BLOCK_SIZE, d, generator=generator, dtype=torch.float64)
         for x in block_tables
         for c in x.ids
@@ -74,43 +74,47 @@ def test_attention_over_runs_equals_attention_over_sequences(
         int(torch.randint((len(x.ids) - 1) * BLOCK_SIZE + 1, x.capacity + 1, (), generator=generator))
         for x in block_tables
     ]
-    sharing = Sharing.find(block_tables, 1, pays_from * BLOCK_SIZE)
+    sharing = Sharing.find(block_tables, 1, min_saved_blocks * BLOCK_SIZE)
     q = torch.randn(kv_heads * group, len(block_tables), d, generator=generator, dtype=torch.float64)
-    whole = [torch.cat([rows[c] for c in block_tables[i].ids], dim=2)[:, :, : lengths[i]] for i in sharing.order]
-    seen = [VisibleTokens.of(w.shape[2], sinks=3, recent=70, window=None) for w in whole]
-    own = [sharing.private_part(b, visible) for b, visible in enumerate(seen)]
-    assert all(o.recent.start >= start for o, start in zip(own, sharing.private, strict=True))
-    assert all(len(o.recent) and o.all.stop == v.all.stop for o, v in zip(own, seen, strict=True))
+    kv_of_sequences = [
+        torch.cat([kv_of_blocks[c] for c in block_tables[i].ids], dim=2)[:, :, : lengths[i]] for i in sharing.order
+    ]
+    visible_tokens = [VisibleTokens.of(w.shape[2], sinks=3, recent=70, window=None) for w in kv_of_sequences]
+    private_tokens = [sharing.private_part(b, visible) for b, visible in enumerate(visible_tokens)]
+    assert all(o.recent.start >= start for o, start in zip(private_tokens, sharing.private, strict=True))
+    assert all(len(o.recent) and o.all.stop == v.all.stop for o, v in zip(private_tokens, visible_tokens, strict=True))
 
     def runs(first: int, stop: int, tokens: range) -> list[Run]:
-        k, v = whole[first][:, :, tokens.start : tokens.stop]
+        k, v = kv_of_sequences[first][:, :, tokens.start : tokens.stop]
         middle = k.shape[1] // 2
         return [Run(first, stop, k[:, :middle], v[:, :middle]), Run(first, stop, k[:, middle:], v[:, middle:])]
 
     shared = [run for s in sharing.runs for run in runs(s.first, s.stop, s.tokens)]
-    got, _ = attend_runs(q, [*shared, *(run for b, o in enumerate(own) for run in runs(b, b + 1, o.all))], 0.3)
-    for b, (k, v) in enumerate(whole):
+    actual, _ = attend_runs(
+        q, [*shared, *(run for b, o in enumerate(private_tokens) for run in runs(b, b + 1, o.all))], 0.3
+    )
+    for b, (k, v) in enumerate(kv_of_sequences):
         scores = 0.3 * torch.einsum("hgd,hnd->hgn", q[:, b].view(kv_heads, group, d), k)
         expected = (scores.softmax(-1) @ v).view(-1, d)
         # float64 rounding of sums in another order
-        torch.testing.assert_close(got[:, b], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual[:, b], expected, rtol=0, atol=1e-12)
 
 
 def test_half_precision_is_merged_in_float32() -> None:
-    """Merging may double the mean error of one bfloat16 product, because each part is rounded."""
+    """Each part is rounded, so the mean error may be twice that of a single bfloat16 product."""
     generator = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(s, generator=generator).bfloat16() for s in ((2, 256, 16), (2, 256, 16), (4, 3, 16)))
     tails = [Run(b, b + 1, k[:, 192:], v[:, 192:]) for b in range(3)]
-    got, _ = attend_runs(q, [Run(0, 3, k[:, :192], v[:, :192]), *tails], 0.25)
-    once, _ = attend_runs(q, [Run(b, b + 1, k, v) for b in range(3)], 0.25)
+    merged, _ = attend_runs(q, [Run(0, 3, k[:, :192], v[:, :192]), *tails], 0.25)
+    single, _ = attend_runs(q, [Run(b, b + 1, k, v) for b in range(3)], 0.25)
     exact = torch.einsum(
         "hsn,hnd->hsd", (0.25 * q.double().view(2, 6, 16) @ k.double().mT).softmax(-1), v.double()
     ).view(4, 3, 16)
-    assert got.dtype == torch.float32
-    assert (got - exact).abs().mean() <= 2 * (once - exact).abs().mean()
+    assert merged.dtype == torch.float32
+    assert (merged - exact).abs().mean() <= 2 * (single - exact).abs().mean()
 
 
-def test_the_tree_is_rebuilt_only_if_a_block_table_changes() -> None:
+def test_shared_runs_are_recomputed_only_if_a_block_table_changes() -> None:
     shared = SharedPrefixes(1, min_saved=BLOCK_SIZE // 2)
     block_tables = [BlockTable([0, 1, 2]), BlockTable([0, 1, 3])]
     first = shared.find(block_tables)

@@ -1,6 +1,6 @@
-"""Test snapshots of recurrent state, which let prompts with a known prefix continue at the nearest snapshot.
+"""Test snapshots of recurrent state. A prompt with a known prefix continues at the nearest snapshot.
 
-Tokens must equal those of each prompt alone.
+Tokens must equal those of single prompts.
 """
 
 from __future__ import annotations
@@ -29,52 +29,53 @@ STRESS = "OFFLOAD_RT_STRESS" in os.environ
 MOST_TOKENS = 70 if STRESS else 40
 
 
-def run(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
+def generate(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
     [output] = llm.generate([prompt], params)
     llm.runner.check_integrity()
     return output
 
 
-def recomputed(output: RequestOutput) -> int:
-    """Return the number of prompt tokens that were computed."""
+def recomputed_tokens(output: RequestOutput) -> int:
     return len(output.prompt_token_ids) - output.num_cached_tokens
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_continue_at_snapshots(name: str) -> None:
-    """Cover the same prompt, a longer one, and edits at the end, in the middle and at the beginning."""
     model, llm = make(name, prefill_chunk_size=48)
-    stem = prompt_of(400)
-    run(llm, stem)
+    first_prompt = prompt_of(400)
+    generate(llm, first_prompt)
+    # the same prompt, a longer one, and edits at the end, in the middle and at the beginning
     for prompt, edit in (
-        (stem, 1), (stem + prompt_of(5, 1), 1), (stem[:390] + prompt_of(10, 2), 10),
-        (stem[:300] + prompt_of(100, 3), 100), (prompt_of(400, 4), 400),
+        (first_prompt, 1), (first_prompt + prompt_of(5, 1), 1), (first_prompt[:390] + prompt_of(10, 2), 10),
+        (first_prompt[:300] + prompt_of(100, 3), 100), (prompt_of(400, 4), 400),
     ):  # fmt: skip
-        output = run(llm, prompt)
+        output = generate(llm, prompt)
         assert_greedy(model, prompt, output.outputs[0].token_ids)
-        assert recomputed(output) <= max(0, len(prompt) - len(stem)) + 2 * edit + BLOCK_SIZE
+        assert recomputed_tokens(output) <= max(0, len(prompt) - len(first_prompt)) + 2 * edit + BLOCK_SIZE
 
 
-def test_every_edit_recomputes_little() -> None:
-    """An edit d tokens before the end of prompt and answer recomputes at most 2 d + 64 tokens."""
+def test_edit_recomputes_at_most_twice_its_distance_to_the_end() -> None:
     model, llm = make("granite_hybrid")
     prompt = prompt_of(190)
-    text = prompt + run(llm, prompt, SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)).outputs[0].token_ids
+    text = (
+        prompt
+        + generate(llm, prompt, SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)).outputs[0].token_ids
+    )
     text.pop()  # the last token was not computed
-    for d in (1, 2, 64, 65, 130, 200, len(text) - 1):
-        edited = text[: len(text) - d] + prompt_of(d, d)
-        edited[len(text) - d] = (text[len(text) - d] + 1) % VOCAB
-        output = run(llm, edited, SamplingParams(max_tokens=2, temperature=0))
-        assert recomputed(output) <= 2 * d + BLOCK_SIZE, d
+    for distance in (1, 2, 64, 65, 130, 200, len(text) - 1):
+        edited = text[: len(text) - distance] + prompt_of(distance, distance)
+        edited[len(text) - distance] = (text[len(text) - distance] + 1) % VOCAB
+        output = generate(llm, edited, SamplingParams(max_tokens=2, temperature=0))
+        assert recomputed_tokens(output) <= 2 * distance + BLOCK_SIZE, distance
         assert_greedy(model, edited, output.outputs[0].token_ids)
 
 
-def test_diverging_prompts_share_from_the_second_time_on() -> None:
-    """The second prompt takes a snapshot where it diverges from the first one. Later prompts start there."""
+def test_third_prompt_continues_where_earlier_prompts_diverge() -> None:
+    """The second prompt creates a snapshot where it diverges from the first. Later prompts start there."""
     _, llm = make("qwen3_5")
     system = prompt_of(6 * BLOCK_SIZE)
-    outputs = [run(llm, system + prompt_of(500, seed)) for seed in (1, 2, 3)]
+    outputs = [generate(llm, system + prompt_of(500, seed)) for seed in (1, 2, 3)]
     assert outputs[1].outputs[0].stats is not None
     assert outputs[1].num_cached_tokens + outputs[1].outputs[0].stats.recomputed_tokens == len(system)
     assert outputs[2].num_cached_tokens == len(system)
@@ -82,42 +83,42 @@ def test_diverging_prompts_share_from_the_second_time_on() -> None:
 
 
 def test_approximate_states_are_not_shared() -> None:
-    """Decoded tokens of a sparse policy have an approximate state. As a prompt, the same tokens are exact."""
+    """Tokens decoded by a sparse policy have an approximate state. The same tokens in a prompt have an exact state."""
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
     _, llm = make("qwen3_5", **options)
     prompt = prompt_of(200)
-    text = prompt + run(llm, prompt, SamplingParams(max_tokens=70, temperature=0)).outputs[0].token_ids
-    again = run(llm, text)
-    assert again.num_cached_tokens <= len(prompt)
-    _, alone = make("qwen3_5", **options, enable_prefix_caching=False)
-    assert run(alone, text).outputs[0].token_ids == again.outputs[0].token_ids
+    text = prompt + generate(llm, prompt, SamplingParams(max_tokens=70, temperature=0)).outputs[0].token_ids
+    continued = generate(llm, text)
+    assert continued.num_cached_tokens <= len(prompt)
+    _, without_caching = make("qwen3_5", **options, enable_prefix_caching=False)
+    assert generate(without_caching, text).outputs[0].token_ids == continued.outputs[0].token_ids
 
 
-def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Return requests whose prompts continue, edit or truncate earlier texts. Some use n > 1 or beam search."""
+def random_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Return requests whose prompts continue, edit or truncate earlier texts. Some are samples or beams."""
     texts, requests = [prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))], []
     for _ in range(8 if STRESS else 4):
         text = list(rng.choice(texts))
-        change = rng.choice(["same", "longer", "edit", "cut", "new"])
+        change = rng.choice(["same", "longer", "edit", "truncate", "new"])
         if change == "longer":
             text += prompt_of(rng.randrange(1, 150), rng.randrange(1 << 30))
         elif change == "edit":
-            at = rng.randrange(len(text))
-            text = text[:at] + prompt_of(len(text) - at, rng.randrange(1 << 30))
-        elif change == "cut":
+            start = rng.randrange(len(text))
+            text = text[:start] + prompt_of(len(text) - start, rng.randrange(1 << 30))
+        elif change == "truncate":
             text = text[: rng.randrange(1, len(text) + 1)]
         elif change == "new":
             text = prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))
         texts.append(text)
         width = rng.choice([1, 1, 2, 3])
-        kind: dict[str, Any] = (
+        sampling: dict[str, Any] = (
             {"num_beams": width} if rng.random() < 0.3 else {"seed": 1, "temperature": rng.choice([0, 1])}
         )
         requests.append(
             (
                 text,
                 SamplingParams(
-                    max_tokens=rng.choice([1, 6, 70 if STRESS else 40]), n=width, **({"temperature": 0} | kind)
+                    max_tokens=rng.choice([1, 6, 70 if STRESS else 40]), n=width, **({"temperature": 0} | sampling)
                 ),
             )
         )
@@ -126,31 +127,35 @@ def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(60) if STRESS else range(3))
-def test_streams_of_prompts_give_the_tokens_of_each_alone(seed: int) -> None:
-    """Cover random edits, forks and evictions with memory for few blocks and few snapshots."""
+def test_random_requests_equal_single_prompts(seed: int) -> None:
     rng = random.Random(seed)
     name = rng.choice(FAMILIES)
-    _, alone = make(name, enable_prefix_caching=False)
-    _, roomy = make(name)
-    assert roomy.runner.pool.states is not None
-    snapshots = rng.choice([1, 3, 8]) * roomy.runner.pool.states.slot_bytes
-    memory = snapshots + rng.choice([60, 100]) * roomy.runner.pool.block_bytes
-    _, tight = make(name, host_memory=memory, snapshot_memory=snapshots, prefill_chunk_size=rng.choice([40, 64, 512]))
-    requests = stream(rng)
-    expected = [[one.token_ids for one in completed(alone.generate([prompt], params))] for prompt, params in requests]
-    for llm, at_once in ((tight, 1), (tight, 3), (roomy, 2)):
-        found = []
-        for at in range(0, len(requests), at_once):
-            part = requests[at : at + at_once]
-            outputs = llm.generate([prompt for prompt, _ in part], [params for _, params in part])
-            found += [[one.token_ids for one in completed([output])] for output in outputs]
+    _, without_caching = make(name, enable_prefix_caching=False)
+    _, large_pool = make(name)
+    assert large_pool.runner.pool.states is not None
+    snapshots = rng.choice([1, 3, 8]) * large_pool.runner.pool.states.slot_bytes
+    memory = snapshots + rng.choice([60, 100]) * large_pool.runner.pool.block_bytes
+    _, small_pool = make(
+        name, host_memory=memory, snapshot_memory=snapshots, prefill_chunk_size=rng.choice([40, 64, 512])
+    )
+    requests = random_requests(rng)
+    expected = [
+        [completion.token_ids for completion in completed(without_caching.generate([prompt], params))]
+        for prompt, params in requests
+    ]
+    for llm, batch_size in ((small_pool, 1), (small_pool, 3), (large_pool, 2)):
+        actual = []
+        for start in range(0, len(requests), batch_size):
+            batch = requests[start : start + batch_size]
+            outputs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
+            actual += [[completion.token_ids for completion in completed([output])] for output in outputs]
             llm.runner.check_integrity()
             table = llm.runner.pool.cached.snapshots
-            assert table is not None and not table._pending, "ended requests leave no pending snapshots"
-        assert found == expected
+            assert table is not None and not table._pending, "finished requests have no pending snapshots"
+        assert actual == expected
 
 
-def test_the_memory_of_snapshots_is_a_part_of_host_memory() -> None:
+def test_snapshot_memory_is_part_of_host_memory() -> None:
     _, llm = make("qwen3_5", host_memory=1 << 20, snapshot_memory=100_000)
     pool = llm.runner.pool
     assert pool.states is not None
@@ -163,49 +168,50 @@ def test_the_memory_of_snapshots_is_a_part_of_host_memory() -> None:
 
 
 @pytest.mark.parametrize("options", [{"snapshot_memory": 1}, {"enable_prefix_caching": False}])
-def test_without_snapshots_nothing_is_shared(options: dict[str, Any]) -> None:
+def test_prompts_are_recomputed_without_snapshots(options: dict[str, Any]) -> None:
     model, llm = make("qwen3_5", **options)
     prompt = prompt_of(200)
     for _ in range(2):
-        output = run(llm, prompt)
+        output = generate(llm, prompt)
         assert output.num_cached_tokens == 0
         assert_greedy(model, prompt, output.outputs[0].token_ids)
 
 
-def test_a_preempted_request_continues_at_a_snapshot() -> None:
-    """Three growing prompts do not fit together."""
+def test_preempted_request_continues_at_a_snapshot() -> None:
     prompts = [prompt_of(310, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
-    _, roomy = make("qwen3_5")
-    expected = [one.token_ids for one in completed(roomy.generate(prompts, params))]
-    assert roomy.runner.pool.states is not None
-    snapshots = 30 * roomy.runner.pool.states.slot_bytes
-    _, tight = make("qwen3_5", host_memory=snapshots + 19 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
-    engine = tight.make_engine()
+    _, large_pool = make("qwen3_5")
+    expected = [completion.token_ids for completion in completed(large_pool.generate(prompts, params))]
+    assert large_pool.runner.pool.states is not None
+    snapshots = 30 * large_pool.runner.pool.states.slot_bytes
+    _, small_pool = make(
+        "qwen3_5", host_memory=snapshots + 19 * large_pool.runner.pool.block_bytes, snapshot_memory=snapshots
+    )
+    engine = small_pool.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     restored: list[int] = []
-    own = SnapshotKeeper.restore
+    restore_snapshot = SnapshotKeeper.restore
 
-    def restore(self: SnapshotKeeper, sequence: Any, *snapshot: Any) -> None:
+    def record_restore(self: SnapshotKeeper, sequence: Any, *snapshot: Any) -> None:
         restored.append(sequence.position)
-        own(self, sequence, *snapshot)
+        restore_snapshot(self, sequence, *snapshot)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SnapshotKeeper, "restore", restore)
+        patch.setattr(SnapshotKeeper, "restore", record_restore)
         while not engine.idle:
             engine.step()
             engine.check_integrity()
     assert engine.scheduler.preemptions and any(restored)
-    assert [one.new_tokens for one in requests] == expected
+    assert [request.new_tokens for request in requests] == expected
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("failing", range(6))
-def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lock fails in the prefill or in a decode step of two requests. Only this snapshot is missing."""
+def test_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One page lock fails, in prefill or in a decode step of two requests. Only this snapshot is missing."""
     prompts = [prompt_of(180, seed) for seed in (1, 2)]
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    expected = [one.token_ids for one in completed(make("qwen3_5")[1].generate(prompts, params))]
+    expected = [completion.token_ids for completion in completed(make("qwen3_5")[1].generate(prompts, params))]
     _, llm = make("qwen3_5")
     states, table = llm.runner.pool.states, llm.runner.pool.cached.snapshots
     assert states is not None and table is not None
@@ -219,12 +225,12 @@ def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch
     monkeypatch.setattr(states, "_pin", True)
     monkeypatch.setattr(state_pool, "page_lock", page_lock)
     for _ in range(2):  # the second time from snapshots
-        assert [one.token_ids for one in completed(llm.generate(prompts, params))] == expected
+        assert [completion.token_ids for completion in completed(llm.generate(prompts, params))] == expected
         llm.runner.check_integrity()
         assert len(locked) > failing and not table._pending
 
 
-def test_a_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     _, llm = make("qwen3_5")
     runner = llm.runner
     sequence = runner.new_sequence([*prompt_of(70), 5], 71)
@@ -244,10 +250,8 @@ def test_a_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     runner.check_integrity()
 
 
-def test_the_host_waits_for_copies_of_a_snapshot() -> None:
-    """A snapshot is read after it has been saved, and overwritten after it has been restored, even if the device is
-    late.
-    """
+def test_host_waits_for_copies_of_a_snapshot() -> None:
+    """The device is late. A snapshot must be read after it was saved, and overwritten after it was restored."""
     with simulated(Late((0,))):
         llm = LLM(architecture("lfm2").to("cuda"), policy="full", host_memory="8MiB", verify="off")
         states, slots = llm.runner.pool.states, llm.runner.states
@@ -264,17 +268,19 @@ def test_the_host_waits_for_copies_of_a_snapshot() -> None:
 
 
 class TestFaults:
-    """A wrong snapshot must change the tokens, so that the tests above notice it."""
+    """Inject faults that the tests above must detect."""
 
-    def test_a_snapshot_one_block_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_snapshot_that_is_one_block_late_is_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, llm = make("qwen3_5")
-        own = StateCapture.__init__
+        original_init = StateCapture.__init__
 
-        def init(self: StateCapture, slots: Any, slot: int, pool: Any, targets: Any) -> None:
-            own(self, slots, slot, pool, {position - BLOCK_SIZE: target for position, target in targets.items()})
+        def late_init(self: StateCapture, slots: Any, slot: int, pool: Any, targets: Any) -> None:
+            original_init(
+                self, slots, slot, pool, {position - BLOCK_SIZE: target for position, target in targets.items()}
+            )
 
-        monkeypatch.setattr(StateCapture, "__init__", init)
+        monkeypatch.setattr(StateCapture, "__init__", late_init)
         prompt = prompt_of(300)
-        run(llm, prompt)
+        generate(llm, prompt)
         with pytest.raises(AssertionError):
-            assert_greedy(model, prompt, run(llm, prompt).outputs[0].token_ids)
+            assert_greedy(model, prompt, generate(llm, prompt).outputs[0].token_ids)

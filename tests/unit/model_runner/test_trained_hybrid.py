@@ -23,11 +23,11 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 
 @cache
-def text() -> list[int]:
-    """Return tokens of a novel that the model did not see in training."""
+def novel_tokens() -> list[int]:
+    """Tokens of a novel that the model did not see in training."""
     tokenizer: Any = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
-    found: list[int] = tokenizer.encode((ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8"))
-    return found
+    tokens: list[int] = tokenizer.encode((ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8"))
+    return tokens
 
 
 @cache
@@ -40,49 +40,46 @@ def make(policy: str = "full", **options: Any) -> LLM:
     return LLM(FOLDER, policy=policy, tokenizer="reference", **options)
 
 
-def test_full_attention_gives_the_tokens_of_transformers() -> None:
-    prompt = text()[:600]
+def test_full_attention_equals_transformers() -> None:
+    prompt = novel_tokens()[:600]
     [completion] = completed(make(verify="always", prefill_chunk_size=100).generate([prompt], GREEDY))
     assert_greedy(model(), prompt, completion.token_ids)
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
-def test_prompts_continue_at_snapshots(policy: str) -> None:
-    """An edited prompt gives the log-probabilities of the same prompt computed at once."""
-    stem, prompt = text()[:650], [*text()[:642], *text()[5000:5008]]
+def test_edited_prompt_continues_at_a_snapshot(policy: str) -> None:
+    first_prompt, edited_prompt = novel_tokens()[:650], [*novel_tokens()[:642], *novel_tokens()[5000:5008]]
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
-    llm, alone = make(policy), make(policy, enable_prefix_caching=False)
-    llm.generate([stem], GREEDY)
-    [found], [expected] = (each.generate([prompt], params) for each in (llm, alone))
-    assert found.num_cached_tokens == 10 * BLOCK_SIZE
-    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    llm, without_caching = make(policy), make(policy, enable_prefix_caching=False)
+    llm.generate([first_prompt], GREEDY)
+    [actual], [expected] = (runtime.generate([edited_prompt], params) for runtime in (llm, without_caching))
+    assert actual.num_cached_tokens == 10 * BLOCK_SIZE
+    assert actual.outputs[0].token_ids == expected.outputs[0].token_ids
     logprob = expected.outputs[0].cumulative_logprob
     assert logprob is not None
-    assert found.outputs[0].cumulative_logprob == pytest.approx(logprob, abs=1e-3)
+    assert actual.outputs[0].cumulative_logprob == pytest.approx(logprob, abs=1e-3)
 
 
-def test_learned_states_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zero state, ten tokens before the end, changes log-probabilities by more than the tolerance
-    of the test above.
-    """
-    stem = text()[:650]
+def test_wrong_snapshot_changes_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zero state ten tokens before the end must exceed the tolerance of the test above."""
+    prompt = novel_tokens()[:650]
     llm, params = make(), SamplingParams(max_tokens=1, temperature=0, logprobs=0)
-    [expected] = llm.generate([stem], params)
+    [expected] = llm.generate([prompt], params)
 
-    def zeros(self: StatePool, slot: int, layer: int, recurrent: torch.Tensor, conv: torch.Tensor) -> None:
+    def restore_zeros(self: StatePool, slot: int, layer: int, recurrent: torch.Tensor, conv: torch.Tensor) -> None:
         recurrent.zero_()
         conv.zero_()
 
-    monkeypatch.setattr(StatePool, "restore", zeros)
-    [found] = llm.generate([stem], params)
-    assert found.num_cached_tokens == 10 * BLOCK_SIZE
-    logprobs = [output.outputs[0].cumulative_logprob or 0.0 for output in (found, expected)]
+    monkeypatch.setattr(StatePool, "restore", restore_zeros)
+    [actual] = llm.generate([prompt], params)
+    assert actual.num_cached_tokens == 10 * BLOCK_SIZE
+    logprobs = [output.outputs[0].cumulative_logprob or 0.0 for output in (actual, expected)]
     assert abs(logprobs[0] - logprobs[1]) > 0.01
 
 
 def score(llm: LLM) -> torch.Tensor:
-    """Return log-probabilities of 40 tokens after a prompt of 1,000."""
-    return torch.tensor(llm.score([text()[:1000]], [text()[1000:1040]], decode_from=1000)[0].logprobs)
+    """Return the log-probabilities of 40 tokens after a prompt of 1,000 tokens."""
+    return torch.tensor(llm.score([novel_tokens()[:1000]], [novel_tokens()[1000:1040]], decode_from=1000)[0].logprobs)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +88,8 @@ def full_scores() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ahead", [None, 3])
-def test_predicted_queries_find_tokens(ahead: int | None, full_scores: torch.Tensor) -> None:
-    """With 2 % of the tokens and approximate KV, log-probabilities stay near those of full attention."""
+def test_logprobs_of_sparse_attention_are_close_to_full_attention(ahead: int | None, full_scores: torch.Tensor) -> None:
+    """2 % of the tokens are selected. Approximate KV is used for all others."""
     options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}
     difference = (full_scores - score(make("infinigen", policy_options=options))).abs()
     assert 0 < difference.mean() < 0.1

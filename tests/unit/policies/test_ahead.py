@@ -35,62 +35,63 @@ LAYERS: dict[str, Any] = {
 }
 """Three recurrent layers between the attention layers 1 and 5."""
 
-EVERYTHING = {"preset": "rows", "alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "recent": 4}
+SELECT_ALL = {"preset": "rows", "alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "recent": 4}
 
 
 def layer_inputs(model: Any, tokens: list[int]) -> list[torch.Tensor]:
-    """Return the input `[T, D]` of each decoder layer, as transformers computes it."""
-    found: list[torch.Tensor] = []
+    """Return the input `[T, D]` of each decoder layer in transformers."""
+    inputs: list[torch.Tensor] = []
     hooks = [
         layer.register_forward_pre_hook(
-            lambda _, args, given: found.append((args[0] if args else given["hidden_states"])[0]), with_kwargs=True
+            lambda _, args, kwargs: inputs.append((args[0] if args else kwargs["hidden_states"])[0]), with_kwargs=True
         )
         for layer in model.model.layers
     ]
     model(torch.tensor([tokens]), use_cache=False)
     for hook in hooks:
         hook.remove()
-    return found
+    return inputs
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4, 9])
 @torch.inference_mode()
 def test_queries_are_predicted_from_the_input_of_an_earlier_layer(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large `ahead` is, predictions start at the previous attention layer."""
-    model, llm = make("qwen3_5", overrides=LAYERS, policy="infinigen", policy_options=EVERYTHING | {"ahead": ahead})
-    guesses: list[torch.Tensor] = []
+    model, llm = make("qwen3_5", overrides=LAYERS, policy="infinigen", policy_options=SELECT_ALL | {"ahead": ahead})
+    predictions: list[torch.Tensor] = []
 
-    def note(layer: int, x: torch.Tensor) -> torch.Tensor:
+    def record(layer: int, x: torch.Tensor) -> torch.Tensor:
         assert layer == 1
-        guesses.append(x[0])
+        predictions.append(x[0])
         return x
 
-    monkeypatch.setattr(llm.runner.policy, "correct_prediction", note)
+    monkeypatch.setattr(llm.runner.policy, "correct_prediction", record)
     prompt = prompt_of(30)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=5, temperature=0))
     text = [*prompt, *output.outputs[0].token_ids]
     assert_greedy(model, prompt, text[30:])
+    # Predictions start at the previous attention layer or later.
     hidden = model.model.layers[5].input_layernorm(layer_inputs(model, text)[max(1, 5 - ahead)])
-    assert len(guesses) == 4
-    torch.testing.assert_close(torch.stack(guesses), hidden[30:34], rtol=0, atol=1e-4)
+    assert len(predictions) == 4
+    torch.testing.assert_close(torch.stack(predictions), hidden[30:34], rtol=0, atol=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.simulated
-def test_tokens_on_a_device_equal_the_cpu_path() -> None:
-    """Cover batched selection. The two layers between attention layers are short convolutions."""
-    kinds = ["full_attention", "conv", "conv", "full_attention"]
+def test_tokens_on_a_gpu_equal_tokens_on_a_cpu() -> None:
+    layer_types = ["full_attention", "conv", "conv", "full_attention"]
     options = {"preset": "rows", "scorer": "int4", "dense_layers": (), "budget": 0.4, "recent": 4, "ahead": 1}
-    params, found = SamplingParams(max_tokens=2, temperature=0), []
+    params, outputs = SamplingParams(max_tokens=2, temperature=0), []
     for device in ("cpu", "cuda"):
-        model = architecture("lfm2", num_hidden_layers=4, layer_types=kinds).to(device)  # type: ignore[arg-type]
+        model = architecture("lfm2", num_hidden_layers=4, layer_types=layer_types).to(device)  # type: ignore[arg-type]
         llm = LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB", verify="off")
-        found.append([one.token_ids for one in completed(llm.generate([prompt_of(46), prompt_of(40, 1)], params))])
-    assert found[0] == found[1]
+        outputs.append(
+            [output.token_ids for output in completed(llm.generate([prompt_of(46), prompt_of(40, 1)], params))]
+        )
+    assert outputs[0] == outputs[1]
 
 
 @torch.inference_mode()
-def test_corrections_are_fitted_for_each_layer_between() -> None:
+def test_corrections_are_fitted_for_each_distance() -> None:
     model, tokens = architecture("qwen3_5", dtype=torch.float64, **LAYERS), prompt_of(80)
     _, correction = measure(adapter_for(model), tokens)
     hidden, norm = layer_inputs(model, tokens), model.model.layers[5].input_layernorm
@@ -108,20 +109,24 @@ def test_corrections_are_fitted_for_each_layer_between() -> None:
 
 
 @pytest.mark.parametrize(("ahead", "source"), [(1, 1), (3, 3), (4, "normed_input"), (None, "attention_input")])
-def test_the_policy_corrects_with_the_source_of_the_layer(ahead: int | None, source: Any) -> None:
+def test_policy_uses_the_correction_of_its_source(ahead: int | None, source: Any) -> None:
     adapter = adapter_for(architecture("qwen3_5", **LAYERS))
-    made = calibrate(adapter, prompt_of(80), method="svd", fingerprint="", calibration="")
+    skew_artifact = calibrate(adapter, prompt_of(80), method="svd", fingerprint="", calibration="")
     options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}
-    policy = InfiniGen(InfiniGenOptions(**options), adapter.geometry, made, CPU, torch.float32)
+    policy = InfiniGen(InfiniGenOptions(**options), adapter.geometry, skew_artifact, CPU, torch.float32)
     x, s = torch.randn(2, 32), source_index(source)
-    torch.testing.assert_close(policy.correct_prediction(1, x), x * made.slope[s, 1] + made.offset[s, 1])
-    plain = InfiniGen(InfiniGenOptions(), adapter.geometry, made, CPU, torch.float32)
-    assert policy.provenance_key != plain.provenance_key
-    sizes = sum(tensor.nbytes for tensor in (made.query, made.key, made.slope, made.offset))
+    torch.testing.assert_close(
+        policy.correct_prediction(1, x), x * skew_artifact.slope[s, 1] + skew_artifact.offset[s, 1]
+    )
+    default_policy = InfiniGen(InfiniGenOptions(), adapter.geometry, skew_artifact, CPU, torch.float32)
+    assert policy.provenance_key != default_policy.provenance_key
+    sizes = sum(
+        tensor.nbytes for tensor in (skew_artifact.query, skew_artifact.key, skew_artifact.slope, skew_artifact.offset)
+    )
     assert sizes == artifact_bytes(adapter.geometry)
 
 
-def test_refusals() -> None:
+def test_invalid_options_are_errors() -> None:
     with pytest.raises(ConfigError, match="ahead=0 must be at least 1"):
         InfiniGenOptions(ahead=0)
     for options in ({"source": "residual"}, {"preset": "paper"}):
@@ -137,11 +142,8 @@ def test_refusals() -> None:
 
 
 @torch.inference_mode()
-def test_quality_is_the_mass_of_the_selected_tokens() -> None:
-    """Compare with a loop over queries. A perfect prediction finds all of the attention mass.
-
-    The first 4 and the last 64 tokens are not counted.
-    """
+def test_prediction_quality_is_the_relative_mass_of_selected_tokens() -> None:
+    """Compare with a loop over queries. The first 4 and the last 64 tokens are not counted."""
     adapter = adapter_for(tiny_model("llama"))
     shape, n = adapter.geometry, 200
     truth = torch.randn(n, shape.hidden, generator=torch.Generator().manual_seed(0))
@@ -150,7 +152,7 @@ def test_quality_is_the_mass_of_the_selected_tokens() -> None:
     for part in (slice(0, 150), slice(150, n)):
         quality.add(1, {"residual": truth[part], "normed_input": guess[part]}, truth[part])
     shares = quality.relative_mass()
-    assert shares["residual"] == 1
+    assert shares["residual"] == 1  # a perfect prediction
     positions = torch.arange(n)
     q, k, _ = adapter.qkv(1, truth, positions)
     guessed = adapter.query(1, guess, positions)
@@ -158,12 +160,12 @@ def test_quality_is_the_mass_of_the_selected_tokens() -> None:
     for part, rows in enumerate((range(117, 150, 16), range(150, n, 16))):
         for t in rows:
             for head in range(shape.kv_heads):
-                own = slice(head * shape.group, (head + 1) * shape.group)
-                true, other = (
-                    (x[own, t] @ k[head, 4 : t - 63].T * shape.scales[1]).softmax(-1) for x in (q, guessed)
+                group = slice(head * shape.group, (head + 1) * shape.group)
+                true, predicted = (
+                    (x[group, t] @ k[head, 4 : t - 63].T * shape.scales[1]).softmax(-1) for x in (q, guessed)
                 )  # fmt: skip
-                for name, scored in (("found", other), ("best", true)):
-                    top = scored.amax(0).topk((t - 67) // 50).indices
+                for name, weights in (("found", predicted), ("best", true)):
+                    top = weights.amax(0).topk((t - 67) // 50).indices
                     sums[name][part] += float(true[:, top].sum(-1).mean()) / len(rows)
     assert shares["normed_input"] == pytest.approx(sum(sums["found"]) / sum(sums["best"]), abs=1e-4)
     assert shares["normed_input"] < 0.99
@@ -175,17 +177,17 @@ def test_predictions_are_measured_with_the_defaults_of_the_policy() -> None:
     assert measured == (options.sinks, options.recent, options.max_fraction)
 
 
-def test_attention_layers_are_streamed_only_if_others_do_not_suffice() -> None:
-    """Of 8 layers, layers 3 and 7 have attention."""
+def test_attention_layers_are_streamed_last() -> None:
     hybrid, dense = SimpleNamespace(attention_at=(3, 7)), SimpleNamespace(attention_at=())
-    found = [device_plan._evenly_spaced(count, 8, hybrid) for count in (0, 3, 6, 7, 8)]
-    assert found == [(), (1, 4, 6), (0, 1, 2, 4, 5, 6), (0, 1, 2, 4, 5, 6, 7), tuple(range(8))]
+    # Of 8 layers, layers 3 and 7 have attention.
+    streamed = [device_plan._evenly_spaced(count, 8, hybrid) for count in (0, 3, 6, 7, 8)]
+    assert streamed == [(), (1, 4, 6), (0, 1, 2, 4, 5, 6), (0, 1, 2, 4, 5, 6, 7), tuple(range(8))]
     assert device_plan._evenly_spaced(4, 8, dense) == (1, 3, 5, 7)
 
 
 @pytest.mark.parametrize("source", ["query", "attention_input"])
 def test_streamed_layers_are_copied_once_per_step(source: str, tmp_path: Path) -> None:
-    """The plan streams layers without attention, so that query prediction needs only weights on the device."""
+    """Only layers without attention are streamed, so predictions of queries need no streamed weights."""
     architecture("qwen3_5", **LAYERS).save_pretrained(tmp_path)
     shape = load_shape(tmp_path, device="cpu")
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "source": source}}
@@ -203,7 +205,7 @@ def test_streamed_layers_are_copied_once_per_step(source: str, tmp_path: Path) -
     assert copied <= 8.5 * sum(sizes[layer] for layer in (0, 2, 3, 4))
 
 
-def test_the_report_states_each_distance(tmp_path: Path) -> None:
+def test_skewing_report_contains_each_distance(tmp_path: Path) -> None:
     architecture("qwen3_5", **LAYERS).save_pretrained(tmp_path / "model")
     report = skew_model(str(tmp_path / "model"), tmp_path / "out", calibration_tokens=64)
     assert {*report.predictions} == {"attention_input", "normed_input", "residual", 3, 2, 1}

@@ -1,4 +1,4 @@
-"""Test approximate (low-bit) KV in whole models: it estimates the attention to all tokens that were not selected."""
+"""Test approximate (low-bit) KV in whole models. It estimates the attention to all tokens that were not selected."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from offload_rt.policies.options import InfiniGenOptions
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
-def make_llm(name: str, options: dict[str, Any], dtype: torch.dtype = torch.float32, **more: Any) -> LLM:
+def make_llm(name: str, options: dict[str, Any], dtype: torch.dtype = torch.float32, **settings: Any) -> LLM:
     model = tiny_model(name, dtype=dtype)
-    kind = str(dtype).removeprefix("torch.")
-    return LLM(model, policy="infinigen", policy_options=options, dtype=kind, host_memory="32MiB", **more)
+    dtype_name = str(dtype).removeprefix("torch.")
+    return LLM(model, policy="infinigen", policy_options=options, dtype=dtype_name, host_memory="32MiB", **settings)
 
 
 def full_tokens(name: str, prompt: list[int]) -> list[int]:
@@ -32,14 +32,14 @@ def full_tokens(name: str, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_with_a_full_budget_nothing_is_approximated(name: str) -> None:
+def test_full_budget_equals_full_attention(name: str) -> None:
     options = {"approximate_kv": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
     prompt = tiny_prompt(150)
-    [found] = completed(make_llm(name, options).generate([prompt], GREEDY))
-    assert list(found.token_ids) == full_tokens(name, prompt)
+    [output] = completed(make_llm(name, options).generate([prompt], GREEDY))
+    assert list(output.token_ids) == full_tokens(name, prompt)
 
 
-def merge_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tuple[float, ...]) -> Any:
+def merge_exactly(stored_kv: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tuple[float, ...]) -> Any:
     """Return a replacement of `InfiniGenState.merge_approximate` that uses unquantised KV."""
 
     def merge(
@@ -51,14 +51,14 @@ def merge_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tu
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (k, v), tokens = kept[layer], visible.candidates
+        (k, v), tokens = stored_kv[layer], visible.candidates
         scores = torch.einsum("hgd,hnd->hgn", q.view(len(k), -1, q.shape[1]), k) * scales[layer]
-        shown = torch.zeros(k.shape[:2], dtype=torch.bool)
-        shown[:, tokens.start : tokens.stop] = True
-        shown.scatter_(1, selection.tokens, False)
-        scores = scores.masked_fill(~shown.unsqueeze(1), -torch.inf)
-        other = (scores.softmax(-1).nan_to_num() @ v).reshape(q.shape)
-        return merge_lse((out, other), (lse, scores.logsumexp(-1).flatten()))
+        mask = torch.zeros(k.shape[:2], dtype=torch.bool)
+        mask[:, tokens.start : tokens.stop] = True
+        mask.scatter_(1, selection.tokens, False)
+        scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
+        other_out = (scores.softmax(-1).nan_to_num() @ v).reshape(q.shape)
+        return merge_lse((out, other_out), (lse, scores.logsumexp(-1).flatten()))
 
     return merge
 
@@ -69,27 +69,26 @@ def merge_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tu
 def test_approximate_kv_without_rounding_gives_full_attention(
     name: str, budget: float, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With unquantised KV in place of approximate KV, any selection gives full attention."""
     # Only models with full-attention layers: Mistral has none, so it selects no tokens.
-    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    stored_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     write = ApproximateKV.write
 
-    def spy(self: ApproximateKV, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        before = [rows[:, :start] for rows in kept.get(layer, ())] or [k[:, :0], v[:, :0]]
-        kept[layer] = torch.cat((before[0], k), 1), torch.cat((before[1], v), 1)
+    def write_and_store(self: ApproximateKV, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        before = [rows[:, :start] for rows in stored_kv.get(layer, ())] or [k[:, :0], v[:, :0]]
+        stored_kv[layer] = torch.cat((before[0], k), 1), torch.cat((before[1], v), 1)
         write(self, layer, k, v, start)
 
     options = {"approximate_kv": "int2", "budget": budget, "dense_layers": (), "recent": 8, "source": source}
     llm, prompt = make_llm(name, options), tiny_prompt(150)
-    monkeypatch.setattr(ApproximateKV, "write", spy)
+    monkeypatch.setattr(ApproximateKV, "write", write_and_store)
     scales = llm.runner.adapter.geometry.scales
-    monkeypatch.setattr(InfiniGenState, "merge_approximate", merge_exactly(kept, scales))
-    [found] = completed(llm.generate([prompt], GREEDY))
-    assert list(found.token_ids) == full_tokens(name, prompt)
-    assert found.stats.exact_fraction < 0.4
+    monkeypatch.setattr(InfiniGenState, "merge_approximate", merge_exactly(stored_kv, scales))
+    [output] = completed(llm.generate([prompt], GREEDY))
+    assert list(output.token_ids) == full_tokens(name, prompt)
+    assert output.stats.exact_fraction < 0.4
 
 
-def test_samples_and_beams_equal_those_of_each_alone() -> None:
+def test_samples_and_beams_equal_those_of_single_requests() -> None:
     """Forks share low-bit KV until one of them writes."""
     options = {"approximate_kv": "int2", "budget": 0.3, "recent": 8, "dense_layers": ()}
     llm, prompt = make_llm("llama", options, torch.float32), tiny_prompt(100)
@@ -105,29 +104,28 @@ def test_samples_and_beams_equal_those_of_each_alone() -> None:
 
 
 def test_low_bit_kv_has_the_documented_size() -> None:
-    """Keys take 4 bits, values 2 or 4, each with one byte for the scale, in pages of 512 tokens."""
-    for tail, bits in (("int2", 2), ("int4", 4)):
-        llm = make_llm("llama", {"approximate_kv": tail, "dense_layers": (0,)})
-        [found] = completed(llm.generate([tiny_prompt(520)], GREEDY))
+    for name, bits in (("int2", 2), ("int4", 4)):
+        llm = make_llm("llama", {"approximate_kv": name, "dense_layers": (0,)})
+        [output] = completed(llm.generate([tiny_prompt(520)], GREEDY))
         geometry = llm.runner.adapter.geometry
-        row = geometry.head_dim * (4 + bits) // 8 + 2
-        assert found.stats.scoring_bytes_device == (geometry.layers - 1) * geometry.kv_heads * row * 1024
-        assert found.stats.approximate_bytes_device == found.stats.scoring_bytes_device
-        assert found.stats.approximate_fraction == pytest.approx(1 - found.stats.sparse_exact_fraction)
-        assert 0.5 < found.stats.approximate_fraction < 1
-    [plain] = completed(make_llm("llama", {"preset": "rows"}).generate([tiny_prompt(90)], GREEDY))
-    assert plain.stats.approximate_bytes_device == plain.stats.approximate_fraction == 0
+        # 4 bits per key, `bits` per value, one byte for each scale, pages of 512 tokens
+        row_bytes = geometry.head_dim * (4 + bits) // 8 + 2
+        assert output.stats.scoring_bytes_device == (geometry.layers - 1) * geometry.kv_heads * row_bytes * 1024
+        assert output.stats.approximate_bytes_device == output.stats.scoring_bytes_device
+        assert output.stats.approximate_fraction == pytest.approx(1 - output.stats.sparse_exact_fraction)
+        assert 0.5 < output.stats.approximate_fraction < 1
+    [without_approximation] = completed(make_llm("llama", {"preset": "rows"}).generate([tiny_prompt(90)], GREEDY))
+    assert without_approximation.stats.approximate_bytes_device == without_approximation.stats.approximate_fraction == 0
 
 
-def test_approximate_kv_refuses_other_scoring_keys() -> None:
-    """Other scoring keys need another preset, which the error message names."""
-    for wrong in ({"scorer": "partial"}, {"scorer": "int8"}, {"columns": "prompt"}):
-        for tail in ({}, {"approximate_kv": "int2"}):
+def test_approximate_kv_with_other_scoring_keys_is_an_error() -> None:
+    for other in ({"scorer": "partial"}, {"scorer": "int8"}, {"columns": "prompt"}):
+        for approximate in ({}, {"approximate_kv": "int2"}):
             with pytest.raises(
                 ConfigError, match=r"needs approximate_kv='off' \(or preset='rows'\).* scores with its own keys"
             ):
-                make_llm("llama", {**tail, **wrong})
-        wanted = {"scorer": "partial", **wrong}
+                make_llm("llama", {**approximate, **other})
+        wanted = {"scorer": "partial", **other}
         assert make_llm("llama", {"preset": "rows", **wanted}).runner.policy.name == "infinigen"
     assert InfiniGenOptions().keys == InfiniGenOptions.preset("rows").keys == "int8"
     assert InfiniGenOptions.preset("paper").keys == "partial"
@@ -135,60 +133,62 @@ def test_approximate_kv_refuses_other_scoring_keys() -> None:
         make_llm("llama", {"approximate_kv": "int3"})
 
 
-def test_the_default_approximates_tokens_that_it_does_not_select() -> None:
-    """Each layer copies at most 2 % of the candidates to the device, and approximates all others."""
+def test_default_approximates_tokens_that_are_not_selected() -> None:
     llm = make_llm("llama", {})
-    [found] = completed(llm.generate([tiny_prompt(600)], GREEDY))
-    assert found.stats.dense_layers == () and found.stats.approximate_bytes_device > 0
-    assert 0 < found.stats.fetched_fraction <= 0.02
-    assert found.stats.approximate_fraction == pytest.approx(1 - found.stats.exact_fraction)
-    assert found.stats.approximate_fraction > 0.85
+    [output] = completed(llm.generate([tiny_prompt(600)], GREEDY))
+    assert output.stats.dense_layers == () and output.stats.approximate_bytes_device > 0
+    assert 0 < output.stats.fetched_fraction <= 0.02
+    assert output.stats.approximate_fraction == pytest.approx(1 - output.stats.exact_fraction)
+    assert output.stats.approximate_fraction > 0.85
 
 
 def test_provenance_keys_equal_those_of_earlier_versions() -> None:
-    """A changed key would make stored sessions of earlier versions unusable."""
-    before = (
+    """Other keys would make stored sessions of earlier versions unusable."""
+    earlier = (
         "InfiniGenOptions(alpha=None, partial_ratio=0.3, max_fraction=0.1, source='residual', corrected=True, "
         "scorer='int8', columns='calibration', skew='balanced', sinks=4, recent=64, dense_layers=(0,), "
         "max_missed_mass=None, budget=None)"
     )
-    assert InfiniGenOptions.preset("rows").provenance_text() == before
-    assert InfiniGenOptions.preset("rows", scorer="int8").provenance_text() == before
-    tailed = before.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, tail='int4'")
-    assert InfiniGenOptions().provenance_text() == tailed
+    assert InfiniGenOptions.preset("rows").provenance_text() == earlier
+    assert InfiniGenOptions.preset("rows", scorer="int8").provenance_text() == earlier
+    earlier_default = (
+        earlier.replace("0.1", "0.02").replace("(0,)", "()").replace("budget=None", "budget=None, tail='int4'")
+    )
+    assert InfiniGenOptions().provenance_text() == earlier_default
 
 
-def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> None:
+def test_working_set_and_streamed_weights_do_not_change_tokens(tmp_path: Path) -> None:
     options = {"approximate_kv": "int2", "budget": 0.3, "recent": 8}
     prompt = tiny_prompt(150)
     model = tiny_model("llama", dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    [plain] = completed(make_llm("llama", options, torch.float32).generate([prompt], GREEDY))
-    for more in ({"working_set": 32}, {"device_memory": "5.7MiB", "max_model_len": 256}):
+    [expected] = completed(make_llm("llama", options, torch.float32).generate([prompt], GREEDY))
+    for settings in ({"working_set": 32}, {"device_memory": "5.7MiB", "max_model_len": 256}):
         llm = LLM(
-            str(tmp_path), policy="infinigen", policy_options=options, dtype="float32", host_memory="32MiB", **more
+            str(tmp_path), policy="infinigen", policy_options=options, dtype="float32", host_memory="32MiB", **settings
         )
-        [found] = completed(llm.generate([prompt], GREEDY))
-        assert found.token_ids == plain.token_ids
-        assert (found.stats.h2d_weight_bytes > 0) == ("device_memory" in more)
+        [output] = completed(llm.generate([prompt], GREEDY))
+        assert output.token_ids == expected.token_ids
+        assert (output.stats.h2d_weight_bytes > 0) == ("device_memory" in settings)
         llm.runner.check_integrity()
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [2, 6, 10, 34])
-def test_default_takes_any_even_head_dim(head_dim: int) -> None:
-    """With a budget of 1.0, tokens equal full attention."""
+def test_default_supports_any_even_head_dim(head_dim: int) -> None:
     model, prompt = tiny_model("llama", head_dim=head_dim), tiny_prompt(150)
     options = ({}, {"budget": 1.0, "dense_layers": (), "recent": 8})
-    found = [
-        completed(LLM(model, host_memory="8MiB", verify="off", policy_options=each).generate([prompt], GREEDY))
-        for each in options
+    outputs = [
+        completed(
+            LLM(model, host_memory="8MiB", verify="off", policy_options=policy_options).generate([prompt], GREEDY)
+        )
+        for policy_options in options
     ]
-    assert all(len(one.token_ids) == GREEDY.max_tokens for [one] in found)
-    assert_greedy(model, prompt, list(found[1][0].token_ids))
+    assert all(len(output.token_ids) == GREEDY.max_tokens for [output] in outputs)
+    assert_greedy(model, prompt, list(outputs[1][0].token_ids))  # a budget of 1.0 is full attention
 
 
-def test_head_dims_that_cannot_be_packed_are_refused() -> None:
+def test_head_dims_that_cannot_be_packed_are_errors() -> None:
     options = {"approximate_kv": "int2"}
     with pytest.raises(
         ConfigError, match=r"approximate_kv='int2' .* head_dim=6 .* use approximate_kv='int4', approximate_kv='off'"

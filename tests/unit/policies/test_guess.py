@@ -27,7 +27,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_fit_equals_least_squares_over_transformers_layer_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer inputs come from transformers, norms and residuals from the adapter, which has its own tests."""
+    """Layer inputs are those of transformers. Norms and residuals are those of the adapter, which has its own tests."""
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     adapter, ids = adapter_for(model), tiny_prompt(160)
@@ -41,13 +41,13 @@ def test_fit_equals_least_squares_over_transformers_layer_inputs(name: str, monk
     _, correction = measure(adapter, ids, positions=80)
     hidden: list[list[torch.Tensor]] = []
 
-    def note(module: Any, args: Any, kwargs: Any, layer: int) -> None:
+    def record(module: Any, args: Any, kwargs: Any, layer: int) -> None:
         hidden[layer].append((args[0] if args else kwargs["hidden_states"])[0])
 
     layers = decoder_layers(model)
     for layer, module in enumerate(layers):
         hidden.append([])
-        module.register_forward_pre_hook(lambda *a, layer=layer: note(*a, layer), with_kwargs=True)
+        module.register_forward_pre_hook(lambda *a, layer=layer: record(*a, layer), with_kwargs=True)
     for segment in (ids[:80], ids[80:]):
         model(torch.tensor([segment]), use_cache=False)
     for layer in range(1, len(layers)):
@@ -61,49 +61,51 @@ def test_fit_equals_least_squares_over_transformers_layer_inputs(name: str, monk
             line = torch.stack([guess, torch.ones_like(guess)])  # [2, m, D]
             for channel in (0, 7, guess.shape[1] - 1):
                 [slope, offset] = torch.linalg.lstsq(line[..., channel].T, truth[:, channel]).solution
-                found = correction.slope[s, layer, channel], correction.offset[s, layer, channel]
+                fitted = correction.slope[s, layer, channel], correction.offset[s, layer, channel]
                 # float64, but transformers computes norms in float32
-                torch.testing.assert_close(found[0].double(), slope, rtol=2e-4, atol=2e-4)
-                torch.testing.assert_close(found[1].double(), offset, rtol=2e-4, atol=2e-4)
+                torch.testing.assert_close(fitted[0].double(), slope, rtol=2e-4, atol=2e-4)
+                torch.testing.assert_close(fitted[1].double(), offset, rtol=2e-4, atol=2e-4)
     assert torch.equal(correction.slope[:, 0], torch.ones_like(correction.slope[:, 0]))
     assert not correction.offset[:, 0].any()
 
 
-def test_channels_that_do_not_vary_keep_their_slope() -> None:
+def test_constant_channels_have_slope_one() -> None:
     sums, guess = CorrectionSums(2, 3), torch.tensor([[1.0, 5.0, 0.0], [2.0, 5.0, 0.0], [4.0, 5.0, 0.0]])
     truth = torch.tensor([[3.0, 1.0, 0.5], [5.0, 2.0, 0.5], [9.0, 6.0, 0.5]])
     sums.add(1, dict.fromkeys(SOURCES, guess), truth)
-    found = sums.fit()
-    torch.testing.assert_close(found.slope[0, 1], torch.tensor([2.0, 1.0, 1.0]))
-    torch.testing.assert_close(found.offset[0, 1], torch.tensor([1.0, -2.0, 0.5]))
+    correction = sums.fit()
+    torch.testing.assert_close(correction.slope[0, 1], torch.tensor([2.0, 1.0, 1.0]))
+    torch.testing.assert_close(correction.offset[0, 1], torch.tensor([1.0, -2.0, 0.5]))
 
 
 def corrected_policy(shape: ModelGeometry, **options: Any) -> tuple[InfiniGen, SkewArtifact]:
-    made = artifact(shape)
+    skew_artifact = artifact(shape)
     generator = torch.Generator().manual_seed(1)
     size = (len(SOURCES), shape.layers, shape.hidden)
-    object.__setattr__(made, "slope", torch.rand(size, generator=generator))
-    object.__setattr__(made, "offset", torch.randn(size, generator=generator))
-    return InfiniGen(InfiniGenOptions.preset("rows", **options), shape, made, CPU, torch.float64), made
+    object.__setattr__(skew_artifact, "slope", torch.rand(size, generator=generator))
+    object.__setattr__(skew_artifact, "offset", torch.randn(size, generator=generator))
+    return InfiniGen(
+        InfiniGenOptions.preset("rows", **options), shape, skew_artifact, CPU, torch.float64
+    ), skew_artifact
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_policy_corrects_with_its_source(source: str) -> None:
+def test_policy_uses_the_correction_of_its_source(source: str) -> None:
     shape = geometry(layers=3)
-    policy, made = corrected_policy(shape, source=source)
+    policy, skew_artifact = corrected_policy(shape, source=source)
     x, s = torch.randn(2, shape.hidden, dtype=torch.float64), SOURCES.index(source)
     assert torch.equal(policy.correct_prediction(0, x), x), "layer 0 is dense"
-    expected = x * made.slope[s, 2].double() + made.offset[s, 2].double()
+    expected = x * skew_artifact.slope[s, 2].double() + skew_artifact.offset[s, 2].double()
     torch.testing.assert_close(policy.correct_prediction(2, x), expected)
-    plain, _ = corrected_policy(shape, source=source, corrected=False)
-    assert torch.equal(plain.correct_prediction(2, x), x)
-    assert plain.provenance_key != policy.provenance_key
+    uncorrected, _ = corrected_policy(shape, source=source, corrected=False)
+    assert torch.equal(uncorrected.correct_prediction(2, x), x)
+    assert uncorrected.provenance_key != policy.provenance_key
 
 
-def test_nothing_to_correct() -> None:
-    right = Correction.none(4)
-    assert right.slope.shape == right.offset.shape == (3, 4, 1)
-    assert bool((right.slope == 1).all()) and not right.offset.any()
+def test_correction_none_is_the_identity() -> None:
+    correction = Correction.none(4)
+    assert correction.slope.shape == correction.offset.shape == (3, 4, 1)
+    assert bool((correction.slope == 1).all()) and not correction.offset.any()
 
 
 def test_paper_preset_does_not_correct() -> None:

@@ -1,4 +1,4 @@
-"""Test batched selection, as on a CUDA device, against selection of each sequence alone."""
+"""Test batched selection, as on a CUDA device, against selection of single sequences."""
 
 from __future__ import annotations
 
@@ -25,44 +25,45 @@ KEYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", KEYS, ids=lambda options: " ".join(options.values()))
 @pytest.mark.parametrize("group", [1, 3])
-def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: dict[str, Any]) -> None:
-    """Steps make the storage grow and move. New keys are appended for a batch, or for each sequence."""
+def test_batched_append_and_selection_equal_single_sequences(group: int, options: dict[str, Any]) -> None:
     shape = geometry(group=group, head_dim=32)
     policy = InfiniGen(
         InfiniGenOptions.preset("rows", **{"dense_layers": ()} | options), shape, artifact(shape), CPU, torch.float32
     )
-    alone, batched = ([policy.new_state(no_keys) for _ in LENGTHS] for _ in range(2))
+    single, batched = ([policy.new_state(no_keys) for _ in LENGTHS] for _ in range(2))
     streams = [tokens(shape, length + 5, seed=length) for length in LENGTHS]
     streams = [(q.float(), k.float()) for q, k in streams]
     for layer in range(shape.layers):
-        for states in (alone, batched):
+        for states in (single, batched):
             for state, (q, k), length in zip(states, streams, LENGTHS, strict=True):
                 state.on_queries(layer, q[layer, :, :length], k[layer, :, :length], 0)
                 pass_keys(state, layer, k[layer, :, :length], 0)
     lists = KeyLists(RULE, range(shape.layers), len(LENGTHS), 160, CPU)
     for step in range(5):
-        places = [length + step for length in LENGTHS]
-        moved = lists.load([state.scoring_keys for state in batched], places)
-        assert (moved is None) == (step > 0), "capacity leaves room for the steps"
-        visible = [VisibleTokens.of(place + 1, sinks=4, recent=8, window=None) for place in places]
-        numbers = [torch.tensor(each) for each in CandidateSpans.bounds(visible, shape.kv_heads, RULE)]
-        spans = CandidateSpans(*numbers, max(places) + 1, max(numbers[2].tolist()))
+        positions = [length + step for length in LENGTHS]
+        moved = lists.load([state.scoring_keys for state in batched], positions)
+        assert (moved is None) == (step > 0), "capacity is sufficient for all steps"
+        visible = [VisibleTokens.of(position + 1, sinks=4, recent=8, window=None) for position in positions]
+        bounds = [torch.tensor(values) for values in CandidateSpans.bounds(visible, shape.kv_heads, RULE)]
+        spans = CandidateSpans(*bounds, max(positions) + 1, max(bounds[2].tolist()))
         for layer in range(shape.layers):
-            for state, (_, k), place in zip(alone, streams, places, strict=True):
-                pass_keys(state, layer, k[layer, :, place : place + 1], place)
-            newest = torch.cat([k[layer, :, place] for (_, k), place in zip(streams, places, strict=True)])
-            lists.append(layer, newest, newest, torch.tensor(places).repeat_interleave(shape.kv_heads))
-            queries = torch.stack([q[layer, :, place] for (q, _), place in zip(streams, places, strict=True)], 1)
-            found, counts = lists.select(layer, queries, spans)
-            for b, (state, seen) in enumerate(zip(alone, visible, strict=True)):
-                own = slice(b * shape.kv_heads, (b + 1) * shape.kv_heads)
-                q = streams[b][0][layer, :, places[b]]
-                scores = state.scoring_keys.scores(layer, q, seen.candidates)
-                chosen = select_tokens(scores, RULE.alpha, RULE.limit(seen))
-                expected = chosen.sort(1).values + seen.candidates.start
-                assert counts[own].tolist() == [expected.shape[1]] * shape.kv_heads
-                assert torch.equal(found[own, : expected.shape[1]], expected)
+            for state, (_, k), position in zip(single, streams, positions, strict=True):
+                pass_keys(state, layer, k[layer, :, position : position + 1], position)
+            newest = torch.cat([k[layer, :, position] for (_, k), position in zip(streams, positions, strict=True)])
+            lists.append(layer, newest, newest, torch.tensor(positions).repeat_interleave(shape.kv_heads))
+            queries = torch.stack(
+                [q[layer, :, position] for (q, _), position in zip(streams, positions, strict=True)], 1
+            )
+            selected, counts = lists.select(layer, queries, spans)
+            for b, (state, visible_tokens) in enumerate(zip(single, visible, strict=True)):
+                heads = slice(b * shape.kv_heads, (b + 1) * shape.kv_heads)
+                q = streams[b][0][layer, :, positions[b]]
+                scores = state.scoring_keys.scores(layer, q, visible_tokens.candidates)
+                chosen = select_tokens(scores, RULE.alpha, RULE.limit(visible_tokens))
+                expected = chosen.sort(1).values + visible_tokens.candidates.start
+                assert counts[heads].tolist() == [expected.shape[1]] * shape.kv_heads
+                assert torch.equal(selected[heads, : expected.shape[1]], expected)
     for state in batched:
         state.check_integrity()
     lists.release()
-    assert lists.load([state.scoring_keys for state in alone], [1, 1]) is not None
+    assert lists.load([state.scoring_keys for state in single], [1, 1]) is not None

@@ -1,4 +1,4 @@
-"""Test a policy of one class with one method, defined outside the package: alone, in a batch, and in CUDA graphs."""
+"""Test custom policies, classes with one method, on single sequences, in batches and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -38,30 +38,28 @@ class LowNorm(ScorerPolicy[BudgetOptions]):
 
 
 class BestQuery(ScorerPolicy[BudgetOptions]):
-    """Select keys with the largest product with any query of the group."""
-
     name = "best-query"
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
         return torch.bmm(queries, keys.entries.to(queries.dtype).transpose(1, 2)).amax(1)
 
 
-TOYS = {"low-norm": LowNorm, "best-query": BestQuery}
+CUSTOM_POLICIES = {"low-norm": LowNorm, "best-query": BestQuery}
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def register_custom_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    for name, policy in TOYS.items():
+    for name, policy in CUSTOM_POLICIES.items():
         register_policy(name, f"{__name__}:{policy.__name__}")(BudgetOptions)
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", CUSTOM_POLICIES)
 @pytest.mark.parametrize("group", [1, 4])
-def test_the_best_scores_within_the_budget_are_selected(name: str, group: int) -> None:
+def test_tokens_with_the_largest_scores_are_selected_within_the_budget(name: str, group: int) -> None:
     shape = geometry(group=group)
     q, k = tokens(shape, 100)
-    policy = TOYS[name](BudgetOptions(**OPTIONS | {"dense_layers": ()}), shape, CPU, torch.float64)
+    policy = CUSTOM_POLICIES[name](BudgetOptions(**OPTIONS | {"dense_layers": ()}), shape, CPU, torch.float64)
     state = policy.new_state(no_keys)
     visible = VisibleTokens.of(100, sinks=2, recent=8, window=None)
     for layer in range(shape.layers):
@@ -75,29 +73,26 @@ def test_the_best_scores_within_the_budget_are_selected(name: str, group: int) -
     assert state.device_bytes >= shape.kv_bytes(100, torch.float64) // 2
 
 
-def answers(device: str, name: str, head_dim: int, **settings: Any) -> tuple[list[list[int]], Any]:
-    """Return greedy tokens of four requests that decode together across the end of a block, and the captured graphs."""
+def generate(device: str, name: str, head_dim: int, **settings: Any) -> tuple[list[list[int]], Any]:
+    """Return greedy tokens and captured CUDA graphs of a batch of four requests that crosses the end of a block."""
     model: Any = tiny_model("llama", num_hidden_layers=2, head_dim=head_dim).to(device)
     settings = {"host_memory": "8MiB", "missed_mass_every": 0, "device": device} | settings
     llm = LLM(model, policy=name, policy_options=OPTIONS, **settings)
     prompts = [tiny_prompt(length, seed=length) for length in (59, 60, 31, 45)]
-    done = completed(llm.generate(prompts, SamplingParams(max_tokens=10, temperature=0)))
+    outputs = completed(llm.generate(prompts, SamplingParams(max_tokens=10, temperature=0)))
     llm.runner.check_integrity()
-    assert all(one.stats.exact_fraction < 0.8 for one in done)
-    return [one.token_ids for one in done], captured(llm)
+    assert all(output.stats.exact_fraction < 0.8 for output in outputs)
+    return [output.token_ids for output in outputs], captured(llm)
 
 
-def test_a_policy_of_one_method_is_batched_and_captured_on_a_device() -> None:
-    """The first step of each bucket is eager. The others replay a graph."""
+def test_custom_policy_is_batched_and_captured_in_cuda_graphs() -> None:
     with simulated(Lazy()):
-        found, graphs = answers("cuda", "best-query", 16, **GRAPHS)
-    expected, none = answers("cpu", "best-query", 16)
-    assert found == expected and none is None and graphs is not None and set(graphs) >= {(4, 64), (4, 128)}
+        tokens, graphs = generate("cuda", "best-query", 16, **GRAPHS)
+    expected, no_graphs = generate("cpu", "best-query", 16)
+    assert tokens == expected and no_graphs is None and graphs is not None and set(graphs) >= {(4, 64), (4, 128)}
 
 
-def test_the_policy_of_the_documentation_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_policy_of_the_documentation_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parents[3] / "docs" / "pages" / "extending.md"
     snippet = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[0]
     module = ModuleType("my_policy")

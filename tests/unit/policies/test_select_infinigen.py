@@ -1,4 +1,4 @@
-"""Test InfiniGen's selection against a plain implementation with dense matrices and loops."""
+"""Test InfiniGen's selection against a reference implementation with dense matrices and loops."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PROMPT = 90
 TOTAL = 110
 
 
-def policy(
+def make_policy(
     shape: ModelGeometry, dtype: torch.dtype = torch.float64, device: torch.device = CPU, **options: object
 ) -> InfiniGen:
-    """Return preset "rows" with scorer "partial" and a small window."""
-    mine: dict[str, object] = {"scorer": "partial", "dense_layers": (), "sinks": 4, "recent": 8}
-    chosen = InfiniGenOptions.preset("rows", **mine | options)
-    return InfiniGen(chosen, shape, artifact(shape), device, dtype)
+    """Return a policy with preset "rows", scorer "partial" and a small window."""
+    defaults: dict[str, object] = {"scorer": "partial", "dense_layers": (), "sinks": 4, "recent": 8}
+    parsed = InfiniGenOptions.preset("rows", **defaults | options)
+    return InfiniGen(parsed, shape, artifact(shape), device, dtype)
 
 
-def filled(rule: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROMPT) -> InfiniGenState:
-    """Return a state after a prompt of two prefill chunks, and single tokens up to the end of `k`."""
-    state = rule.new_state(no_keys)
+def filled_state(policy: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROMPT) -> InfiniGenState:
+    """Return a state after two prefill chunks, and single tokens up to the end of `k`."""
+    state = policy.new_state(no_keys)
     for layer in range(len(k)):
         for start, stop in ((0, prompt // 3), (prompt // 3, prompt)):
             state.on_queries(layer, q[layer, :, start:stop], k[layer, :, :prompt], start)
@@ -45,22 +45,24 @@ def filled(rule: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROM
     return state
 
 
-def plain_scores(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return scores `[H, N]` of a query `[H, d]`, computed from the columns `kept` `[Hkv, r]`."""
-    shape, basis = rule.geometry, artifact(rule.geometry)
+def reference_scores(
+    policy: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """Return scores `[H, N]` of a query `[H, d]`, computed from the columns `[Hkv, r]` of the skewed keys."""
+    shape, basis = policy.geometry, artifact(policy.geometry)
     out = torch.empty(shape.heads, k.shape[2], dtype=torch.float64)
     for head in range(shape.heads):
         kv = head // shape.group
-        skewed_query = (query[head] @ basis.query[layer, kv].double())[kept[kv]]
-        skewed_keys = (k[layer, kv] @ basis.key[layer, kv].double())[:, kept[kv]]
+        skewed_query = (query[head] @ basis.query[layer, kv].double())[columns[kv]]
+        skewed_keys = (k[layer, kv] @ basis.key[layer, kv].double())[:, columns[kv]]
         out[head] = skewed_keys @ skewed_query * shape.scales[layer]
     return out
 
 
-def plain_selection(
+def reference_selection(
     scores: torch.Tensor, candidates: range, group: int, alpha: float, max_fraction: float
 ) -> list[set[int]]:
-    """Apply the threshold and top-n of the paper (§4.3) to scores `[H, N]`, masked except for candidates."""
+    """Select candidates by threshold and top-n (paper, §4.3) from scores `[H, N]`."""
     if not candidates:
         return [set() for _ in range(len(scores) // group)]
     masked = torch.full_like(scores, -math.inf)
@@ -77,31 +79,32 @@ def plain_selection(
     return chosen
 
 
-def calibrated(rule: InfiniGen) -> torch.Tensor:
-    """Return the indices of the first r columns for each KV head."""
-    r = max(1, math.floor(rule.options.partial_ratio * rule.geometry.head_dim))
-    return torch.arange(r).expand(rule.geometry.kv_heads, r)
+def calibrated_columns(policy: InfiniGen) -> torch.Tensor:
+    count = max(1, math.floor(policy.options.partial_ratio * policy.geometry.head_dim))
+    return torch.arange(count).expand(policy.geometry.kv_heads, count)
 
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("resident", [(4, 8), (0, 1), (3, 200)])
-@pytest.mark.parametrize("rule_of_count", [(5.0, 0.2), (1.0, 0.9), (0.0, 1.0), (math.inf, 0.3)])
-def test_equals_a_plain_implementation(
+@pytest.mark.parametrize("alpha_and_fraction", [(5.0, 0.2), (1.0, 0.9), (0.0, 1.0), (math.inf, 0.3)])
+def test_selection_equals_the_reference(
     group: int,
     resident: tuple[int, int],
-    rule_of_count: tuple[float, float],
+    alpha_and_fraction: tuple[float, float],
     device: torch.device,
 ) -> None:
     shape = geometry(group=group)
-    alpha, fraction = rule_of_count
-    rule = policy(shape, device=device, alpha=alpha, max_fraction=fraction, sinks=resident[0], recent=resident[1])
+    alpha, fraction = alpha_and_fraction
+    policy = make_policy(
+        shape, device=device, alpha=alpha, max_fraction=fraction, sinks=resident[0], recent=resident[1]
+    )
     q, k = tokens(shape, TOTAL)
-    state = filled(rule, q.to(device), k.to(device))
+    state = filled_state(policy, q.to(device), k.to(device))
     visible = VisibleTokens.of(TOTAL, sinks=resident[0], recent=resident[1], window=None)
     for layer in range(shape.layers):
         query = q[layer, :, -1]
-        scores = plain_scores(rule, layer, query, k, calibrated(rule))
-        expected = plain_selection(scores, visible.candidates, group, alpha, fraction)
+        scores = reference_scores(policy, layer, query, k, calibrated_columns(policy))
+        expected = reference_selection(scores, visible.candidates, group, alpha, fraction)
         assert as_sets(state.select(layer, query.to(device), visible).known().tokens) == expected
 
 
@@ -109,24 +112,24 @@ def test_equals_a_plain_implementation(
 def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.device) -> None:
     shape = geometry(group=group, layers=3)
     options = InfiniGenOptions.preset("paper")
-    rule = InfiniGen(options, shape, artifact(shape), device, torch.float64)
-    assert (rule.query_source, rule.sinks, rule.recent, rule.dense_layers) == ("attention_input", 0, 1, {0})
+    policy = InfiniGen(options, shape, artifact(shape), device, torch.float64)
+    assert (policy.query_source, policy.sinks, policy.recent, policy.dense_layers) == ("attention_input", 0, 1, {0})
     q, k = tokens(shape, TOTAL)
     q[:, :, :, 3] *= 5  # other magnitudes, so that the prompt selects other columns than calibration
-    state = filled(rule, q.to(device), k.to(device))
+    state = filled_state(policy, q.to(device), k.to(device))
     visible = VisibleTokens.of(TOTAL, sinks=0, recent=1, window=None)
     basis = artifact(shape)
     for layer in (1, 2):
-        kept = []
+        columns = []
         for kv in range(shape.kv_heads):
             sums = (k[layer, kv, :PROMPT] @ basis.key[layer, kv].double()).abs().sum(0)
             for head in range(kv * group, (kv + 1) * group):
                 sums += (q[layer, head, :PROMPT] @ basis.query[layer, kv].double()).abs().sum(0)
-            kept.append(sums.topk(4).indices)  # 30 % of 16
-        assert any(set(row.tolist()) != {0, 1, 2, 3} for row in kept)
+            columns.append(sums.topk(4).indices)  # 30 % of 16
+        assert any(set(row.tolist()) != {0, 1, 2, 3} for row in columns)
         query = q[layer, :, -1]
-        scores = plain_scores(rule, layer, query, k, torch.stack(kept))
-        expected = plain_selection(scores, visible.candidates, group, 5.0, 0.2)
+        scores = reference_scores(policy, layer, query, k, torch.stack(columns))
+        expected = reference_selection(scores, visible.candidates, group, 5.0, 0.2)
         assert as_sets(state.select(layer, query.to(device), visible).known().tokens) == expected
 
 
@@ -134,29 +137,29 @@ def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.
 @pytest.mark.parametrize("group", [1, 4])
 def test_alpha_inf_and_full_fraction_select_every_candidate(scorer: str, group: int, device: torch.device) -> None:
     shape = geometry(group=group)
-    rule = policy(shape, torch.float32, device, scorer=scorer, alpha=math.inf, max_fraction=1.0)
+    policy = make_policy(shape, torch.float32, device, scorer=scorer, alpha=math.inf, max_fraction=1.0)
     q, k = (x.to(device) for x in tokens(shape, TOTAL))
     visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
-    selected = filled(rule, q, k).select(1, q[1, :, -1].float(), visible).tokens
+    selected = filled_state(policy, q, k).select(1, q[1, :, -1].float(), visible).tokens
     assert as_sets(selected) == [set(visible.candidates)] * shape.kv_heads
 
 
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.5, 1.0])
-def test_budget_fixes_the_attended_share(share: float) -> None:
+def test_budget_determines_the_attended_fraction(share: float) -> None:
     shape = geometry(group=2)
-    rule = policy(shape, budget=share)
+    policy = make_policy(shape, budget=share)
     q, k = tokens(shape, TOTAL)
     visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
-    count = filled(rule, q, k).select(0, q[0, :, -1], visible).count
+    count = filled_state(policy, q, k).select(0, q[0, :, -1], visible).count
     assert count == max(0, math.floor(share * TOTAL) - visible.resident)
 
 
 @pytest.mark.parametrize("scorer", ["partial", "int8", "int4", "int2"])
 def test_incremental_keys_equal_bulk_keys(scorer: str) -> None:
     shape = geometry(group=2)
-    rule = policy(shape, torch.float64, scorer=scorer)
+    policy = make_policy(shape, torch.float64, scorer=scorer)
     q, k = tokens(shape, 80)
-    bulk, single = rule.new_state(no_keys), rule.new_state(no_keys)
+    bulk, single = policy.new_state(no_keys), policy.new_state(no_keys)
     pass_keys(bulk, 0, k[0], 0)
     for start, stop in ((0, 1), (1, 2), (2, 7), (7, 66), (66, 80)):
         pass_keys(single, 0, k[0, :, start:stop], start)
@@ -171,7 +174,7 @@ def test_incremental_keys_equal_bulk_keys(scorer: str) -> None:
 def test_forks_are_independent(options: dict[str, str]) -> None:
     shape = geometry()
     q, k = tokens(shape, TOTAL)
-    state = filled(policy(shape, **options), q[:, :, :PROMPT], k[:, :, :PROMPT])
+    state = filled_state(make_policy(shape, **options), q[:, :, :PROMPT], k[:, :, :PROMPT])
     visible = VisibleTokens.of(PROMPT, sinks=4, recent=8, window=None)
     before = state._keys.scores(0, q[0, :, 0], visible.all).clone()
     fork = state.fork(no_keys)
@@ -195,9 +198,9 @@ def test_forks_are_independent(options: dict[str, str]) -> None:
         ({"scorer": "int2"}, 0.0625),
     ],
 )
-def test_device_bytes(options: dict[str, object], share: float) -> None:
+def test_device_bytes_of_scoring_keys(options: dict[str, object], share: float) -> None:
     shape = geometry(layers=1, head_dim=64)
-    state = policy(shape, torch.bfloat16, **options).new_state(no_keys)
+    state = make_policy(shape, torch.bfloat16, **options).new_state(no_keys)
     _, k = tokens(shape, 2048)
     pass_keys(state, 0, k[0].bfloat16(), 0)
     exact = share if "partial_ratio" not in options else math.floor(float(options["partial_ratio"]) * 64) / 128  # type: ignore[arg-type]
@@ -210,11 +213,11 @@ def test_device_bytes(options: dict[str, object], share: float) -> None:
 def test_half_precision_keys_are_scored_in_float32() -> None:
     shape = geometry(group=2, head_dim=64)
     q, k = tokens(shape, 64)
-    rule = policy(shape, torch.bfloat16, partial_ratio=1.0)
-    state = rule.new_state(no_keys)
+    policy = make_policy(shape, torch.bfloat16, partial_ratio=1.0)
+    state = policy.new_state(no_keys)
     pass_keys(state, 0, k[0].bfloat16(), 0)
     scores = state._keys.scores(0, q[0, :, -1].bfloat16(), range(64))
-    exact = plain_scores(rule, 0, q[0, :, -1], k, calibrated(rule)).view(2, 2, 64)
+    exact = reference_scores(policy, 0, q[0, :, -1], k, calibrated_columns(policy)).view(2, 2, 64)
     assert scores.dtype == torch.float32
     # Queries and keys are rounded to 8 bits of mantissa: about 2^-9 of a 64-term sum of products near 16.
     assert (scores - exact).abs().max() < 0.03
@@ -230,7 +233,7 @@ def test_packing_is_reversible(rows: int, bits: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("bits", "gaussian_error"), [(4, 0.01154), (2, 0.1188)])
 def test_quantiser_error(bits: int, gaussian_error: float) -> None:
-    """Errors are at most half a step within the levels. Gaussian columns have the error in Max (1960), table II."""
+    """Errors within the levels are at most half a step. For the error of Gaussian columns, see Max (1960), table II."""
     generator = torch.Generator().manual_seed(0)
     std = torch.tensor([[1.0, 0.1, 10.0], [3.0, 2.0, 0.01]])
     mean = torch.tensor([[0.0, 5.0, -1.0], [1.0, 0.0, 0.5]])
@@ -246,11 +249,11 @@ def test_quantiser_error(bits: int, gaussian_error: float) -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("group", [1, 4])
-def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: int, device: torch.device) -> None:
+def test_quantised_scores_equal_scores_of_dequantised_keys(bits: int, group: int, device: torch.device) -> None:
     shape = geometry(group=group, head_dim=20)
-    rule = policy(shape, torch.float64, device, scorer=f"int{bits}")
+    policy = make_policy(shape, torch.float64, device, scorer=f"int{bits}")
     q, k = tokens(shape, 50)
-    state = filled(rule, q.to(device), k.to(device), 41)
+    state = filled_state(policy, q.to(device), k.to(device), 41)
     data, layer = artifact(shape), 1
     quantiser = Quantiser.fit(
         Basis(data.query[layer].double(), data.key[layer].double(), shape.scales[layer]),
@@ -271,12 +274,14 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
     assert (scores - exact[:, :, 3:]).abs().mean() < 0.02 * exact.std()
 
 
-def missed_mass(rule: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, attended: list[set[int]]) -> float:
-    """Return the attention mass outside `attended`, computed from scoring keys, averaged over query heads."""
+def attention_mass_outside(
+    policy: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, attended: list[set[int]]
+) -> float:
+    """Return the attention mass outside `attended`, computed from scoring keys. It is averaged over query heads."""
     scores, cap, group = (
-        plain_scores(rule, layer, query, k, calibrated(rule)),
-        rule.geometry.softcap,
-        rule.geometry.group,
+        reference_scores(policy, layer, query, k, calibrated_columns(policy)),
+        policy.geometry.softcap,
+        policy.geometry.group,
     )
     weights = (scores if cap is None else cap * (scores / cap).tanh()).softmax(-1)
     outside = [1 - sum(float(row[t]) for t in attended[head // group]) for head, row in enumerate(weights)]
@@ -289,9 +294,9 @@ def test_repair_reduces_the_missed_mass_with_the_fewest_tokens(
     group: int, limit: float, softcap: float | None, device: torch.device
 ) -> None:
     shape = replace(geometry(group=group), softcap=softcap)
-    rule = policy(shape, device=device, max_missed_mass=limit, alpha=0.5, max_fraction=1.0)
+    policy = make_policy(shape, device=device, max_missed_mass=limit, alpha=0.5, max_fraction=1.0)
     q, k = tokens(shape, TOTAL)
-    state = filled(rule, q.to(device), k.to(device))
+    state = filled_state(policy, q.to(device), k.to(device))
     visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
     selection = state.select(1, q[1, :, 0].to(device), visible).known()
     query = q[1, :, -1]
@@ -299,13 +304,13 @@ def test_repair_reduces_the_missed_mass_with_the_fewest_tokens(
     assert extra is not None
     resident = set(visible.sinks) | set(visible.recent)
     first = [resident | row for row in as_sets(selection.tokens)]
-    assert missed_mass(rule, 1, query, k, first) > limit
+    assert attention_mass_outside(policy, 1, query, k, first) > limit
     for count, reached in ((extra.count, True), (extra.count - 1, False)):
         rows = as_sets(extra.tokens[:, :count])
         assert not any(a & b for a, b in zip(first, rows, strict=True))
         assert all(row <= set(visible.candidates) for row in rows)
-        both = [a | b for a, b in zip(first, rows, strict=True)]
-        assert (missed_mass(rule, 1, query, k, both) <= limit) == reached
+        attended = [a | b for a, b in zip(first, rows, strict=True)]
+        assert (attention_mass_outside(policy, 1, query, k, attended) <= limit) == reached
 
 
 def test_repair_adds_only_needed_tokens_within_the_cap() -> None:
@@ -313,25 +318,25 @@ def test_repair_adds_only_needed_tokens_within_the_cap() -> None:
     q, k = tokens(shape, TOTAL)
     visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
     cap = math.floor(0.2 * len(visible.candidates))
-    capped = policy(shape, max_missed_mass=1e-6, alpha=0.5, max_fraction=0.2)
-    state = filled(capped, q, k)
+    capped = make_policy(shape, max_missed_mass=1e-6, alpha=0.5, max_fraction=0.2)
+    state = filled_state(capped, q, k)
     selection = state.select(0, q[0, :, 0], visible)
     extra = state.repair(0, q[0, :, -1], visible, selection)
     assert extra is not None and selection.count + extra.count == cap
-    for rule in (policy(shape), policy(shape, max_missed_mass=0.999)):
-        assert filled(rule, q, k).repair(0, q[0, :, -1], visible, selection) is None
+    for policy in (make_policy(shape), make_policy(shape, max_missed_mass=0.999)):
+        assert filled_state(policy, q, k).repair(0, q[0, :, -1], visible, selection) is None
 
 
 def test_dense_layers_store_no_scoring_keys() -> None:
     shape = geometry(layers=3)
     q, k = tokens(shape, TOTAL)
-    all_sparse, one_dense = (filled(policy(shape, dense_layers=dense), q, k) for dense in ((), (1,)))
+    all_sparse, one_dense = (filled_state(make_policy(shape, dense_layers=dense), q, k) for dense in ((), (1,)))
     assert one_dense.device_bytes * 3 == all_sparse.device_bytes * 2
 
 
-def test_options_must_fit_the_model() -> None:
+def test_options_that_do_not_fit_the_model_are_errors() -> None:
     with pytest.raises(ConfigError, match="layers 0 to 1"):
-        policy(geometry(), dense_layers=(2,))
+        make_policy(geometry(), dense_layers=(2,))
     other = artifact(geometry(head_dim=32))
     with pytest.raises(ArtifactError, match="offload-rt skew"):
         InfiniGen(InfiniGenOptions(), geometry(), other, CPU, torch.float32)
@@ -340,9 +345,11 @@ def test_options_must_fit_the_model() -> None:
 def test_provenance_key_depends_on_options_that_change_tokens() -> None:
     shape = geometry()
     provenance_keys = {
-        policy(shape, **options).provenance_key
+        make_policy(shape, **options).provenance_key
         for options in ({}, {"alpha": 4.0}, {"scorer": "int4"}, {"source": "normed_input"}, {"recent": 16})
     }
-    provenance_keys.add(InfiniGen(policy(shape).options, shape, artifact(shape, 9), CPU, torch.float64).provenance_key)
+    provenance_keys.add(
+        InfiniGen(make_policy(shape).options, shape, artifact(shape, 9), CPU, torch.float64).provenance_key
+    )
     assert len(provenance_keys) == 6
-    assert policy(shape).provenance_key == policy(shape, alpha=5.0).provenance_key, "the family's alpha, named or not"
+    assert make_policy(shape).provenance_key == make_policy(shape, alpha=5.0).provenance_key, "the default"

@@ -1,6 +1,4 @@
-"""Test skewing: bases against brute force, calibration against transformers, folded checkpoints, artifacts and their
-cache.
-"""
+"""Test skewing: bases, calibration, folded checkpoints, artifacts and their cache."""
 
 from __future__ import annotations
 
@@ -48,14 +46,19 @@ needs_novels = pytest.mark.skipif(
     not (NOVELS.is_dir() and BOOK.is_file()), reason=f"no test model and book under {DATA} (OFFLOAD_RT_DATA)"
 )
 METHODS = tuple(BASES)
-ABSOLUTE = [("opt", {}), ("opt_postnorm", {}), ("gpt2", {}), ("gpt2", {"scale_attn_by_inverse_layer_idx": True})]
+ABSOLUTE_POSITIONS = [
+    ("opt", {}),
+    ("opt_postnorm", {}),
+    ("gpt2", {}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+]
 
 
 # --- bases -----------------------------------------------------------------------------------------------------------
 
 
-def random_rows(tokens: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Q and K `[tokens, d]` in float64 that are not centred and have unrelated principal axes."""
+def random_queries_and_keys(tokens: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return Q and K `[tokens, d]` in float64. They are not centred, and their principal axes are unrelated."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -73,18 +76,17 @@ def moments_of(Q: torch.Tensor, K: torch.Tensor) -> Moments:
 
 
 def score_error(Q: torch.Tensor, K: torch.Tensor, basis: SkewBasis, r: int) -> float:
-    """Return the squared error of all scores computed from r columns, up to the constant that softmax ignores."""
+    """Return the squared error of all scores computed from r columns, without the constant that softmax ignores."""
     centred = K - K.mean(0)
     kept = (Q @ basis.query)[:, :r] @ (centred @ basis.key)[:, :r].T
     return float((Q @ centred.T - kept).square().sum())
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("tokens", [1, 5, 16, 300])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 300])  # fewer or more than d = 16
 def test_scores_are_exact_with_all_columns(method: str, tokens: int) -> None:
-    """Cover calibration with few tokens (d = 16) or many, and other queries and keys."""
-    basis = BASES[method](moments_of(*random_rows(tokens, 16, seed=1)))
-    Q, K = random_rows(50, 16, seed=2)
+    basis = BASES[method](moments_of(*random_queries_and_keys(tokens, 16, seed=1)))
+    Q, K = random_queries_and_keys(50, 16, seed=2)
     exact = Q @ K.T
     # The ridge bounds the condition number of B_q, so float64 rounding of 1e-16 grows to at most 1e-10.
     torch.testing.assert_close((Q @ basis.query) @ (K @ basis.key).T, exact, rtol=0, atol=1e-10 * exact.abs().max())
@@ -92,29 +94,28 @@ def test_scores_are_exact_with_all_columns(method: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [0.0, 100.0])
-def test_degenerate_heads(method: str, size: float) -> None:
-    """Cover all-zero heads, and heads with equal keys, whose covariance is rounding error and often indefinite."""
+def test_bases_of_degenerate_heads_are_inverse(method: str, size: float) -> None:
     for seed in range(5):
-        Q, K = random_rows(50, 6, seed)
+        Q, K = random_queries_and_keys(50, 6, seed)
+        # The covariance of equal keys is rounding error, which is often indefinite.
         moments = moments_of(size * Q, size * K[:1].expand(7, 6))
         basis = BASES[method](moments)
         torch.testing.assert_close(basis.query @ basis.key.T, torch.eye(6, dtype=torch.float64), rtol=0, atol=1e-8)
 
 
 def test_svd_basis_equals_the_paper() -> None:
-    Q, K = random_rows(200, 8, seed=3)
+    Q, K = random_queries_and_keys(200, 8, seed=3)
     basis = svd_basis(moments_of(Q, K))
     assert torch.equal(basis.key, basis.query)
     torch.testing.assert_close(basis.query.T @ basis.query, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-12)
     match = (torch.linalg.svd(Q).Vh @ basis.query).abs()  # a signed permutation
     torch.testing.assert_close(match.sort(0).values[-1], torch.ones(8, dtype=torch.float64), rtol=0, atol=1e-9)
     largest = basis.query.gather(0, basis.query.abs().argmax(0, keepdim=True))
-    assert (largest > 0).all(), "the sign rule"
+    assert (largest > 0).all(), "the largest entry of each column is positive"
 
 
-def test_svd_columns_are_the_best_subset() -> None:
-    """Compare with all other subsets of the same size."""
-    Q, K = random_rows(200, 6, seed=4)
+def test_first_svd_columns_are_the_best_subset() -> None:
+    Q, K = random_queries_and_keys(200, 6, seed=4)
     basis = svd_basis(moments_of(Q, K))
     for r in range(1, 6):
         errors = [
@@ -122,11 +123,11 @@ def test_svd_columns_are_the_best_subset() -> None:
             for c in map(list, combinations(range(6), r))
         ]
         assert score_error(Q, K, basis, r) == pytest.approx(min(errors), rel=1e-9)
-        assert min(errors) < 0.9 * sorted(errors)[1], "the data cannot tell subsets apart"
+        assert min(errors) < 0.9 * sorted(errors)[1], "the data do not distinguish subsets"
 
 
 def test_balanced_moments_are_equal_and_diagonal() -> None:
-    moments = moments_of(*random_rows(300, 12, seed=5))
+    moments = moments_of(*random_queries_and_keys(300, 12, seed=5))
     skewed = moments.skewed(balanced_basis(moments, ridge=0.0))
     torch.testing.assert_close(skewed.query, skewed.key_covariance, rtol=0, atol=1e-12)
     diagonal = skewed.query.diagonal()
@@ -135,63 +136,62 @@ def test_balanced_moments_are_equal_and_diagonal() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_balanced_is_the_best_rank_and_svd_beats_none(seed: int) -> None:
-    Q, K = random_rows(300, 12, seed=10 + seed)
+def test_balanced_error_is_minimal_and_svd_is_better_than_plain(seed: int) -> None:
+    Q, K = random_queries_and_keys(300, 12, seed=10 + seed)
     moments = moments_of(Q, K)
     singular = torch.linalg.svdvals(Q @ (K - K.mean(0)).T)[:12].square()
     for r in range(1, 12):
         plain, svd, balanced = (
-            score_error(Q, K, make(moments), r) for make in (plain_basis, svd_basis, balanced_basis)
+            score_error(Q, K, compute_basis(moments), r) for compute_basis in (plain_basis, svd_basis, balanced_basis)
         )
-        floor = float(singular[r:].sum())
+        minimum = float(singular[r:].sum())
         # Eckart-Young. The ridge (1e-6) has only a second-order effect.
-        assert floor * (1 - 1e-9) <= balanced <= floor * (1 + 1e-4)
+        assert minimum * (1 - 1e-9) <= balanced <= minimum * (1 + 1e-4)
         assert balanced <= svd <= plain
 
 
-def test_kept_energy_equals_the_brute_force_error() -> None:
-    Q, K = random_rows(300, 12, seed=6)
+def test_kept_energy_equals_the_error_of_all_scores() -> None:
+    Q, K = random_queries_and_keys(300, 12, seed=6)
     moments = moments_of(Q, K)
     total = float((Q @ (K - K.mean(0)).T).square().sum())
-    for make in (plain_basis, svd_basis, balanced_basis):
+    for compute_basis in (plain_basis, svd_basis, balanced_basis):
         for r in (0, 3, 12):
-            expected = 1 - score_error(Q, K, make(moments), r) / total
-            assert float(kept_energy(moments, make(moments), r)) == pytest.approx(expected, abs=1e-10)
+            expected = 1 - score_error(Q, K, compute_basis(moments), r) / total
+            assert float(kept_energy(moments, compute_basis(moments), r)) == pytest.approx(expected, abs=1e-10)
 
 
 def test_batched_bases_equal_those_of_each_head() -> None:
-    heads = [moments_of(*random_rows(100, 8, seed=s)) for s in range(3)]
+    heads = [moments_of(*random_queries_and_keys(100, 8, seed=s)) for s in range(3)]
     batch = Moments(*(torch.stack([getattr(m, name) for m in heads]) for name in ("query", "key", "key_mean")))
-    for method, make in BASES.items():
-        together = make(batch)
+    for method, compute_basis in BASES.items():
+        batched = compute_basis(batch)
         for i, head in enumerate(heads):
-            torch.testing.assert_close(together.query[i], make(head).query, msg=method)
-            torch.testing.assert_close(together.key[i], make(head).key, msg=method)
+            torch.testing.assert_close(batched.query[i], compute_basis(head).query, msg=method)
+            torch.testing.assert_close(batched.key[i], compute_basis(head).key, msg=method)
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def captured() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Capture unscaled q `[H, T, d]` and k `[Hkv, T, d]` of every attention call in transformers."""
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+def captured_qk() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Capture unscaled q `[H, T, d]` and k `[Hkv, T, d]` of each attention call in transformers."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def capture(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         prescaled = module.scaling if type(module).__name__ == "OPTAttention" else 1.0
-        seen.append((query[0] / prescaled, key[0]))
+        calls.append((query[0] / prescaled, key[0]))
         return sdpa(module, query, key, *args, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = capture
-    yield seen
+    yield calls
     del ALL_ATTENTION_FUNCTIONS["sdpa"]  # removes the override
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_moments_equal_transformers(name: str, captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover prefill chunks, two segments of 130 tokens, windows (Mistral: 48), groups and scales."""
+def test_moments_equal_transformers(name: str, captured_qk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     ids = tiny_prompt(260)
@@ -200,26 +200,28 @@ def test_moments_equal_transformers(name: str, captured: Any, monkeypatch: pytes
         model(torch.tensor([segment]), use_cache=False)
     layers = model.config.num_hidden_layers
     for layer in range(layers):
-        parts = [captured[layer], captured[layers + layer]]
+        parts = [captured_qk[layer], captured_qk[layers + layer]]
         k = torch.cat([k for _, k in parts], dim=1)
         q = torch.cat([q for q, _ in parts], dim=1).reshape(len(k), -1, k.shape[-1])
         # float64, but transformers computes RMSNorm and RoPE in float32
-        for found, expected in (
+        for actual, expected in (
             (moments.query[layer], q.mT @ q / q.shape[1]),
             (moments.key[layer], k.mT @ k / k.shape[1]),
             (moments.key_mean[layer], k.mean(1)),
         ):
-            torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * expected.abs().max())
+            torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6 * expected.abs().max())
 
 
-def test_spread_positions_rotate_queries_without_changing_attention() -> None:
-    """RoPE keeps vector lengths, so spread positions must not change the trace of a layer's moments."""
+def test_spread_positions_only_rotate_queries_and_keys() -> None:
+    """RoPE does not change the length of vectors, so the trace of a layer's moments must not change."""
     adapter, ids = adapter_for(tiny_model("llama", dtype=torch.float64)), tiny_prompt(130)
     natural, spread = (measure(adapter, ids, positions=positions)[0] for positions in (130, 4096))
     for name in ("query", "key"):
-        here, there = getattr(natural, name), getattr(spread, name)
-        torch.testing.assert_close(*(m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (here, there)), rtol=1e-5, atol=0)
-        assert (here - there).abs().max() > 0.05 * here.abs().max()
+        natural_moments, spread_moments = getattr(natural, name), getattr(spread, name)
+        torch.testing.assert_close(
+            *(m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (natural_moments, spread_moments)), rtol=1e-5, atol=0
+        )
+        assert (natural_moments - spread_moments).abs().max() > 0.05 * natural_moments.abs().max()
 
 
 def test_positions_are_spread_evenly() -> None:
@@ -227,7 +229,7 @@ def test_positions_are_spread_evenly() -> None:
     spread = calibrate_module._spread(100, 131072)
     share = 131072 / 100
     assert all(int(i * share) <= p <= (i + 1) * share for i, p in enumerate(spread.tolist()))
-    assert len(set(spread.diff().tolist())) > 90, "an even step can be in tune with a rotary plane"
+    assert len(set(spread.diff().tolist())) > 90, "equal steps may coincide with the period of a rotary plane"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -249,7 +251,7 @@ def test_artifact_describes_the_skewed_keys(name: str, method: str) -> None:
 
 def test_calibration_reports_progress_and_repeats() -> None:
     adapter, calls = adapter_for(tiny_model("gpt2")), []
-    made = [
+    artifacts = [
         calibrate(
             adapter,
             tiny_prompt(1100),
@@ -261,10 +263,10 @@ def test_calibration_reports_progress_and_repeats() -> None:
         for _ in range(2)
     ]
     assert calls == [(i, 6) for i in range(1, 7)] * 2, "two segments (1,024 positions) of three layers"
-    assert torch.equal(made[0].query, made[1].query)
+    assert torch.equal(artifacts[0].query, artifacts[1].query)
 
 
-def test_bad_calibration_input() -> None:
+def test_invalid_calibration_input_is_an_error() -> None:
     adapter = adapter_for(tiny_model("opt"))
     for ids in ([], [VOCAB], [-1]):
         with pytest.raises(InputError, match=r"empty|vocabulary"):
@@ -318,8 +320,8 @@ def test_skewing_concentrates_a_trained_model() -> None:
 
 @needs_novels
 @pytest.mark.parametrize("method", METHODS)
-def test_a_basis_belongs_to_its_positions(method: str) -> None:
-    """A basis calibrated on 2,048 positions is worse at 32,768. Measured: 0.63 against 0.71."""
+def test_basis_is_best_at_the_positions_of_its_calibration(method: str) -> None:
+    """A basis calibrated on 2,048 positions keeps less energy at 32,768 positions. Measured: 0.63 against 0.71."""
     held_out = novels_moments("book", 32768)
     near, far = (BASES[method](novels_moments("calibration", positions)) for positions in (2048, 32768))
     assert float(kept_energy(held_out, far, 19).mean()) > float(kept_energy(held_out, near, 19).mean()) + 0.05
@@ -336,7 +338,7 @@ def artifact_for(model: Any, method: str, tokens: int = 300) -> SkewArtifact:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("name", "overrides"), ABSOLUTE)
+@pytest.mark.parametrize(("name", "overrides"), ABSOLUTE_POSITIONS)
 def test_folded_checkpoint_gives_equal_logits(
     name: str, overrides: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
@@ -347,8 +349,8 @@ def test_folded_checkpoint_gives_equal_logits(
     folded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = torch.tensor([tiny_prompt(400, seed=7)])
     with torch.no_grad():
-        expected, found = model(ids).logits, folded(ids).logits
-    assert (found - expected).abs().max() <= 5e-5 * expected.abs().max()
+        expected, actual = model(ids).logits, folded(ids).logits
+    assert (actual - expected).abs().max() <= 5e-5 * expected.abs().max()
     # The model is skewed: queries are uncorrelated on the calibration text.
     moment = measure(adapter_for(folded), tiny_prompt(300))[0].query
     correlated = moment - moment.diagonal(dim1=-2, dim2=-1).diag_embed()
@@ -363,24 +365,24 @@ def test_fold_without_biases_and_from_few_tokens(tmp_path: Path) -> None:
     assert (folded(ids).logits - expected).abs().max() <= 5e-5 * expected.abs().max()
 
 
-def test_fold_shares_what_it_does_not_change() -> None:
+def test_fold_shares_unchanged_parameters() -> None:
     model = tiny_model("gpt2", dtype=torch.bfloat16)
     folded = fold(model, artifact_for(model, "svd"))
-    own = {id(p) for p in model.parameters()}
-    fresh = [name for name, p in folded.named_parameters() if id(p) not in own]
-    assert all("c_attn" in name for name in fresh)
-    assert len(fresh) == 2 * 3
+    original = {id(p) for p in model.parameters()}
+    new = [name for name, p in folded.named_parameters() if id(p) not in original]
+    assert all("c_attn" in name for name in new)
+    assert len(new) == 2 * 3
     assert folded.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
-def test_rope_is_not_folded(name: str) -> None:
+def test_folding_a_model_with_rope_is_an_error(name: str) -> None:
     model = tiny_model(name)
     with pytest.raises(ModelError, match="RoPE"):
         fold(model, artifact_for(model, "svd", tokens=20))
 
 
-def test_fold_refuses_an_artifact_of_other_shapes() -> None:
+def test_folding_an_artifact_of_other_shapes_is_an_error() -> None:
     artifact = artifact_for(tiny_model("opt", num_attention_heads=2), "svd")
     with pytest.raises(ArtifactError, match=artifact.fingerprint):
         fold(tiny_model("opt"), artifact)
@@ -429,64 +431,72 @@ def test_skew_model_without_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def made() -> SkewArtifact:
+def llama_artifact() -> SkewArtifact:
     return artifact_for(tiny_model("llama"), "balanced", tokens=50)
 
 
-def test_artifact_round_trip(made: SkewArtifact, tmp_path: Path) -> None:
+def test_artifact_round_trip(llama_artifact: SkewArtifact, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "skew.safetensors"
-    made.save(path)
+    llama_artifact.save(path)
     first = path.read_bytes()
-    made.save(path)
+    llama_artifact.save(path)
     assert path.read_bytes() == first, "not deterministic"
     assert list(path.parent.iterdir()) == [path], "temporary files left"
-    loaded = SkewArtifact.load(path, made.fingerprint).to("cpu")
-    assert (loaded.method, loaded.fingerprint, loaded.calibration) == (made.method, made.fingerprint, made.calibration)
+    loaded = SkewArtifact.load(path, llama_artifact.fingerprint).to("cpu")
+    assert (loaded.method, loaded.fingerprint, loaded.calibration) == (
+        llama_artifact.method,
+        llama_artifact.fingerprint,
+        llama_artifact.calibration,
+    )
     for name in ("query", "key", "key_mean", "key_std", "slope", "offset"):
-        assert torch.equal(getattr(loaded, name), getattr(made, name))
-    assert SkewArtifact.load(path, None).fingerprint == made.fingerprint
+        assert torch.equal(getattr(loaded, name), getattr(llama_artifact, name))
+    assert SkewArtifact.load(path, None).fingerprint == llama_artifact.fingerprint
 
 
-def test_svd_artifact_shares_one_tensor_and_still_saves(tmp_path: Path) -> None:
+def test_svd_artifact_with_a_shared_tensor_can_be_saved(tmp_path: Path) -> None:
     identity = torch.eye(4).expand(2, 3, 4, 4).contiguous()
-    mean, std, right = torch.zeros(2, 3, 4), torch.ones(2, 3, 4), Correction.none(2)
-    SkewArtifact("svd", identity, identity, mean, std, right.slope, right.offset, "f", "c").save(tmp_path / "a")
+    mean, std, correction = torch.zeros(2, 3, 4), torch.ones(2, 3, 4), Correction.none(2)
+    SkewArtifact("svd", identity, identity, mean, std, correction.slope, correction.offset, "f", "c").save(
+        tmp_path / "a"
+    )
     assert torch.equal(SkewArtifact.load(tmp_path / "a", "f").key, identity)
 
 
-def test_artifact_of_another_model_names_both(made: SkewArtifact, tmp_path: Path) -> None:
-    made.save(tmp_path / "a")
+def test_artifact_of_another_model_is_an_error(llama_artifact: SkewArtifact, tmp_path: Path) -> None:
+    llama_artifact.save(tmp_path / "a")
     other = load_model(tiny_model("llama", seed=1)).fingerprint
-    with pytest.raises(ArtifactError, match=rf"{made.fingerprint}.*{other}"):
+    with pytest.raises(ArtifactError, match=rf"{llama_artifact.fingerprint}.*{other}"):
         SkewArtifact.load(tmp_path / "a", other)
 
 
-def test_artifact_of_another_version(made: SkewArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_artifact_of_another_version_is_an_error(
+    llama_artifact: SkewArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(artifact_module, "VERSION", 99)
-        made.save(tmp_path / "a")
+        llama_artifact.save(tmp_path / "a")
     with pytest.raises(ArtifactError, match=rf"version 99.*version {artifact_module.VERSION}"):
         SkewArtifact.load(tmp_path / "a", None)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
-def test_truncated_artifact(made: SkewArtifact, tmp_path: Path, keep: int) -> None:
-    made.save(tmp_path / "a")
+def test_truncated_artifact_is_an_error(llama_artifact: SkewArtifact, tmp_path: Path, keep: int) -> None:
+    llama_artifact.save(tmp_path / "a")
     (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:keep])
     with pytest.raises(ArtifactError, match="damaged"):
-        SkewArtifact.load(tmp_path / "a", made.fingerprint)
+        SkewArtifact.load(tmp_path / "a", llama_artifact.fingerprint)
 
 
-def test_changed_artifact(made: SkewArtifact, tmp_path: Path) -> None:
-    made.save(tmp_path / "a")
+def test_changed_artifact_is_an_error(llama_artifact: SkewArtifact, tmp_path: Path) -> None:
+    llama_artifact.save(tmp_path / "a")
     data = bytearray((tmp_path / "a").read_bytes())
     data[-1000] ^= 1
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(ArtifactError, match=r"damaged.*digest"):
-        SkewArtifact.load(tmp_path / "a", made.fingerprint)
+        SkewArtifact.load(tmp_path / "a", llama_artifact.fingerprint)
 
 
-def test_not_an_artifact(tmp_path: Path) -> None:
+def test_file_that_is_not_an_artifact_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no such file"):
         SkewArtifact.load(tmp_path / "nothing", None)
     with pytest.raises(ArtifactError, match="no such file"):
@@ -511,9 +521,11 @@ def test_not_an_artifact(tmp_path: Path) -> None:
         ({"key_mean": None}, "damaged"),
     ],
 )
-def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: str, tmp_path: Path) -> None:
+def test_inconsistent_artifact_is_an_error(
+    change: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
     """The digest of the file is valid, but its tensors are inconsistent."""
-    whole = {
+    valid = {
         "query": torch.zeros(2, 2, 4, 4),
         "key": torch.zeros(2, 2, 4, 4),
         "key_mean": torch.zeros(2, 2, 4),
@@ -521,7 +533,7 @@ def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: 
         "slope": torch.ones(3, 2, 8),
         "offset": torch.zeros(3, 2, 8),
     }
-    tensors = {name: tensor for name, tensor in (whole | change).items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in (valid | change).items() if tensor is not None}
     version = artifact_module.VERSION
     header = {"format": "offload-rt skew", "version": version, "method": "svd", "fingerprint": "f", "calibration": "c"}
     header["sha256"] = artifact_module._digest(tensors)
@@ -533,21 +545,21 @@ def test_inconsistent_artifact(change: dict[str, torch.Tensor | None], message: 
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
-def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_artifact_is_reused_and_replaced_if_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     monkeypatch.setattr(calibrate_module, "TOKENS", 100)
     loaded = load_model(tiny_model("llama"))
     path = cache_path(loaded, "svd")
     assert path.parent == tmp_path / "skew"
     first = cached_artifact(loaded, "svd")
-    written = path.read_bytes()
+    content = path.read_bytes()
 
     cached_artifact(loaded, "balanced")  # must not affect the svd entry
     assert len(list(path.parent.iterdir())) == 2
-    path.write_bytes(written[:-7])
-    again = cached_artifact(loaded, "svd")
-    assert path.read_bytes() == written, "a damaged file is made again, to the bit"
-    assert torch.equal(again.query, first.query)
+    path.write_bytes(content[:-7])
+    restored = cached_artifact(loaded, "svd")
+    assert path.read_bytes() == content, "a damaged file is replaced by an identical one"
+    assert torch.equal(restored.query, first.query)
 
     with monkeypatch.context() as patch:
         patch.delattr(calibrate_module, "measure")
@@ -557,7 +569,7 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             cached_artifact(loaded, "svd")
 
 
-def test_cache_that_cannot_be_written(
+def test_unwritable_cache_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -566,7 +578,7 @@ def test_cache_that_cannot_be_written(
     assert "not cached" in caplog.text
 
 
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_path_depends_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(tiny_model("opt"))
     monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
@@ -577,10 +589,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_path(loaded, "svd").parent == Path.home() / ".cache" / "offload-rt" / "skew"
 
 
-def test_the_first_load_reports_calibration(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The message appears on a terminal, and only if no artifact is cached."""
+def test_first_load_reports_calibration(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("offload_rt.utils.progress.PATIENCE_SECONDS", -1.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     model = tiny_model("llama", seed=11)
