@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -83,6 +84,12 @@ def test_every_kernel_fits_shared_memory_and_registers(kernel_results: list[dict
         assert row["shared"] <= SHARED[row["arch"]] and row["spilled"] <= SPILLED, row
         assert row["registers"] <= REGISTERS.get((row["case"], row["kernel"]), 255), row
     assert all(row["spills"] == 0 for row in kernel_results if row["arch"] == "sm_89")
+
+
+def test_limits_name_existing_kernels() -> None:
+    for name in {*WIDE, *(kernel for _, kernel in REGISTERS)}:
+        module, _, kernel = name.partition(".")
+        assert hasattr(importlib.import_module(f"offload_rt.kernels.{module}"), kernel), name
 
 
 def test_rotations_are_rounded_after_each_product(kernel_results: list[dict[str, Any]]) -> None:
