@@ -16,12 +16,11 @@ STEPS = st.lists(
 )
 
 
-def runs(blocks: list[int], slab_blocks: int) -> int:
+def count_runs(blocks: list[int], slab_blocks: int) -> int:
     return sum(i == 0 or block != blocks[i - 1] + 1 or block % slab_blocks == 0 for i, block in enumerate(blocks))
 
 
-def free_runs(refs: list[int], slab_blocks: int) -> list[int]:
-    """Return the lengths of the free runs, found by a plain scan."""
+def free_run_lengths(refs: list[int], slab_blocks: int) -> list[int]:
     lengths = [0]
     for block, count in enumerate(refs):
         if block % slab_blocks == 0 or count:
@@ -32,7 +31,7 @@ def free_runs(refs: list[int], slab_blocks: int) -> list[int]:
 
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS, slab_blocks=st.integers(1, 9))
-def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_blocks: int) -> None:
+def test_allocator_equals_a_list_of_reference_counts(steps: list[tuple[str, int]], slab_blocks: int) -> None:
     table = BlockAllocator(slab_blocks)
     refs: list[int] = []
     held: list[int] = []  # one entry per reference
@@ -42,32 +41,34 @@ def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_block
             refs += [0] * slab_blocks
         elif action in ("best_fit", "worst_fit"):
             count = number % (table.free + 1)
-            lengths = sorted(free_runs(refs, slab_blocks))
-            taken = getattr(table, action)(count)
-            assert len(set(taken)) == len(taken) == count
-            assert all(refs[block] == 0 for block in taken)
+            lengths = sorted(free_run_lengths(refs, slab_blocks))
+            allocated = getattr(table, action)(count)
+            assert len(set(allocated)) == len(allocated) == count
+            assert all(refs[block] == 0 for block in allocated)
             if action == "best_fit" and count:
                 fitting = [length for length in lengths if length >= count]
-                assert (runs(taken, slab_blocks) == 1) == bool(fitting), "one run if a free run is long enough"
-                most = 0
+                assert (count_runs(allocated, slab_blocks) == 1) == bool(fitting), (
+                    "one run if a free run is long enough"
+                )
+                fewest_runs = 0
                 while count > 0:
                     count -= lengths.pop()
-                    most += 1
-                assert runs(taken, slab_blocks) <= most, "as few runs as there can be"
-            held += taken
-            for block in taken:
+                    fewest_runs += 1
+                assert count_runs(allocated, slab_blocks) <= fewest_runs, "as few runs as possible"
+            held += allocated
+            for block in allocated:
                 refs[block] = 1
         elif action == "extend" and held:
             last = held[number % len(held)]
-            taken = table.extend(last, 3)
-            want = []
+            allocated = table.extend(last, 3)
+            expected = []
             for block in range(last + 1, min(last + 4, (last // slab_blocks + 1) * slab_blocks)):
                 if refs[block]:
                     break
-                want.append(block)
-            assert taken == want
-            held += taken
-            for block in taken:
+                expected.append(block)
+            assert allocated == expected
+            held += allocated
+            for block in allocated:
                 refs[block] = 1
         elif action == "share" and held:
             block = held[number % len(held)]
@@ -83,7 +84,7 @@ def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_block
         table.check_integrity()
         assert [table.refs(block) for block in range(len(refs))] == refs
         assert table.free == refs.count(0) and table.used == len(refs) - refs.count(0)
-        assert table.largest_run == max(free_runs(refs, slab_blocks), default=0)
+        assert table.largest_run == max(free_run_lengths(refs, slab_blocks), default=0)
 
 
 def test_best_fit_uses_the_shortest_run_that_fits() -> None:
@@ -97,7 +98,7 @@ def test_best_fit_uses_the_shortest_run_that_fits() -> None:
     assert table.best_fit(1) == [57]
 
 
-def test_growing_leaves_room_for_the_neighbour() -> None:
+def test_worst_fit_leaves_space_for_sequences_to_grow() -> None:
     table = BlockAllocator(64)
     table.add_slab()
     assert table.worst_fit(1) == [0], "no run can grow into the start of a slab"
@@ -108,7 +109,7 @@ def test_growing_leaves_room_for_the_neighbour() -> None:
     )
 
 
-def test_a_hundred_thousand_blocks_are_handled_in_microseconds() -> None:
+def test_hundred_thousand_blocks_are_handled_in_microseconds() -> None:
     table = BlockAllocator(256)
     for _ in range(400):
         table.add_slab()

@@ -41,12 +41,11 @@ from offload_rt.storage.options import LIVE_POLICIES
 from offload_rt.storage.policies import EvictionOrder
 
 
-class StoreAgainstModel(RuleBasedStateMachine):
+class StoreMachine(RuleBasedStateMachine):
     """Compare a store with a plain model of its eviction order.
 
-    Without a limit, each saved block is found until it is removed. With a limit, the store never exceeds it. The least
-    recently used block is evicted first. Blocks that waiting turns need come last, and among these the one needed last
-    comes first.
+    The least recently used block is evicted first. Blocks that waiting turns need are evicted last, in reverse order of
+    need.
     """
 
     limited = False
@@ -63,8 +62,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.policy = policy
         self.limit = 4 * FILE_BYTES + 100 if self.limited else None
         self.stamps: dict[int, int] = {}  # number -> time of the last use
-        self.others: list[int] = []  # not expected, oldest first
-        self.wanted: list[int] = []  # expected by waiting turns, soonest first
+        self.unneeded: list[int] = []  # not needed by waiting turns, oldest first
+        self.needed: list[int] = []  # needed by waiting turns, soonest first
         self.window: list[int] = []
         self.clock = itertools.count()
         self.reopen()
@@ -77,53 +76,53 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     def free_space(self) -> None:
         if self.limited and len(self.stamps) == 4:
-            self.forget(self.others[0] if self.others else self.wanted[-1])
+            self.forget(self.unneeded[0] if self.unneeded else self.needed[-1])
 
     def forget(self, number: int) -> None:
         del self.stamps[number]
-        (self.others if number in self.others else self.wanted).remove(number)
+        (self.unneeded if number in self.unneeded else self.needed).remove(number)
 
     @rule(number=st.integers(0, 9))
-    def save_one(self, number: int) -> None:
+    def save_block(self, number: int) -> None:
         assert save(self.store, number) == (number not in self.stamps)
         if number not in self.stamps:
             self.free_space()
             self.stamps[number] = next(self.clock)
-            (self.wanted if number in self.window else self.others).append(number)
+            (self.needed if number in self.window else self.unneeded).append(number)
 
     @rule(number=st.integers(0, 9))
-    def load_one(self, number: int) -> None:
+    def load_block(self, number: int) -> None:
         assert load(self.store, number) == (blocks_of(number) if number in self.stamps else None)
 
     @rule(numbers=st.lists(st.integers(0, 9), max_size=3, unique=True))
-    def touch_some(self, numbers: list[int]) -> None:
+    def touch_blocks(self, numbers: list[int]) -> None:
         self.store.touch([self.key(number) for number in numbers])
         for number in reversed([n for n in numbers if n in self.stamps and self.policy != "fifo"]):
             self.stamps[number] = next(self.clock)
-            if number in self.others:
-                self.others.remove(number)
-                self.others.append(number)
+            if number in self.unneeded:
+                self.unneeded.remove(number)
+                self.unneeded.append(number)
 
     @rule(numbers=st.lists(st.integers(0, 9), max_size=4, unique=True))
-    def expect_some(self, numbers: list[int]) -> None:
+    def expect_blocks(self, numbers: list[int]) -> None:
         self.store.expect([self.key(number) for number in numbers])
         if self.policy != "lookahead":
             return
         self.window = numbers
-        for number in [n for n in self.wanted if n not in numbers]:
+        for number in [n for n in self.needed if n not in numbers]:
             self.stamps[number] = next(self.clock)
-            self.others.append(number)
-        self.wanted = [n for n in numbers if n in self.stamps]
-        self.others = [n for n in self.others if n not in self.wanted]
+            self.unneeded.append(number)
+        self.needed = [n for n in numbers if n in self.stamps]
+        self.unneeded = [n for n in self.unneeded if n not in self.needed]
 
     @rule(number=st.integers(0, 9))
-    def remove_one(self, number: int) -> None:
+    def remove_block(self, number: int) -> None:
         self.store.remove([self.key(number)])
         if number in self.stamps:
             self.forget(number)
 
     @rule(number=st.integers(0, 9))
-    def abort_one(self, number: int) -> None:
+    def abort_write(self, number: int) -> None:
         writer = self.store.begin(block_name(self.store, number), LAYER_BYTES)
         if writer is not None:
             self.free_space()
@@ -131,19 +130,18 @@ class StoreAgainstModel(RuleBasedStateMachine):
             writer.abort()
 
     @rule(step=st.integers(-5 * 10**9, 10**10))
-    def clock_moves(self, step: int) -> None:
-        """Move the clock, also backwards."""
+    def move_clock(self, step: int) -> None:
         self.now += step
 
     @rule()
     def restart(self) -> None:
-        """Reopen the store. It keeps the ages of blocks, but forgets which blocks waiting turns need."""
+        """Reopen the store. It keeps the ages of blocks, but not the list of blocks that waiting turns need."""
         self.store.close()
         self.reopen()
-        self.others, self.wanted, self.window = sorted(self.stamps, key=self.stamps.__getitem__), [], []
+        self.unneeded, self.needed, self.window = sorted(self.stamps, key=self.stamps.__getitem__), [], []
 
     @invariant()
-    def holds(self) -> None:
+    def matches_model(self) -> None:
         self.store.check_integrity()
         assert block_files(Path(self.home.name)) == len(self.stamps)
 
@@ -154,35 +152,35 @@ class StoreAgainstModel(RuleBasedStateMachine):
             self.patches.undo()
 
 
-class LimitedStoreAgainstModel(StoreAgainstModel):
+class LimitedStoreMachine(StoreMachine):
     limited = True
 
 
 _settings = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
-TestStore = StoreAgainstModel.TestCase
+TestStore = StoreMachine.TestCase
 TestStore.settings = _settings
-TestLimitedStore = LimitedStoreAgainstModel.TestCase
+TestLimitedStore = LimitedStoreMachine.TestCase
 TestLimitedStore.settings = _settings
 
 
-def test_ranks_from_a_clock_that_went_backwards_do_not_outlive_a_restart() -> None:
-    """Otherwise, new blocks would be evicted before those from before the restart."""
-    model = LimitedStoreAgainstModel()
+def test_restart_discards_ranks_from_a_clock_that_moved_back() -> None:
+    """With such ranks, blocks stored after the restart would be evicted before older blocks."""
+    model = LimitedStoreMachine()
     model.start(policy="lookahead")
     try:
-        model.save_one(number=0)
-        model.clock_moves(step=-5)
+        model.save_block(number=0)
+        model.move_clock(step=-5)
         for number in (2, 3, 4):
-            model.save_one(number=number)
+            model.save_block(number=number)
         model.restart()
         for number in (1, 5):
-            model.save_one(number=number)
-            model.holds()
+            model.save_block(number=number)
+            model.matches_model()
     finally:
         model.teardown()
 
 
-def test_a_decoded_header_equals_the_encoded_one() -> None:
+def test_decoded_header_equals_the_encoded_one() -> None:
     header = BlockHeader(b"k" * 32, 1 << 40, tuple(range(2**63, 2**63 + 80)))
     data = header.encode()
     assert len(data) == header.data_offset and len(data) % 4096 == 0
@@ -190,31 +188,29 @@ def test_a_decoded_header_equals_the_encoded_one() -> None:
 
 
 @pytest.mark.slow
-def test_every_flipped_bit_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
-    """For 2,000 sampled bits, a load misses or returns the right bytes, without an exception."""
+def test_bit_flip_in_a_block_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
-    whole, rng, right = path.read_bytes(), random.Random(0), blocks_of(1)
-    used = len(BlockHeader.decode(whole).encode().rstrip(b"\0"))  # type: ignore[union-attr]
+    original, rng, expected = path.read_bytes(), random.Random(0), blocks_of(1)
+    used = len(BlockHeader.decode(original).encode().rstrip(b"\0"))  # type: ignore[union-attr]
     misses = 0
     for _ in range(2000):
-        bit = rng.randrange(8 * len(whole))
-        damaged = bytearray(whole)
+        bit = rng.randrange(8 * len(original))
+        damaged = bytearray(original)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        store._folder.index.add(path, len(whole))
-        answer = load(store, 1)
-        assert answer in (None, right)
+        store._folder.index.add(path, len(original))
+        blocks = load(store, 1)
+        assert blocks in (None, expected)
         in_padding = used <= bit // 8 < 4096
-        assert (answer is None) != in_padding, "only the zeros after the header have no owner"
-        misses += answer is None
+        assert (blocks is None) != in_padding, "only the padding after the header has no checksum"
+        misses += blocks is None
     assert misses > 500
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_verify_reads_every_layer(layer: int, tmp_path: Path) -> None:
-    """A damaged block is reported and removed, so that it can be saved again."""
+def test_verify_removes_a_block_with_damage_in_any_layer(layer: int, tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert not store.verify(block_name(store, 1)), "it is not stored"
     assert save(store, 1) and store.verify(block_name(store, 1))
@@ -240,10 +236,7 @@ def test_truncated_and_overlong_files_are_misses_and_replaced(tmp_path: Path, si
     assert save(store, 1) and load(store, 1) == blocks_of(1)
 
 
-def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file with the expected name but another key in its header is a miss and is removed."""
+def test_file_of_another_key_or_version_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
@@ -254,11 +247,11 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
         (store.root, "exact", tokens_of(1, 63)),
     ):
         name = NamedBlock(0, parent, provenance_key, tokens)
-        disguise = store._path(name.key)
-        disguise.parent.mkdir(exist_ok=True)
-        disguise.write_bytes(path.read_bytes())
-        store._folder.index.add(disguise, FILE_BYTES)
-        assert store.find(name) is None and not disguise.exists()
+        copy = store._path(name.key)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+        store._folder.index.add(copy, FILE_BYTES)
+        assert store.find(name) is None and not copy.exists()
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
     assert load(other, 1) is None
@@ -277,7 +270,7 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
     assert load(store, 5) is None and load(store, 1) == blocks_of(1)
 
 
-def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> None:
+def test_limit_includes_files_that_are_being_written(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
     writers = [store.begin(block_name(store, n), LAYER_BYTES) for n in range(5)]
     assert [writer is not None for writer in writers] == [True] * 3 + [False] * 2
@@ -304,8 +297,8 @@ def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
         store.documents.put(named("huge"), bytes(5 * FILE_BYTES))
 
 
-def test_documents_may_evict_blocks_in_use(tmp_path: Path) -> None:
-    """If the blocks of a session fill the store, its history must still be saved."""
+def test_documents_may_evict_pinned_blocks(tmp_path: Path) -> None:
+    """If the blocks of a session fill the store, the history must still be saved."""
     store = open_store(tmp_path, 2 * FILE_BYTES)
     keys = [block_name(store, n).key for n in (0, 1)]
     store.pin(keys)
@@ -316,7 +309,7 @@ def test_documents_may_evict_blocks_in_use(tmp_path: Path) -> None:
     store.check_integrity()
 
 
-def test_a_path_is_evicted_from_its_end(tmp_path: Path) -> None:
+def test_sequence_is_evicted_from_its_end(tmp_path: Path) -> None:
     store = open_store(tmp_path, 4 * FILE_BYTES)
     keys, parent = [], store.root
     for number in range(4):
@@ -328,7 +321,7 @@ def test_a_path_is_evicted_from_its_end(tmp_path: Path) -> None:
     assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == blocks_of(2)
 
 
-def test_time_to_live_and_a_clock_that_goes_backwards(tmp_path: Path) -> None:
+def test_time_to_live_with_a_clock_that_moves_back(tmp_path: Path) -> None:
     now = 10**18
     store = open_store(tmp_path, ttl=60, clock=lambda: now)
     save(store, 1)
@@ -345,7 +338,7 @@ def test_time_to_live_and_a_clock_that_goes_backwards(tmp_path: Path) -> None:
     assert [load(store, n) is not None for n in (1, 2, 3, 4)] == [False, False, False, True]
 
 
-def test_time_to_live_of_fifo_counts_from_the_writing(tmp_path: Path) -> None:
+def test_time_to_live_of_fifo_starts_at_the_write(tmp_path: Path) -> None:
     now = 10**18
     stores = {
         policy: open_store(tmp_path / policy, policy=policy, ttl=60, clock=lambda: now) for policy in LIVE_POLICIES
@@ -362,7 +355,7 @@ def test_time_to_live_of_fifo_counts_from_the_writing(tmp_path: Path) -> None:
         assert (load(store, 1) is None) == (policy == "fifo"), policy
 
 
-def test_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
+def test_store_has_one_writer_and_several_readers(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(StoreError, match=f"written by another process .process {os.getpid()}"):
         open_store(tmp_path)
@@ -390,14 +383,13 @@ def test_other_files_in_the_folder_are_not_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["namespace", "fan"])
-def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path) -> None:
-    """Matching files outside the store are neither read nor changed."""
+def test_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     save(store, 1)
     [path] = (tmp_path / "store").glob("*/*/*.kv")
-    place = path.parent if level == "fan" else path.parent.parent
-    place.rename(tmp_path / "outside")
-    place.symlink_to(tmp_path / "outside")
+    folder = path.parent if level == "fan" else path.parent.parent
+    folder.rename(tmp_path / "outside")
+    folder.symlink_to(tmp_path / "outside")
     before = {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()}
     store.remove([block_name(store, 1).key])
     store.retain(set())
@@ -412,33 +404,32 @@ def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path)
     assert {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()} == before
 
 
-def test_unusable_folders_are_one_clear_error(tmp_path: Path) -> None:
+def test_file_in_place_of_a_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot use the store"):
         open_store(tmp_path / "file")
 
 
-def test_a_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power failure, the old or the new document must be complete."""
-    store, done = open_store(tmp_path), []
+    store, calls = open_store(tmp_path), []
     fsync, replace = os.fsync, os.replace
 
-    def synced(handle: int) -> None:
-        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "bytes")
+    def recording_fsync(handle: int) -> None:
+        calls.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "bytes")
         fsync(handle)
 
-    def renamed(*paths: Any) -> None:
-        done.append("name")
+    def recording_replace(*paths: Any) -> None:
+        calls.append("name")
         replace(*paths)
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "replace", recording_replace)
     store.documents.put(named("one"), b"history")
-    assert done == ["bytes", "name", "folder"]
+    assert calls == ["bytes", "name", "folder"]
 
 
-def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each writing system call fails in turn. Partly written files are never found."""
+def test_failed_system_calls_leave_no_partial_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
     store = open_store(tmp_path)
@@ -460,22 +451,21 @@ def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                     store.documents.put(named("d"), b"x")
         store.check_integrity()
         assert load(store, 2) is None
-        assert load(store, 1) in (blocks_of(1), None), "a document may have taken its place"
+        assert load(store, 1) in (blocks_of(1), None), "a document may have evicted the block"
     store.documents.delete(named("d"))
     assert save(store, 2)
 
 
 @pytest.mark.slow
-def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
-    """After SIGKILL, blocks are complete or missing, the limit holds, the lock is free and temporary files are gone."""
+def test_store_is_consistent_after_kills_during_saving(tmp_path: Path) -> None:
     # `make stress` runs it 200 times.
-    rng, saved, cut = random.Random(1), 0, 0
+    rng, saved, temporary_files = random.Random(1), 0, 0
     for start in range(0, KILLS * 1000, 1000):
         child = fork_saver(tmp_path, start)
         time.sleep(rng.random() * 0.03)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        cut += len(list(tmp_path.rglob("*.tmp")))
+        temporary_files += len(list(tmp_path.rglob("*.tmp")))
         store = open_store(tmp_path, 40 * FILE_BYTES)
         store.check_integrity()
         assert not list(tmp_path.rglob("*.tmp"))
@@ -484,10 +474,10 @@ def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
             assert blocks in (None, blocks_of(number))
             saved += blocks is not None
         store.close()
-    assert saved > 0 and cut > 0
+    assert saved > 0 and temporary_files > 0
 
 
-def test_items_added_to_the_eviction_window_are_evicted_in_reverse_order_of_need() -> None:
+def test_eviction_window_evicts_items_in_reverse_order_of_need() -> None:
     order = EvictionOrder[str]("lookahead")
     for item in "xab":
         order.add(item)

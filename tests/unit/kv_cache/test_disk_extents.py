@@ -37,12 +37,12 @@ from offload_rt.storage.saver import Saver
 OFFSET = 8192
 
 
-class Blocks:
-    """Create block files, and record writes that are incomplete layers or repeat a layer."""
+class BlockFiles:
+    """Create block files. Record writes of incomplete or repeated layers in `invalid`."""
 
-    def __init__(self, folder: Path, made: FileArena) -> None:
-        self._folder, self._layer = folder, made.file_layout.layer_bytes
-        self.wrong: list[int] = []
+    def __init__(self, folder: Path, file_arena: FileArena) -> None:
+        self._folder, self._layer = folder, file_arena.file_layout.layer_bytes
+        self.invalid: list[int] = []
 
     def new(self) -> StoredExtent:
         file = BlockFile(os.open(self._folder, os.O_TMPFILE | os.O_RDWR, 0o600))
@@ -51,7 +51,7 @@ class Blocks:
 
         def once(layer: int, block: memoryview) -> None:
             if layer in seen or layer >= LAYOUT.layers or len(block) != self._layer:
-                self.wrong.append(layer)
+                self.invalid.append(layer)
             seen.add(layer)
 
         return StoredExtent(file, OFFSET, self._layer, once)
@@ -67,24 +67,24 @@ class Blocks:
         return extent
 
 
-class Model:
-    """Expected contents of an arena, with a mask of the entries written since their block was allocated."""
+class ArenaModel:
+    """Expected contents of an arena, and a mask of the KV entries written since their block was allocated."""
 
-    def __init__(self, made: FileArena, blocks: Blocks) -> None:
-        self.made, self.blocks = made, blocks
+    def __init__(self, file_arena: FileArena, blocks: BlockFiles) -> None:
+        self.file_arena, self.blocks = file_arena, blocks
         self.rows = torch.zeros(LAYOUT.layers, LAYOUT.blocks, LAYOUT.kv_heads, BLOCK_SIZE, WIDTH)
         self.known = torch.zeros(self.rows.shape[:-1], dtype=torch.bool)
 
     def fill(self, number: int, slab: int, place: int, first: int, count: int) -> None:
         count = min(count, 192 - first)
         rows = torch.full((LAYOUT.kv_heads, count, WIDTH), float(number + 1)) + torch.arange(count)[:, None] / 256
-        self.made.fill(slab, place, first, rows[..., : LAYOUT.head_dim], rows[..., LAYOUT.head_dim :])
+        self.file_arena.fill(slab, place, first, rows[..., : LAYOUT.head_dim], rows[..., LAYOUT.head_dim :])
         for i in range(count):
             block, slot = slab * 3 + (first + i) // BLOCK_SIZE, (first + i) % BLOCK_SIZE
             self.rows[place, block, :, slot], self.known[place, block, :, slot] = rows[:, i], True
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        self.made.copy(source, target, tokens)
+        self.file_arena.copy(source, target, tokens)
         for each in (self.rows, self.known):
             each[:, target, :, :tokens] = each[:, source, :, :tokens]
 
@@ -93,17 +93,17 @@ class Model:
 
         Kind 0: an empty file. Kind 1: an empty file for a block with buffered KV. Kind 2: a file with stored KV.
         """
-        if kind == 1 and self.made.is_buffered(block):
-            self.made.move_to(block, self.blocks.new(), LAYOUT.layers)
-        elif kind == 0 and self.made.is_empty(block):
-            self.made.attach(block, self.blocks.new())
-        elif kind == 2 and self.made.is_empty(block):
+        if kind == 1 and self.file_arena.is_buffered(block):
+            self.file_arena.move_to(block, self.blocks.new(), LAYOUT.layers)
+        elif kind == 0 and self.file_arena.is_empty(block):
+            self.file_arena.attach(block, self.blocks.new())
+        elif kind == 2 and self.file_arena.is_empty(block):
             self.rows[:, block] = torch.arange(self.rows[:, block].numel()).view_as(self.rows[:, block]) / 64 - number
             self.known[:, block] = True
-            self.made.attach(block, self.blocks.stored(self.rows[:, block]), range(LAYOUT.layers))
+            self.file_arena.attach(block, self.blocks.stored(self.rows[:, block]), range(LAYOUT.layers))
 
     def discard(self, block: int) -> None:
-        self.made.discard([block])
+        self.file_arena.discard([block])
         self.known[:, block] = False
 
     def gather(self, place: int, seed: int, count: int) -> None:
@@ -113,14 +113,14 @@ class Model:
         known = self.known[place, blocks, heads, slots].numpy()
         blocks, heads, slots = blocks[known], heads[known], slots[known]
         out = torch.full((len(blocks), WIDTH), -1.0)
-        self.made.gather(
-            place, self.made.file_layout.entry_ids(place, blocks, slots, heads), out, np.arange(len(blocks))
+        self.file_arena.gather(
+            place, self.file_arena.file_layout.entry_ids(place, blocks, slots, heads), out, np.arange(len(blocks))
         )
         assert torch.equal(out, self.rows[place, blocks, heads, slots])
 
     def view(self, slab: int, place: int, first: int, count: int) -> None:
         count = min(count, 192 - first)
-        part = self.made.view(slab, place, first, count)
+        part = self.file_arena.view(slab, place, first, count)
         whole = (each[place, slab * 3 : slab * 3 + 3].transpose(0, 1).flatten(1, 2) for each in (self.rows, self.known))
         rows, known = (each[:, first : first + count] for each in whole)
         assert torch.equal(torch.cat((part.k, part.v), dim=2)[known], rows[known])
@@ -150,8 +150,7 @@ STEPS = st.one_of(
 def test_reads_return_the_written_kv_from_every_location(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
-    """Compare an arena with a tensor. Its cache has 16 slots, and one block is buffered at a time."""
-    check(tmp_path_factory.mktemp("rows", numbered=True), steps)
+    compare_with_model(tmp_path_factory.mktemp("rows", numbered=True), steps)
 
 
 @given(st.lists(STEPS, max_size=12))
@@ -163,12 +162,12 @@ def test_reads_return_the_written_kv_without_a_compiler(
         for module in (row_cache, row_copy, requests):
             patch.setattr(module, "_library", lambda: None)
         patch.setattr(requests, "_merge_library", lambda: None)
-        check(tmp_path_factory.mktemp("rows", numbered=True), steps)
+        compare_with_model(tmp_path_factory.mktemp("rows", numbered=True), steps)
 
 
-def check(folder: Path, steps: list[Any]) -> None:
-    made = arena(folder)
-    model = Model(made, Blocks(folder, made))
+def compare_with_model(folder: Path, steps: list[Any]) -> None:
+    file_arena = arena(folder)
+    model = ArenaModel(file_arena, BlockFiles(folder, file_arena))
     for number, (kind, *where) in enumerate(steps):
         if kind == "fill":
             model.fill(number, *where)
@@ -176,13 +175,15 @@ def check(folder: Path, steps: list[Any]) -> None:
             model.extent(*where, number)
         elif kind != "copy" or where[0] != where[1]:
             getattr(model, kind)(*where)
-    made.check_integrity()
-    assert made.budget.slots < 25 and made.budget.block_buffers == 1, "otherwise all KV stays in memory"
-    assert not model.blocks.wrong
+    file_arena.check_integrity()
+    assert file_arena.budget.slots < 25 and file_arena.budget.block_buffers == 1, "otherwise all KV stays in memory"
+    assert not model.blocks.invalid
     for place in range(LAYOUT.layers):
         model.gather(place, 0, LAYOUT.blocks * 2 * BLOCK_SIZE)
-    made.discard(range(LAYOUT.blocks))
-    assert not len(made._extents) and made.file.files.handles.max() == made.file.handle, "unused files are closed"
+    file_arena.discard(range(LAYOUT.blocks))
+    assert not len(file_arena._extents) and file_arena.file.files.handles.max() == file_arena.file.handle, (
+        "unused files are closed"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- sessions
@@ -192,104 +193,102 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, seed=3)]
 
 
-def make(folder: Path | None, **named: Any) -> LLM:
-    """Return an engine. With a folder, host memory holds a quarter of the context."""
+def make_llm(folder: Path | None, **named: Any) -> LLM:
+    """With a folder, host memory is a quarter of the context's KV."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     return LLM(MODEL, **{"dtype": "float32", "policy": "full", **limits, **named})
 
 
-def say(session: Session, turn: list[int]) -> list[int]:
-    """Return the tokens of an answer, and check the integrity of session and runner."""
-    said = [event.token_id for event in session.send(turn, GREEDY)]
+def answer(session: Session, turn: list[int]) -> list[int]:
+    """Return the generated tokens. Check the integrity of session and runner."""
+    tokens = [event.token_id for event in session.send(turn, GREEDY)]
     session.context.saver.flush()
     session.check_integrity()
     session.kv.runner.check_integrity()
-    return said
+    return tokens
 
 
-def stored_blocks(llm: LLM) -> int:
-    """Return the number of blocks whose KV is in files of the store."""
+def count_stored_blocks(llm: LLM) -> int:
     assert llm.runner.pool.file is not None
     return len(llm.runner.pool.file._extents)
 
 
-def life(folder: Path | None, store: Path, **options: Any) -> list[list[int]]:
+def run_session(folder: Path | None, store: Path, **options: Any) -> list[list[int]]:
     """Return the tokens of a session that is continued, forked, truncated and reopened by a new engine."""
-    told = []
-    with make(folder) as llm:
+    tokens = []
+    with make_llm(folder) as llm:
         session = llm.session("s", store, **options)
-        told += [say(session, TURNS[0]), say(session, TURNS[1])]
+        tokens += [answer(session, TURNS[0]), answer(session, TURNS[1])]
         fork = session.fork("t")
-        told += [say(fork, TURNS[2]), say(session, TURNS[2])]
+        tokens += [answer(fork, TURNS[2]), answer(session, TURNS[2])]
         if not options:  # a limited store loses KV, and a truncated session cannot compute it again
             session.truncate(keep_last=150)
-        told += [say(session, TURNS[1]), say(fork, TURNS[1])]
-    with make(folder) as llm:
-        told += [say(llm.session(name, store, **options), TURNS[2]) for name in ("s", "t")]
-    return told
+        tokens += [answer(session, TURNS[1]), answer(fork, TURNS[1])]
+    with make_llm(folder) as llm:
+        tokens += [answer(llm.session(name, store, **options), TURNS[2]) for name in ("s", "t")]
+    return tokens
 
 
-def tampered(store: Path, before: dict[Path, bytes]) -> list[Path]:
+def changed_block_files(store: Path, before: dict[Path, bytes]) -> list[Path]:
     """Return the block files that changed since the last call. Record new files in `before`."""
     now = {path: path.read_bytes() for path in store.rglob("*.kv")}
-    wrong = [path for path, data in before.items() if path in now and now[path] != data]
+    changed = [path for path, data in before.items() if path in now and now[path] != data]
     before.update(now)
-    return wrong
+    return changed
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]]]:
-    """Return the expected tokens, by whether the store is limited, from runs in memory."""
+def expected_tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]]]:
+    """Return tokens of runs in host memory. The key is True if the store has a size limit."""
     folders = tmp_path_factory.mktemp("room"), tmp_path_factory.mktemp("limit")
-    return {False: life(None, folders[0]), True: life(None, folders[1], limit=1 << 30)}
+    return {False: run_session(None, folders[0]), True: run_session(None, folders[1], limit=1 << 30)}
 
 
-LAYERS_BYTES = MODEL.config.num_hidden_layers * 2 * BLOCK_SIZE * MODEL.config.hidden_size // 2 * 8
+BLOCK_BYTES = MODEL.config.num_hidden_layers * 2 * BLOCK_SIZE * MODEL.config.hidden_size // 2 * 8
 """K and V of a block in all layers. The model has half as many KV heads as query heads."""
 
 
-def test_session_tokens_equal_a_run_in_memory(right: dict[bool, list[list[int]]], tmp_path: Path) -> None:
-    assert life(tmp_path / "rows", tmp_path / "store") == right[False]
+def test_session_tokens_equal_a_run_in_memory(expected_tokens: dict[bool, list[list[int]]], tmp_path: Path) -> None:
+    assert run_session(tmp_path / "rows", tmp_path / "store") == expected_tokens[False]
 
 
 def test_kv_is_written_once_and_restored_without_writes(tmp_path: Path) -> None:
     before: dict[Path, bytes] = {}
-    with make(tmp_path / "rows") as llm:
+    with make_llm(tmp_path / "rows") as llm:
         session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
-        say(session, TURNS[0])
-        assert file is not None and stored_blocks(llm) == len(TURNS[0]) // BLOCK_SIZE == 4
-        steps_read = (GREEDY.max_tokens - 1) * 4 * LAYERS_BYTES
-        assert file.use.bytes_written == 4 * LAYERS_BYTES
+        answer(session, TURNS[0])
+        assert file is not None and count_stored_blocks(llm) == len(TURNS[0]) // BLOCK_SIZE == 4
+        steps_read = (GREEDY.max_tokens - 1) * 4 * BLOCK_BYTES
+        assert file.use.bytes_written == 4 * BLOCK_BYTES
         assert not file._written.any(), "the pool's own file is empty"
-        assert file.use.bytes_read == steps_read, "by decode steps alone"
-        tampered(tmp_path / "store", before)
-    with make(tmp_path / "rows") as llm:
+        assert file.use.bytes_read == steps_read, "only decode steps read"
+        changed_block_files(tmp_path / "store", before)
+    with make_llm(tmp_path / "rows") as llm:
         session, file = llm.session("s", tmp_path / "store"), llm.runner.pool.file
-        say(session, TURNS[1][:10])
-        assert file is not None and stored_blocks(llm) >= session.loaded_tokens // BLOCK_SIZE == 4
-        assert file.use.bytes_written <= 3 * LAYERS_BYTES, "the block after the restored KV, and the next"
+        answer(session, TURNS[1][:10])
+        assert file is not None and count_stored_blocks(llm) >= session.loaded_tokens // BLOCK_SIZE == 4
+        assert file.use.bytes_written <= 3 * BLOCK_BYTES, "the block after the restored KV, and the next"
         session.truncate(keep_last=100)
-        say(session, TURNS[2])
-        assert not tampered(tmp_path / "store", before) and len(before) > 4
+        answer(session, TURNS[2])
+        assert not changed_block_files(tmp_path / "store", before) and len(before) > 4
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["evicted", "no room", "few files", "parts", "no file"])
-def test_blocks_without_a_stored_extent(
-    case: str, right: dict[bool, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_blocks_without_a_stored_extent_give_the_same_tokens(
+    case: str, expected_tokens: dict[bool, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store evicts blocks or has no space, files are limited or cannot be opened, or segments end inside blocks."""
-    room = {"evicted": 5 * (LAYERS_BYTES + 4096) + 50_000, "no room": LAYERS_BYTES}
+    limits = {"evicted": 5 * (BLOCK_BYTES + 4096) + 50_000, "no room": BLOCK_BYTES}
     if case == "few files":
         monkeypatch.setattr(extents, "most_files", lambda: extents.SPARE_FILES + 2)
     if case == "parts":
         monkeypatch.setitem(prefill_module.SEGMENT_BYTES, "cpu", 1)
     if case == "no file":
         monkeypatch.setattr(BlockFile, "allocate", failing_allocate(BlockFile.allocate))
-    limit = {"limit": room[case]} if case in room else {}
+    limit = {"limit": limits[case]} if case in limits else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a session is not saved completely
-        assert life(tmp_path / "rows", tmp_path / "store", **limit) == right[bool(limit)]
+        assert run_session(tmp_path / "rows", tmp_path / "store", **limit) == expected_tokens[bool(limit)]
 
 
 def failing_allocate(real: Any) -> Any:
@@ -303,69 +302,69 @@ def failing_allocate(real: Any) -> Any:
     return allocate
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_a_stored_extent_that_cannot_be_written(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes fail from the `at`-th on: the turn fails, files in the store are complete, and the next turn succeeds."""
-    with make(tmp_path / "rows") as llm, make(None) as memory:
+@pytest.mark.parametrize("successful_writes", [0, 5])
+def test_failed_write_to_a_stored_extent_fails_only_one_turn(
+    successful_writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_llm(tmp_path / "rows") as llm, make_llm(None) as memory:
         session, count = llm.session("s", tmp_path / "store"), 0
-        say(session, TURNS[0])
+        answer(session, TURNS[0])
         with monkeypatch.context() as patch:
             real = BlockFile.write
 
             def write(file: BlockFile, offset: int, data: torch.Tensor) -> None:
                 nonlocal count
                 count += 1
-                if count > at:
+                if count > successful_writes:
                     raise OSError(errno.EIO, "Input/output error")
                 real(file, offset, data)
 
             patch.setattr(BlockFile, "write", write)
             with pytest.raises(DiskError, match="cannot write KV"):
-                say(session, TURNS[0])
-        [wanted] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
-        assert say(session, TURNS[2]) == list(wanted.outputs[0].token_ids)
+                answer(session, TURNS[0])
+        [expected] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
+        assert answer(session, TURNS[2]) == list(expected.outputs[0].token_ids)
         session.close()
     store = DiskStore(tmp_path / "store", session.context.storage.namespace, 2)
     store.check_integrity()
     assert all(store.verify(name) for name in session.kv.blocks.names(len(session.tokens) // BLOCK_SIZE * BLOCK_SIZE))
 
 
-def test_damage_in_a_stored_extent_is_computed_again(tmp_path: Path) -> None:
-    with make(tmp_path / "rows") as llm, make(None) as memory:
+def test_damaged_stored_extent_is_recomputed(tmp_path: Path) -> None:
+    with make_llm(tmp_path / "rows") as llm, make_llm(None) as memory:
         session = llm.session("s", tmp_path / "store")
-        say(session, TURNS[0])
-        [wanted] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
+        answer(session, TURNS[0])
+        [expected] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
         session.close()
     broken = max((tmp_path / "store").rglob("*.kv"), key=lambda path: path.stat().st_size)  # a full block
     data = bytearray(broken.read_bytes())
     data[-5000] ^= 1
     broken.write_bytes(data)
-    with make(tmp_path / "rows") as llm:
-        assert say(llm.session("s", tmp_path / "store"), TURNS[2]) == list(wanted.outputs[0].token_ids)
+    with make_llm(tmp_path / "rows") as llm:
+        assert answer(llm.session("s", tmp_path / "store"), TURNS[2]) == list(expected.outputs[0].token_ids)
         assert broken.read_bytes() != data, "the block was stored again"
 
 
-def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
-    """A block that is still being loaded looks empty, but must not get another file."""
-    with make(tmp_path / "rows") as llm:
+def test_block_that_is_being_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
+    """A block that is being loaded looks empty, but must not get another file."""
+    with make_llm(tmp_path / "rows") as llm:
         session, pool = llm.session("s", tmp_path / "store"), llm.runner.pool
-        say(session, TURNS[0])
+        answer(session, TURNS[0])
         other = DiskStore(tmp_path / "other", "t", 2)
         saver, blocks = Saver(other, pool, llm.runner.transfer.storage), pool.new_block_table(256)
         pool.commit(blocks, 140)
         saving = saver.begin(blocks, session.kv.blocks.names(256))
-        assert saving is not None and stored_blocks(llm) == 4 + 1
+        assert saving is not None and count_stored_blocks(llm) == 4 + 1
         assert [pending.extent is not None for pending in saving.pending] == [False, False, False, True]
         saver.abort(saving)
-        assert stored_blocks(llm) == 4 and other.bytes_used == 0
+        assert count_stored_blocks(llm) == 4 and other.bytes_used == 0
         saver.close()
         pool.release(blocks)
         other.close()
 
 
-def test_an_aborted_turn_leaves_its_blocks_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next turn uses files of the store again, and does not copy old KV to them."""
-    with make(tmp_path / "rows") as llm, make(None) as memory:
+def test_aborted_turn_leaves_no_stored_extent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_llm(tmp_path / "rows") as llm, make_llm(None) as memory:
         session = llm.session("s", tmp_path / "store")
         with monkeypatch.context() as patch:
             real = Saver.layer_done
@@ -376,9 +375,9 @@ def test_an_aborted_turn_leaves_its_blocks_empty(tmp_path: Path, monkeypatch: py
 
             patch.setattr(Saver, "layer_done", stop)
             with pytest.raises(KeyboardInterrupt):
-                say(session, TURNS[0])
+                answer(session, TURNS[0])
         file = llm.runner.pool.file
-        assert file is not None and stored_blocks(llm) == 0 and not list((tmp_path / "store").rglob("*.tmp"))
-        [wanted] = memory.generate([TURNS[2] + TURNS[1]], GREEDY)
-        assert say(session, TURNS[2] + TURNS[1]) == list(wanted.outputs[0].token_ids)
-        assert stored_blocks(llm) == 3
+        assert file is not None and count_stored_blocks(llm) == 0 and not list((tmp_path / "store").rglob("*.tmp"))
+        [expected] = memory.generate([TURNS[2] + TURNS[1]], GREEDY)
+        assert answer(session, TURNS[2] + TURNS[1]) == list(expected.outputs[0].token_ids)
+        assert count_stored_blocks(llm) == 3

@@ -37,14 +37,14 @@ TURNS = [tiny_prompt(150, seed=i) for i in range(4)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
-def make(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
-    """Return an engine. With a folder, host memory holds a quarter of the context."""
+def make_llm(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
+    """With a folder, host memory is a quarter of the context's KV."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     chosen = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
     return LLM(MODEL, dtype="float32", prefill_chunk_size=32, policy=policy, policy_options=chosen, **limits, **options)
 
 
-def written(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+def generate_tokens(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, GREEDY)]
 
 
@@ -54,9 +54,9 @@ def send(session: Session, turn: list[int]) -> None:
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+def expected_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """Return the tokens of a session in host memory after all turns."""
-    with make(None) as llm:
+    with make_llm(None) as llm:
         session = llm.session("s", tmp_path_factory.mktemp("right"))
         for turn in TURNS:
             send(session, turn)
@@ -66,14 +66,14 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------- killed
 
 
-def turns_of(session: Session) -> int:
-    """Return the number of turns in a session. Fail if a turn is incomplete."""
+def completed_turns(session: Session) -> int:
+    """Return the number of turns. Fail if a turn is incomplete."""
     turns, rest = divmod(len(session.tokens), len(TURNS[0]) + 12)
     assert not rest
     return turns
 
 
-def fork_talker(rows: Path, store: Path) -> tuple[int, int]:
+def fork_session(rows: Path, store: Path) -> tuple[int, int]:
     """Fork a process that runs the remaining turns of a session. Return its id and a pipe that reports its progress.
 
     The process writes "p" for a prompt, "d" for a token, and "t" for the end of a turn.
@@ -84,8 +84,8 @@ def fork_talker(rows: Path, store: Path) -> tuple[int, int]:
         child = os.fork()
     if child == 0:
         try:
-            session: Any = make(rows).session("s", store)
-            for turn in TURNS[turns_of(session) :]:
+            session: Any = make_llm(rows).session("s", store)
+            for turn in TURNS[completed_turns(session) :]:
                 os.write(writing, b"p")
                 for _ in session.send(turn, GREEDY):
                     os.write(writing, b"d")
@@ -96,46 +96,46 @@ def fork_talker(rows: Path, store: Path) -> tuple[int, int]:
     return child, reading
 
 
-def killed(child: int, reading: int, phase: str, after: int, seconds: float) -> str:
-    """Kill the process `seconds` after `after` steps of `phase`. Return its progress."""
-    said = os.read(reading, 1).decode()
-    while len(said) < after or not said.endswith(phase):
-        if not (more := os.read(reading, 1).decode()):
+def kill_in_phase(child: int, pipe: int, phase: str, steps: int, seconds: float) -> str:
+    """Wait until `steps` or more reports end with `phase`, wait `seconds`, and kill the process. Return all reports."""
+    reports = os.read(pipe, 1).decode()
+    while len(reports) < steps or not reports.endswith(phase):
+        if not (more := os.read(pipe, 1).decode()):
             break
-        said += more
+        reports += more
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    while more := os.read(reading, 100).decode():
-        said += more
-    os.close(reading)
-    return said
+    while more := os.read(pipe, 100).decode():
+        reports += more
+    os.close(pipe)
+    return reports
 
 
 @pytest.mark.slow
-def test_killed_while_a_context_on_disk_is_read_and_written(
-    right: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_complete_turns_survive_kills_during_prefill_and_decoding(
+    expected_tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Kill at random times of prefill (in segments) and decoding. A new session begins after the last turn.
     monkeypatch.setitem(prefill_module.SEGMENT_BYTES, "cpu", 1)
     rng, rows, number, last = random.Random(4), tmp_path / "rows", 0, set()
-    with make(rows) as llm:
+    with make_llm(rows) as llm:
         for kill in range(max(4, KILLS // 2 * EVERY)):
             store = tmp_path / f"store{number}"
-            said = killed(*fork_talker(rows, store), "pd"[kill % 2], rng.randrange(14), 0.01 * rng.random())
-            last.add(said[-1:])
+            reports = kill_in_phase(*fork_session(rows, store), "pd"[kill % 2], rng.randrange(14), 0.01 * rng.random())
+            last.add(reports[-1:])
             assert list(rows.iterdir()) == [], "all its KV is deleted"
             session = llm.session("s", store)
-            assert said.count("t") <= turns_of(session), "complete turns are durable"
-            assert session.tokens == right[: len(session.tokens)] and not list(store.rglob("*.tmp"))
+            assert reports.count("t") <= completed_turns(session), "complete turns are durable"
+            assert session.tokens == expected_tokens[: len(session.tokens)] and not list(store.rglob("*.tmp"))
             session.context.storage.check_integrity()
-            number += turns_of(session) == len(TURNS)
+            number += completed_turns(session) == len(TURNS)
             session.close()
         assert {"p", "d"} <= last
         session = llm.session("s", store)
-        for turn in TURNS[turns_of(session) :]:
+        for turn in TURNS[completed_turns(session) :]:
             send(session, turn)
-        assert session.tokens == right
+        assert session.tokens == expected_tokens
         llm.runner.check_integrity()
 
 
@@ -143,7 +143,7 @@ def test_killed_while_a_context_on_disk_is_read_and_written(
 
 
 class FullDisk:
-    """Disk whose writes of KV fail from the `at`-th on, until `free` is called."""
+    """Simulate a disk whose writes of KV fail after the first `at` writes, until `free` is called."""
 
     def __init__(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at, self.writes = at, 0
@@ -162,32 +162,30 @@ class FullDisk:
 
 
 @pytest.mark.parametrize(("policy", "places"), [("full", (3, 20)), ("infinigen", (12,))])
-def test_a_disk_that_is_full_at_any_write(
+def test_full_disk_fails_requests_and_frees_their_blocks(
     policy: str, places: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running requests end with an error and free their blocks. With space again, prompts give the right tokens."""
     prompts, failed = TURNS[:2], 0
-    right = written(make(None, policy), prompts)
+    expected = generate_tokens(make_llm(None, policy), prompts)
     for at in range(60) if EVERY else places:
-        with make(tmp_path, policy) as llm, monkeypatch.context() as patch:
+        with make_llm(tmp_path, policy) as llm, monkeypatch.context() as patch:
             full = FullDisk(at, patch)
             try:
-                assert written(llm, prompts) == right
+                assert generate_tokens(llm, prompts) == expected
             except DiskError as error:
                 failed += "No space left" in str(error)
             full.free()
             assert llm.runner.pool.sequence_bytes == 0
-            assert written(llm, prompts) == right
+            assert generate_tokens(llm, prompts) == expected
             llm.runner.check_integrity()
             assert not llm.runner.pool.lost
     assert failed > 15 if EVERY else failed == len(places)
 
 
 @pytest.mark.parametrize("at", range(20) if EVERY else (2, 8))
-def test_a_session_continues_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk becomes full in the second turn. The next turn computes the KV that was not stored."""
-    memory = make(None, "full")
-    with make(tmp_path / "rows", "full") as llm:
+def test_session_continues_after_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = make_llm(None, "full")
+    with make_llm(tmp_path / "rows", "full") as llm:
         session = llm.session("s", tmp_path / "store")
         send(session, TURNS[0])
         full = FullDisk(at, monkeypatch)
@@ -198,43 +196,42 @@ def test_a_session_continues_after_a_full_disk(at: int, tmp_path: Path, monkeypa
             session.save()
         full.free()
         for turn in TURNS[2:]:
-            [wanted] = written(memory, [[*session.tokens, *turn]])
+            [expected] = generate_tokens(memory, [[*session.tokens, *turn]])
             send(session, turn)
-            assert session.tokens[-12:] == wanted
+            assert session.tokens[-12:] == expected
         tokens = session.tokens
         llm.runner.check_integrity()
         session.close()
-    with make(tmp_path / "rows", "full") as llm:
+    with make_llm(tmp_path / "rows", "full") as llm:
         assert llm.session("s", tmp_path / "store").tokens == tokens
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify", "reload"])
-def test_a_disk_error_ends_only_the_requests_that_need_the_kv(
+def test_disk_error_ends_only_the_requests_that_need_the_kv(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error fails the prompt, the batch of the step, or the request whose draft is wrong, and no other request."""
     failed, ended = [], {}
     drafts: Any = {"exact": {"method": "sparse", "adaptive": False}} if phase in ("verify", "reload") else {}
-    with make(tmp_path, **drafts) as llm:
+    with make_llm(tmp_path, **drafts) as llm:
         engine = Engine(llm.runner, max_num_seqs=2, on_failure=lambda request, error: failed.append((request, error)))
         first = engine.add(TURNS[0], GREEDY)
         while not first.completions()[0].token_ids:
             engine.step()
         others = [engine.add(turn, GREEDY) for turn in TURNS[1:3]]
 
-        def fails(*args: object) -> None:
+        def fail(*args: object) -> None:
             monkeypatch.undo()
             raise DiskError("cannot read KV")
 
         where, name = {"prefill": (llm.runner, "advance_prefill"), "decode": (llm.runner, "decode"),
                        "verify": (decoder, "verify"), "reload": (llm.runner, "reload")}[phase]  # fmt: skip
-        monkeypatch.setattr(where, name, fails)
+        monkeypatch.setattr(where, name, fail)
         while not engine.idle:
             ended |= {event.request_id: event for event in engine.step() if event.finish_reason}
-        gone = others[:1] if phase == "prefill" else [first]
-        assert [request for request, _ in failed] == gone and isinstance(failed[0][1], DiskError)
-        left = [one for one in (first, *others) if one not in gone]
-        assert len(ended) == len(left) == 2 and llm.runner.pool.sequence_bytes == 0
-        said = [one.completions()[0].token_ids for one in left]
-        assert said == written(llm, [list(one.prompt.token_ids) for one in left])
+        expected_failures = others[:1] if phase == "prefill" else [first]
+        assert [request for request, _ in failed] == expected_failures and isinstance(failed[0][1], DiskError)
+        remaining = [one for one in (first, *others) if one not in expected_failures]
+        assert len(ended) == len(remaining) == 2 and llm.runner.pool.sequence_bytes == 0
+        tokens = [one.completions()[0].token_ids for one in remaining]
+        assert tokens == generate_tokens(llm, [list(one.prompt.token_ids) for one in remaining])
         engine.check_integrity()

@@ -51,11 +51,11 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [tiny_prompt(300, seed=1), tiny_prompt(260, seed=2)]
 
 
-def written(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+def generate_tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)]
 
 
-def make(folder: Path | None, **named: Any) -> LLM:
+def make_llm(folder: Path | None, **named: Any) -> LLM:
     limits = {} if folder is None else {"disk": folder, **LIMITS}
     options = {"dtype": "float32", **limits, **named}
     return LLM(MODEL if options["dtype"] == "float32" else MODEL_IN_FLOAT64, **options)
@@ -109,7 +109,7 @@ READERS: dict[str, Callable[[], Reader | None]] = {"ring": RingReader.open, "thr
 @pytest.mark.parametrize("kind", READERS)
 def test_concurrent_reads_return_the_written_bytes(kind: str, tmp_path: Path) -> None:
     if (reader := READERS[kind]()) is None:
-        pytest.skip("no ring here")
+        pytest.skip("io_uring is not available")
     file = DirectFile(tmp_path, lambda: reader)
     file.allocate(0, 64 * DISK_PAGE)
     data = aligned(64 * DISK_PAGE)
@@ -132,20 +132,21 @@ def test_concurrent_reads_return_the_written_bytes(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_copy_rows_between_arbitrary_positions(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover compiled code, if there is a compiler, and torch."""
+def test_copy_rows_between_arbitrary_positions_with_and_without_c(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = torch.arange(50 * 34 + 1).to(dtype)
     rows = source[:-1].view(50, 34)
     chosen, into = np.array([49, 3, 0, 7]), np.array([2, 0, 5, 4])
-    wanted = torch.zeros(6, 34, dtype=dtype)
-    wanted[into] = rows[chosen]
+    expected = torch.zeros(6, 34, dtype=dtype)
+    expected[into] = rows[chosen]
     for _ in range(2):
         row_copy.copy_rows(source, chosen * 34 * source.itemsize, out := torch.zeros(6, 34, dtype=dtype), into)
-        assert torch.equal(out, wanted)
-        monkeypatch.setattr(row_copy, "_library", lambda: None)
+        assert torch.equal(out, expected)
+        monkeypatch.setattr(row_copy, "_library", lambda: None)  # the second iteration uses torch
 
 
-def test_the_file_has_no_name_and_is_deleted_with_its_process(tmp_path: Path) -> None:
+def test_file_has_no_name_and_is_deleted_with_its_process(tmp_path: Path) -> None:
     file = DirectFile(tmp_path)
     file.allocate(0, 1 << 20)
     assert list(tmp_path.iterdir()) == []
@@ -153,7 +154,7 @@ def test_the_file_has_no_name_and_is_deleted_with_its_process(tmp_path: Path) ->
     try:
         os.close(os.open(other, os.O_RDONLY | os.O_DIRECT))
     except OSError:
-        pytest.skip("a file system that knows no direct access")
+        pytest.skip("the file system has no direct access")
     assert file.direct
     handle = file.handle
     del file
@@ -161,7 +162,7 @@ def test_the_file_has_no_name_and_is_deleted_with_its_process(tmp_path: Path) ->
         os.fstat(handle)
 
 
-def test_a_file_system_without_unnamed_files_or_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_file_without_unnamed_files_or_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refusing(path: Any, flags: int, *args: Any, **named: Any) -> int:
@@ -193,9 +194,9 @@ def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tupl
     assert plain.slots == 48
     rows = torch.randn(60, 5)
     for seed, count, forget in steps:
-        ids, given = np.random.default_rng(seed).permutation(60)[:count], torch.zeros(2, 60, 5)
+        ids, outputs = np.random.default_rng(seed).permutation(60)[:count], torch.zeros(2, 60, 5)
         into, found = np.arange(count)[::-1].copy(), []
-        for cache, out in zip((plain, compiled), given, strict=True):
+        for cache, out in zip((plain, compiled), outputs, strict=True):
             with pytest.MonkeyPatch.context() as patch:
                 if cache is plain:
                     patch.setattr(row_cache, "_library", lambda: None)
@@ -206,36 +207,36 @@ def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tupl
                 found.append(cache.lookup(ids, out, into))
                 cache.insert(found[-1][0], rows, found[-1][0])
                 cache.check_integrity()
-        here = np.flatnonzero(~np.isin(ids, found[0][0]))
-        assert np.array_equal(*found) and torch.equal(given[0], given[1])
-        assert torch.equal(given[0, into[here]], rows[ids[here]])
+        hits = np.flatnonzero(~np.isin(ids, found[0][0]))
+        assert np.array_equal(*found) and torch.equal(outputs[0], outputs[1])
+        assert torch.equal(outputs[0, into[hits]], rows[ids[hits]])
         assert torch.equal(plain.rows[plain.occupied], rows[plain.owners(plain.occupied)])
         for name in ("_owner", "_score", "_last", "used"):
             assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
 
 
-def test_the_lowest_score_is_evicted_unless_used_in_this_step() -> None:
+def test_lowest_score_is_evicted_unless_used_in_this_step() -> None:
     cache, rows, out = RowCache(4, 5, torch.float32), torch.randn(60, 5), torch.empty(60, 5)
-    for steps, wanted in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):
+    for steps, used in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):
         cache.advance(steps)
-        missing, _ = cache.lookup(ids := np.array(wanted), out, ids)
+        missing, _ = cache.lookup(ids := np.array(used), out, ids)
         cache.insert(missing, rows, missing)
         cache.check_integrity()
         held = set(cache.owners(cache.occupied).tolist())
-        assert held >= set(wanted)
-        assert wanted[0] != 6 or held & {0, 1}, "two uses of three long ago are more than one or two"
+        assert held >= set(used)
+        assert used[0] != 6 or held & {0, 1}, "two uses of three long ago are more than one or two"
 
 
 def test_entries_in_use_are_read_from_memory(tmp_path: Path) -> None:
-    made = arena(tmp_path)
-    made.fill(0, 0, 0, *torch.randn(2, LAYOUT.kv_heads, 192, LAYOUT.head_dim))
-    rows = made.file_layout.entry_ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
+    file_arena = arena(tmp_path)
+    file_arena.fill(0, 0, 0, *torch.randn(2, LAYOUT.kv_heads, 192, LAYOUT.head_dim))
+    rows = file_arena.file_layout.entry_ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
     for _ in range(3):
-        made.gather(0, rows, torch.empty(3, WIDTH), np.arange(3))
-    assert (made.use.wanted, made.use.cached) == (9, 6)
+        file_arena.gather(0, rows, torch.empty(3, WIDTH), np.arange(3))
+    assert (file_arena.use.wanted, file_arena.use.cached) == (9, 6)
 
 
-def test_a_run_is_read_ahead_and_freed() -> None:
+def test_range_reader_reads_one_block_ahead_and_frees_earlier_ones() -> None:
     read: list[range] = []
 
     def block(tokens: range) -> KVPart:
@@ -245,15 +246,15 @@ def test_a_run_is_read_ahead_and_freed() -> None:
     thread, blocks = ReadingThread(), [range(start, start + 10) for start in range(0, 50, 10)]
     run = RangeReader(thread, block, blocks)
     thread.wait()
-    assert read == blocks[:2], "before anybody asks"
+    assert read == blocks[:2], "two blocks are read before the first use"
     for number, part in enumerate(run.parts):
         assert float(part.k[0, 0, 0]) == 10 * number and part.v.shape == (1, 10, 1)
         thread.wait()
         assert read == blocks[: number + 2] and len(run._reading) <= 1
-    assert float(run.parts[1].k[0, 0, 0]) == 10, "and again"
+    assert float(run.parts[1].k[0, 0, 0]) == 10, "the block is read again"
 
 
-def test_a_block_of_a_run_is_contiguous(tmp_path: Path) -> None:
+def test_each_block_of_a_range_reader_is_contiguous(tmp_path: Path) -> None:
     """Concatenating parts of several slabs would allocate hundreds of MB."""
     geometry = LLM(MODEL, dtype="float32").geometry
     pool = HostPool(geometry, torch.float32, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
@@ -282,11 +283,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(policy: str, tmp_path: Path) -> None:
-    said = []
+def test_context_larger_than_host_memory_gives_the_same_tokens(policy: str, tmp_path: Path) -> None:
+    tokens = []
     for folder in (None, tmp_path):
-        with make(folder, **POLICIES[policy]) as llm:
-            said.append(written(llm, PROMPTS))
+        with make_llm(folder, **POLICIES[policy]) as llm:
+            tokens.append(generate_tokens(llm, PROMPTS))
             if folder is not None:
                 file = llm.runner.pool.file
                 assert file is not None
@@ -294,11 +295,11 @@ def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(pol
                     assert 8 * file.budget.slots < llm.runner.pool.bytes_peak // file.file_layout.entry_bytes
                 assert file.use.bytes_read > 0 and list(tmp_path.iterdir()) == []
                 llm.runner.check_integrity()
-    assert said[0] == said[1]
+    assert tokens[0] == tokens[1]
 
 
 def test_statistics_count_bytes_read_from_disk(tmp_path: Path) -> None:
-    with make(tmp_path, **POLICIES["infinigen"]) as llm:
+    with make_llm(tmp_path, **POLICIES["infinigen"]) as llm:
         for _ in range(2):
             list(llm.stream(PROMPTS[0], GREEDY))
             stats = llm.last_stats
@@ -306,45 +307,45 @@ def test_statistics_count_bytes_read_from_disk(tmp_path: Path) -> None:
             assert stats.disk_bytes_read > 0 and stats.disk_hit_rate is not None and 0 < stats.disk_hit_rate < 1
         file = llm.runner.pool.file
         assert file is not None and stats.disk_bytes_read < file.use.bytes_read, "only the second run is counted"
-        shown = "".join(str(row) for row in stats_table(stats).columns[0]._cells)
-        assert "KV on disk" in shown and "selected KV entries in host memory" in shown
+        table = "".join(str(row) for row in stats_table(stats).columns[0]._cells)
+        assert "KV on disk" in table and "selected KV entries in host memory" in table
 
 
-def test_models_with_sliding_layers_and_forks(tmp_path: Path) -> None:
+def test_sliding_layers_and_forks_on_disk_give_the_same_tokens(tmp_path: Path) -> None:
     model = tiny_model("mistral", dtype=torch.float32, num_hidden_layers=2, sliding_window=24)
     several = SamplingParams(max_tokens=6, temperature=0.8, seed=3, n=3)
-    said = []
+    tokens = []
     for limits in ({}, {"disk": tmp_path, **LIMITS}):
         with LLM(model, dtype="float32", **limits) as llm:
-            said.append([[one.token_ids for one in each.outputs] for each in llm.generate([PROMPTS[0]], several)])
+            tokens.append([[one.token_ids for one in each.outputs] for each in llm.generate([PROMPTS[0]], several)])
             llm.runner.check_integrity()
-    assert said[0] == said[1]
+    assert tokens[0] == tokens[1]
 
 
-def test_eviction_overwrites_kv_on_disk(tmp_path: Path) -> None:
-    said = []
+def test_eviction_on_disk_gives_the_same_tokens(tmp_path: Path) -> None:
+    tokens = []
     # The pool holds the prompt and 20 more tokens.
     size = 5 * LLM(MODEL, dtype="float32").runner.pool.block_bytes
     long = SamplingParams(max_tokens=34, temperature=0, ignore_eos=True)
     options = POLICIES["infinigen"]
     for limits in ({"host_memory": size}, {"disk": tmp_path, "host_memory": "128KiB", "disk_limit": size}):
         with LLM(MODEL, dtype="float32", eviction="counter", **limits, **options) as llm:
-            said.append(written(llm, PROMPTS[:1], long))
+            tokens.append(generate_tokens(llm, PROMPTS[:1], long))
             llm.runner.check_integrity()
-    assert said[0] == said[1]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("sunk", [False, True])
-def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: bool) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_over_blocks_equals_causal_attention(softcap: float | None, with_sinks: bool) -> None:
     torch.manual_seed(0)
     q, (k, v) = torch.randn(6, 7, 16, dtype=torch.float32), torch.randn(2, 2, 50, 16, dtype=torch.float32)
-    sinks = torch.randn(6, dtype=torch.float32) if sunk else None
-    each = BlockedAttention(q, 2, 0.3, softcap)
+    sinks = torch.randn(6, dtype=torch.float32) if with_sinks else None
+    attention = BlockedAttention(q, 2, 0.3, softcap)
     for first, stop in ((20, 40), (0, 20)):
-        each.add(k[:, first:stop], v[:, first:stop])
-    each.add_causal(k[:, 40:], v[:, 40:])
-    torch.testing.assert_close(each.result(sinks), attend_causal(q, k, v, 0.3, None, softcap, sinks))
+        attention.add(k[:, first:stop], v[:, first:stop])
+    attention.add_causal(k[:, 40:], v[:, 40:])
+    torch.testing.assert_close(attention.result(sinks), attend_causal(q, k, v, 0.3, None, softcap, sinks))
 
 
 @pytest.mark.parametrize(
@@ -356,34 +357,38 @@ def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: 
         ("quest", "float64", 1e-9),
     ],
 )
-def test_a_prompt_goes_through_in_segments(
+def test_prefill_in_segments_equals_prefill_in_memory(
     policy: str, dtype: str, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The second prompt shares its first blocks with the first one.
     monkeypatch.setitem(prefill_module.SEGMENT_BYTES, "cpu", 1)
     prompts = [PROMPTS[0], PROMPTS[0][:200] + PROMPTS[1][:61]]
-    said, heard, passes = [], [], []
+    tokens, logprobs, segment_starts = [], [], []
     real = Prefill._begin_segment
-    monkeypatch.setattr(Prefill, "_begin_segment", lambda self, start: passes.append(start) or real(self, start))
+    monkeypatch.setattr(
+        Prefill, "_begin_segment", lambda self, start: segment_starts.append(start) or real(self, start)
+    )
     for folder in (None, tmp_path):
-        passes.clear()
-        with make(folder, prefill_chunk_size=32, dtype=dtype, **POLICIES[policy]) as llm:
-            said.append([written(llm, [prompt]) for prompt in prompts])
-            [told] = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=1, prompt_logprobs=0))
-            heard.append(
-                [each[token].logprob for token, each in zip(PROMPTS[1], told.prompt_logprobs, strict=True) if each]
+        segment_starts.clear()
+        with make_llm(folder, prefill_chunk_size=32, dtype=dtype, **POLICIES[policy]) as llm:
+            tokens.append([generate_tokens(llm, [prompt]) for prompt in prompts])
+            [output] = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+            logprobs.append(
+                [each[token].logprob for token, each in zip(PROMPTS[1], output.prompt_logprobs, strict=True) if each]
             )
             llm.runner.check_integrity()
-    assert said[0] == said[1]
-    assert heard[1] == pytest.approx(heard[0], abs=bound) and len(heard[0]) == len(PROMPTS[1]) - 1
-    assert passes[:10] == list(range(0, 300, 32)) and passes[10] == 192, "ten prefill_module, then a shared prefix"
+    assert tokens[0] == tokens[1]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=bound) and len(logprobs[0]) == len(PROMPTS[1]) - 1
+    assert segment_starts[:10] == list(range(0, 300, 32)) and segment_starts[10] == 192, (
+        "ten segments, then a shared prefix"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
 class FailingReader(ThreadReader):
-    """Reader that fails from the `at`-th read on."""
+    """Fail all reads after the first `at` reads."""
 
     def __init__(self, at: int, code: int = errno.EIO) -> None:
         super().__init__(2)
@@ -396,70 +401,68 @@ class FailingReader(ThreadReader):
         super().read(files, requests, buffer, copies)
 
 
-def test_a_read_that_fails_ends_the_request_and_not_the_runtime(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_read_ends_the_request_and_not_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = FailingReader(10)
     monkeypatch.setattr(direct_file, "reader", lambda: failing)
-    with make(tmp_path, **POLICIES["infinigen"]) as llm:
+    with make_llm(tmp_path, **POLICIES["infinigen"]) as llm:
         with pytest.raises(DiskError, match="cannot read KV"):
             llm.generate(PROMPTS, GREEDY)
         llm.runner.check_integrity() if failing.at > 0 else None
         failing.at = 1 << 30
-        again = written(llm, PROMPTS)
+        again = generate_tokens(llm, PROMPTS)
         llm.runner.check_integrity()
-    assert again == written(make(None, **POLICIES["infinigen"]), PROMPTS)
+    assert again == generate_tokens(make_llm(None, **POLICIES["infinigen"]), PROMPTS)
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left"), MemoryError("No space left")])
 def test_kv_that_could_not_be_written_is_never_read(
     fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = arena(tmp_path)
+    file_arena = arena(tmp_path)
     rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
-    made.fill(0, 0, 0, *rows)
-    made._writer.drain()
+    file_arena.fill(0, 0, 0, *rows)
+    file_arena._writer.drain()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(fault))
-        made.fill(0, 0, 64, *rows[:, :, :64])
-        made._writer.drain()
-    names = made.file_layout.entry_ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
+        file_arena.fill(0, 0, 64, *rows[:, :, :64])
+        file_arena._writer.drain()
+    names = file_arena.file_layout.entry_ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
     with pytest.raises(DiskError, match="No space left"):
-        made.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
+        file_arena.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
     with pytest.raises(DiskError, match="No space left"):
-        made.view(0, 0, 64, 64)
-    assert torch.equal(made.view(0, 0, 0, 64).k, rows[0, :, :64]), "earlier KV is still there"
-    assert made.lost == {1}
-    made.fill(0, 0, 64, *rows[:, :, :64])
-    assert torch.equal(made.view(0, 0, 64, 64).v, rows[1, :, :64]) and not made.lost
+        file_arena.view(0, 0, 64, 64)
+    assert torch.equal(file_arena.view(0, 0, 0, 64).k, rows[0, :, :64]), "earlier KV is still there"
+    assert file_arena.lost == {1}
+    file_arena.fill(0, 0, 64, *rows[:, :, :64])
+    assert torch.equal(file_arena.view(0, 0, 64, 64).v, rows[1, :, :64]) and not file_arena.lost
 
 
-def test_a_failed_write_does_not_affect_the_next_owner_of_a_block(
+def test_failed_write_does_not_affect_the_next_owner_of_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The write of the previous owner may fail after the block was freed."""
-    made, held = arena(tmp_path, 2_000_000), threading.Event()
+    file_arena, released = arena(tmp_path, 2_000_000), threading.Event()
     rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
     for late in (False, True):
         with monkeypatch.context() as patch:
-            held.clear() if late else held.set()
-            patch.setattr(os, "pwrite", lambda *args: held.wait(60) and os.close(1 << 20))
-            made.fill(0, 0, 64, *rows[:, :, :64])
+            released.clear() if late else released.set()
+            patch.setattr(os, "pwrite", lambda *args: released.wait(60) and os.close(1 << 20))
+            file_arena.fill(0, 0, 64, *rows[:, :, :64])
             if not late:
-                made._writer.drain()
-                assert made.lost == {1}
-            made.discard([1])
-            held.set()
-            made._writer.drain()
-        assert not made.lost
+                file_arena._writer.drain()
+                assert file_arena.lost == {1}
+            file_arena.discard([1])
+            released.set()
+            file_arena._writer.drain()
+        assert not file_arena.lost
         for place in range(LAYOUT.layers):
-            made.fill(0, place, 64, *rows[:, :, :1])
-        assert torch.equal(made.view(0, 0, 64, 1).k, rows[0, :, :1])
-        made.check_integrity()
-        made.discard([1])
+            file_arena.fill(0, place, 64, *rows[:, :, :1])
+        assert torch.equal(file_arena.view(0, 0, 64, 1).k, rows[0, :, :1])
+        file_arena.check_integrity()
+        file_arena.discard([1])
 
 
-def test_a_full_disk_is_reported_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_an_error_and_later_requests_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.posix_fallocate
     monkeypatch.setattr(build, "HostPool", partial(HostPool, slab_tokens=2 * BLOCK_SIZE))
 
@@ -468,12 +471,12 @@ def test_a_full_disk_is_reported_without_loss(tmp_path: Path, monkeypatch: pytes
             raise OSError(errno.ENOSPC, "No space left on device")
         real(file, offset, size)
 
-    with make(tmp_path, policy="full") as llm:
-        short = written(llm, [PROMPTS[0][:90]])
+    with make_llm(tmp_path, policy="full") as llm:
+        short = generate_tokens(llm, [PROMPTS[0][:90]])
         monkeypatch.setattr(os, "posix_fallocate", allocate)
         with pytest.raises(PoolFullError, match="cannot allocate"):
             llm.generate([tiny_prompt(900, seed=9)], GREEDY)
-        assert written(llm, [PROMPTS[0][:90]]) == short
+        assert generate_tokens(llm, [PROMPTS[0][:90]]) == short
         llm.runner.check_integrity()
 
 
@@ -481,31 +484,36 @@ def test_info_plans_a_context_on_disk(tmp_path: Path, capsys: pytest.CaptureFixt
     model = tiny_checkpoint(tmp_path / "model", "llama", max_position_embeddings=1 << 20)
     flags = ["--host-memory", "64MiB", "--disk", str(tmp_path / "rows"), "--disk-limit", "1GiB"]
     assert main(["info", model, "--context", "400000", *flags]) == 0
-    told = capsys.readouterr().out
-    assert "disk: KV of the context" in told and "host: KV cache of the disk" in told and "It fits in memory." in told
+    output = capsys.readouterr().out
+    assert (
+        "disk: KV of the context" in output
+        and "host: KV cache of the disk" in output
+        and "It fits in memory." in output
+    )
     assert main(["info", model, "--context", "1000000", *flags]) == 0
     assert "raise --disk-limit" in capsys.readouterr().out and not (tmp_path / "rows").exists()
 
 
-def test_invalid_combinations_of_options(tmp_path: Path) -> None:
+def test_invalid_combinations_of_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="disk_limit"):
-        make(None, disk_limit="1GiB")
+        make_llm(None, disk_limit="1GiB")
     with pytest.raises(ConfigError, match="working_set"):
-        make(tmp_path, working_set=8)
+        make_llm(tmp_path, working_set=8)
     with pytest.raises(MemoryLimitError, match="raise host_memory"):
-        make(tmp_path, host_memory="100KiB")
+        make_llm(tmp_path, host_memory="100KiB")
     with pytest.raises(MemoryLimitError, match="has free"):
-        make(tmp_path, disk_limit="900TiB")
+        make_llm(tmp_path, disk_limit="900TiB")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot store KV"):
-        make(tmp_path / "file")
+        make_llm(tmp_path / "file")
 
 
-def test_memory_freed_after_a_prompt_is_returned_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If host memory is limited, memory is returned once per prompt."""
-    given = list[None]()
-    monkeypatch.setattr("offload_rt.engine.runner.give_back", lambda: given.append(None))
-    written(make(None), PROMPTS)
-    assert not given
-    written(make(tmp_path), PROMPTS)
-    assert len(given) == len(PROMPTS)
+def test_limited_host_memory_returns_freed_memory_after_each_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[None]()
+    monkeypatch.setattr("offload_rt.engine.runner.give_back", lambda: calls.append(None))
+    generate_tokens(make_llm(None), PROMPTS)
+    assert not calls
+    generate_tokens(make_llm(tmp_path), PROMPTS)
+    assert len(calls) == len(PROMPTS)

@@ -37,7 +37,7 @@ static long flaky(long number, long a, long b, long c, long d, void *e, long f) 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Return the library of `requests.c`, with one failing call of io_uring_enter."""
+    """Return the library of `requests.c` with one failing call of io_uring_enter."""
     compiler, folder = shutil.which("cc"), tmp_path_factory.mktemp("ring")
     if compiler is None or RingReader.open() is None:
         pytest.skip("no compiler or no io_uring")
@@ -45,34 +45,34 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     (folder / "flaky.c").write_text(SOURCE.replace("REQUESTS", str(path)))
     command = [compiler, "-O2", "-std=gnu11", "-shared", "-fPIC", "flaky.c", "-o", "flaky.so"]
     subprocess.run(command, cwd=folder, check=True)
-    found, real = ctypes.CDLL(str(folder / "flaky.so")), requests._library()
+    faulty, real = ctypes.CDLL(str(folder / "flaky.so")), requests._library()
     assert real is not None
     for name in ("ring_open", "ring_close", "ring_read"):
-        own, other = getattr(found, name), getattr(real, name)
-        own.restype, own.argtypes = other.restype, other.argtypes
-    return found
+        function, real_function = getattr(faulty, name), getattr(real, name)
+        function.restype, function.argtypes = real_function.restype, real_function.argtypes
+    return faulty
 
 
-def test_a_failed_call_waits_for_reads_in_flight(library: ctypes.CDLL, tmp_path: Path) -> None:
-    """Read from a file, and from a pipe without data. No read writes to its buffer after the error."""
+def test_failed_call_waits_for_pending_reads(library: ctypes.CDLL, tmp_path: Path) -> None:
+    """A read from an empty pipe is pending when the call fails. After the error, no read may write to its buffer."""
     (tmp_path / "file").write_bytes(bytes(range(256)) * 64)
     file, (reading, writing) = os.open(tmp_path / "file", os.O_RDONLY), os.pipe()
     handles = np.asarray([file, reading], np.int32)
-    own = RingReader(library, library.ring_open(4))
+    reader = RingReader(library, library.ring_open(4))
     sizes = np.full(6, 4096, np.int64)
     offsets = np.asarray([0, file_position(1), 4096, 8192, 0, 4096])
-    late = threading.Timer(0.3, lambda: os.write(writing, b"x" * 4096))
+    delayed_write = threading.Timer(0.3, lambda: os.write(writing, b"x" * 4096))
     ctypes.c_int.in_dll(library, "calls").value = 0
     ctypes.c_int.in_dll(library, "failing_call").value = 2
     buffer = bytearray(6 * 4096)
-    late.start()
+    delayed_write.start()
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        own.read(handles, Requests(offsets, sizes, np.arange(6) * 4096), memoryview(buffer))
-    before = bytes(buffer)
-    late.join()
+        reader.read(handles, Requests(offsets, sizes, np.arange(6) * 4096), memoryview(buffer))
+    data_at_error = bytes(buffer)
+    delayed_write.join()
     again = bytearray(8192)
-    own.read(handles, Requests(offsets[[2, 3]], sizes[:2], np.arange(2) * 4096), memoryview(again))
+    reader.read(handles, Requests(offsets[[2, 3]], sizes[:2], np.arange(2) * 4096), memoryview(again))
     assert bytes(again) == bytes(range(256)) * 32, "the ring works after the error"
-    assert bytes(buffer) == before and b"x" in before, "the read from the pipe ended before the error"
+    assert bytes(buffer) == data_at_error and b"x" in data_at_error, "the read from the pipe ended before the error"
     for handle in (file, reading, writing):
         os.close(handle)

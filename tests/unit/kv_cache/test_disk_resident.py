@@ -1,6 +1,4 @@
-"""Test that resident memory of contexts on disk stays within 64 MiB of `host_memory`, with selection and full
-attention.
-"""
+"""Test that contexts on disk use at most 64 MiB of resident memory more than `host_memory`."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ HOST = 0.25
 """Host memory as a fraction of the KV of the context."""
 
 
-def peak(reset: bool) -> int:
-    """Return the peak resident memory in bytes. With `reset`, reset it first."""
+def peak_resident_bytes(reset: bool) -> int:
+    """Return the peak resident memory. With `reset`, the peak is first set to the present memory."""
     if reset:
         gc.collect()
         give_back()
@@ -36,36 +34,34 @@ def peak(reset: bool) -> int:
     return int(line.split()[1]) << 10
 
 
-def selections(layers: int, context: int, steps: int) -> list[list[torch.Tensor]]:
-    """Draw 5 % of the context as pairs of tokens for each step and layer. Four of five pairs repeat from the previous
-    step.
-    """
+def random_selections(layers: int, context: int, steps: int) -> list[list[torch.Tensor]]:
+    """Draw 5 % of the context as pairs of tokens, per step and layer. Four of five pairs are those of the last step."""
     generator = torch.Generator().manual_seed(0)
-    count, room = context // 40, (context - SINKS - RECENT) // 2
-    held = [torch.randperm(room, generator=generator)[:count] for _ in range(layers * KV_HEADS)]
-    found = []
+    count, pair_count = context // 40, (context - SINKS - RECENT) // 2
+    chosen = [torch.randperm(pair_count, generator=generator)[:count] for _ in range(layers * KV_HEADS)]
+    result = []
     for _ in range(steps):
-        pairs = [torch.stack(held[i : i + KV_HEADS]).sort().values for i in range(0, len(held), KV_HEADS)]
-        found.append([torch.stack((2 * one, 2 * one + 1), -1).flatten(1) + SINKS for one in pairs])
-        for i, own in enumerate(held):
-            kept = own[torch.randperm(count, generator=generator)[: count * 4 // 5]]
-            fresh = torch.randperm(room, generator=generator)[:count]
-            held[i] = torch.cat((kept, fresh[~torch.isin(fresh, kept)]))[:count]
-    return found
+        pairs = [torch.stack(chosen[i : i + KV_HEADS]).sort().values for i in range(0, len(chosen), KV_HEADS)]
+        result.append([torch.stack((2 * pair, 2 * pair + 1), -1).flatten(1) + SINKS for pair in pairs])
+        for i, previous in enumerate(chosen):
+            kept = previous[torch.randperm(count, generator=generator)[: count * 4 // 5]]
+            new = torch.randperm(pair_count, generator=generator)[:count]
+            chosen[i] = torch.cat((kept, new[~torch.isin(new, kept)]))[:count]
+    return result
 
 
 @torch.inference_mode()
-def over_limit(folder: Path, context: int, layers: int, steps: int, selects: bool) -> int:
+def bytes_over_limit(folder: Path, context: int, layers: int, steps: int, selects: bool) -> int:
     """Decode `steps` tokens. Return by how many bytes the peak resident memory exceeds `host_memory`."""
     geometry = ModelGeometry(
         layers, 14 * D, 14, KV_HEADS, D, vocab=2, scales=(D**-0.5,) * layers, windows=(None,) * layers,
         max_positions=1 << 30, absolute_positions=False, default_alpha=4.0,
     )  # fmt: skip
     size, dtype = geometry.kv_bytes(context, torch.bfloat16), torch.bfloat16
-    drawn = selections(layers, context, steps) if selects else [None] * steps
-    before, limit = peak(reset=True), int(HOST * size)
-    room = geometry.kv_bytes(context + context // 64 + 4096, dtype)
-    pool = HostPool(geometry, dtype, limit, disk=DiskTier(folder, room))
+    drawn = random_selections(layers, context, steps) if selects else [None] * steps
+    bytes_before, limit = peak_resident_bytes(reset=True), int(HOST * size)
+    disk_limit = geometry.kv_bytes(context + context // 64 + 4096, dtype)
+    pool = HostPool(geometry, dtype, limit, disk=DiskTier(folder, disk_limit))
     transfer, blocks = DiskTransfer(pool, geometry, torch.device("cpu")), pool.new_block_table(context)
     k, v = torch.randn(2, KV_HEADS, 4096, D).to(dtype)
     for layer in range(layers):
@@ -79,34 +75,34 @@ def over_limit(folder: Path, context: int, layers: int, steps: int, selects: boo
         position = blocks.length
         pool.reserve(blocks, position + 1)
         visible = VisibleTokens.of(position + 1, sinks=SINKS, recent=RECENT, window=None)
-        chosen = [None if step is None else Selection(tokens) for tokens in step or [None] * layers]
-        pending: list[Any] = [transfer.rows.fetch(blocks, 0, visible, chosen[0])]
+        selected = [None if step is None else Selection(tokens) for tokens in step or [None] * layers]
+        pending: list[Any] = [transfer.rows.fetch(blocks, 0, visible, selected[0])]
         for layer in range(layers):
             transfer.storage.append(blocks, layer, position, row, row)
             if layer + 1 < layers:
-                pending.append(transfer.rows.fetch(blocks, layer + 1, visible, chosen[layer + 1]))
+                pending.append(transfer.rows.fetch(blocks, layer + 1, visible, selected[layer + 1]))
             attend(q, pending.pop(0).wait(), geometry.scales[layer])  # keep no reference to the attended KV
         pool.commit(blocks, position + 1)
-    return peak(reset=False) - before - limit
+    return peak_resident_bytes(reset=False) - bytes_before - limit
 
 
-def measured(folder: Path, context: int, layers: int) -> dict[str, int]:
+def measure_excess(folder: Path, context: int, layers: int) -> dict[str, int]:
     """Return the excess for full attention and for selection, after a small run that loads the libraries."""
-    over_limit(folder, 8192, 1, 2, True)
+    bytes_over_limit(folder, 8192, 1, 2, True)
     steps = {"full": (2, False), "selected": (24, True)}
-    return {what: over_limit(folder, context, layers, *how) for what, how in steps.items()}
+    return {kind: bytes_over_limit(folder, context, layers, *args) for kind, args in steps.items()}
 
 
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="a GB to write: make stress PART=disk")
 @pytest.mark.parametrize(("context", "layers"), [(1 << 20, 2), (1 << 18, 8)])
 def test_resident_memory_stays_within_64_mib_of_the_limit(context: int, layers: int, tmp_path: Path) -> None:
-    """Use a separate process, because other tests leave memory with the allocator."""
+    # Use a separate process, because other tests leave memory with the allocator.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        found = process.submit(measured, tmp_path, context, layers).result()
-    print(context, {what: f"{over >> 20} MiB over the limit" for what, over in found.items()})
-    assert all(over < 64 << 20 for over in found.values())
+        excess = process.submit(measure_excess, tmp_path, context, layers).result()
+    print(context, {kind: f"{over >> 20} MiB over the limit" for kind, over in excess.items()})
+    assert all(over < 64 << 20 for over in excess.values())
 
 
-def test_a_small_context_stays_within_the_limit(tmp_path: Path) -> None:
-    """Check the measurement itself in every test run."""
-    assert over_limit(tmp_path, 16_384, 1, 3, True) < 64 << 20
+def test_small_context_stays_within_the_limit(tmp_path: Path) -> None:
+    """Without OFFLOAD_RT_STRESS, only this test runs the measurement."""
+    assert bytes_over_limit(tmp_path, 16_384, 1, 3, True) < 64 << 20

@@ -89,7 +89,7 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(
 ) -> None:
     """Policy `full` protects one recent token and no sinks, so FIFO keeps the newest tokens.
 
-    Their K and V still depend on evicted tokens, as in the plain model.
+    K and V of these tokens still depend on evicted tokens.
     """
     runner = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name, dtype=dtype).runner
     assert_evicts_oldest(runner, tiny_prompt(150), 120, partial(torch.testing.assert_close, rtol=0, atol=bound))
@@ -106,13 +106,9 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(
     given_at=st.integers(0, 150),
     seed=st.integers(0, 9),
 )
-def test_slots_equal_those_of_a_plain_list(
+def test_in_place_eviction_equals_a_plain_list(
     policy: str, protect: str, sinks: int, recent: int, prompt: int, steps: int, given_at: int, seed: int
 ) -> None:
-    """After random selections and a freed block, the pool contains the keys that the plain model keeps.
-
-    Sinks have the first slots, recent tokens the last ones. Both are never evicted.
-    """
     llm = make_llm("oracle", {"budget": 0.2, "sinks": sinks, "recent": recent, "dense_layers": ()}, 2, None)
     pool = llm.runner.pool
     blocks = pool.new_block_table(prompt)
@@ -142,8 +138,8 @@ def test_slots_equal_those_of_a_plain_list(
                 for source, target in pairs:
                     pool.move(blocks, layer, source, target)
                     rows[layer][target] = rows[layer][source]
-                lost = set(range(position + 1)) - set(rows[layer][: slots.context])
-                assert len(rows[layer]) == before and len(lost) >= position + 1 - slots.context
+                evicted = set(range(position + 1)) - set(rows[layer][: slots.context])
+                assert len(rows[layer]) == before and len(evicted) >= position + 1 - slots.context
                 del rows[layer][slots.context :]
             pool.truncate(blocks, slots.context)
             assert blocks.capacity == slots.context == BLOCK_SIZE and not slots.grows
@@ -151,10 +147,10 @@ def test_slots_equal_those_of_a_plain_list(
     for layer in range(3):
         [run] = pool.runs(blocks, layer, range(slots.context))
         assert run.k[0, :, 0].tolist() == rows[layer] == state.position[layer, : slots.context].tolist()
-        assert len(set(rows[layer])) == slots.context, "a token is held twice"
+        assert len(set(rows[layer])) == slots.context, "a token is stored twice"
         newest = set(range(max(0, prompt + steps - recent), prompt + steps))
-        spared = newest | (set(range(min(sinks, prompt))) if protect == "window" else set())
-        assert spared <= set(rows[layer])
+        protected = newest | (set(range(min(sinks, prompt))) if protect == "window" else set())
+        assert protected <= set(rows[layer])
         assert set(rows[layer][-min(recent, slots.context) :]) == set(
             sorted(rows[layer])[-min(recent, slots.context) :]
         )
@@ -167,11 +163,9 @@ def test_slots_equal_those_of_a_plain_list(
     ("policy", "options", "more"),
     [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_cache_dtype": "int8"})],
 )
-def test_the_longest_sequence_shrinks_first(policy: str, options: dict[str, Any], more: dict[str, Any]) -> None:
-    """The short sequence takes blocks from the long one until both have the same size.
-
-    Until it evicts its own tokens, its output equals that of a run alone.
-    """
+def test_longest_sequence_shrinks_without_changing_a_shorter_one(
+    policy: str, options: dict[str, Any], more: dict[str, Any]
+) -> None:
     row = 32 + 4 if more else 32 * 4
     settings = {"policy": policy, "policy_options": options, "dtype": "float32", "eviction": "counter", **more}
     llm = LLM(
@@ -201,13 +195,12 @@ def test_the_longest_sequence_shrinks_first(policy: str, options: dict[str, Any]
     blocks: list[list[int]] = []
     _, short = run(prompts, 80)
     assert [c for i, c in enumerate(blocks) if i == 0 or c != blocks[i - 1]] == [[3, 1], [2, 2]]
-    [alone] = run(prompts[1:], 2 * BLOCK_SIZE - 60)
-    assert short.tokens[: 2 * BLOCK_SIZE] == alone.tokens[: 2 * BLOCK_SIZE]
+    [expected] = run(prompts[1:], 2 * BLOCK_SIZE - 60)
+    assert short.tokens[: 2 * BLOCK_SIZE] == expected.tokens[: 2 * BLOCK_SIZE]
 
 
-def test_blocks_of_a_fork_are_not_evicted() -> None:
-    """The first sequence overwrites only its own blocks, not the block shared with its fork."""
-    alone = make_llm("full", {}, 30, None).score([tiny_prompt(128)], [tiny_prompt(40, seed=5)])[0]
+def test_eviction_does_not_overwrite_blocks_shared_with_a_fork() -> None:
+    expected = make_llm("full", {}, 30, None).score([tiny_prompt(128)], [tiny_prompt(40, seed=5)])[0]
     llm = make_llm("full", {}, 5, "fifo")
     runner = llm.runner
     first = runner.new_sequence(tiny_prompt(128), 129)
@@ -223,7 +216,7 @@ def test_blocks_of_a_fork_are_not_evicted() -> None:
             logprobs.append(torch.log_softmax(runner.decode([second])[0], -1)[second.tokens[second.position]].item())
     runner.check_integrity()
     assert isinstance(first.slots, InPlaceEviction) and not first.slots.grows and logits.isfinite().all()
-    assert logprobs[:38] == pytest.approx(alone.logprobs[1:39], abs=1e-9)
+    assert logprobs[:38] == pytest.approx(expected.logprobs[1:39], abs=1e-9)
     for sequence in (first, second):
         runner.free(sequence)
     assert runner.pool.sequence_bytes == 0
@@ -244,18 +237,17 @@ def test_invalid_eviction_options_are_refused() -> None:
 
 @pytest.mark.parametrize("eviction", [None, "counter"])
 def test_scoring_uses_smaller_batches_in_a_small_pool(eviction: str | None) -> None:
-    """Continuations are longer than the pool, and more than fit at once."""
-    prompt, rest = tiny_prompt(100), tiny_prompt(130, seed=3)
-    roomy = make_llm("full", {}, 40, None)
-    tight = make_llm("full", {}, 4, eviction)
-    prompts, continuations = [prompt] * 5 + [prompt[:90]], [rest[i : i + 30] for i in range(6)]
-    expected = [score.logprobs for score in roomy.score(prompts, continuations)]
-    assert [s.logprobs for s in tight.score(prompts, continuations)] == [pytest.approx(row) for row in expected]
+    prompt, continuation = tiny_prompt(100), tiny_prompt(130, seed=3)
+    large_llm = make_llm("full", {}, 40, None)
+    small_llm = make_llm("full", {}, 4, eviction)
+    prompts, continuations = [prompt] * 5 + [prompt[:90]], [continuation[i : i + 30] for i in range(6)]
+    expected = [score.logprobs for score in large_llm.score(prompts, continuations)]
+    assert [s.logprobs for s in small_llm.score(prompts, continuations)] == [pytest.approx(row) for row in expected]
     if eviction is None:
         with pytest.raises(PoolFullError):
-            tight.score([prompt], [tiny_prompt(200)])
+            small_llm.score([prompt], [tiny_prompt(200)])
     else:
-        [long] = tight.score([prompt], [tiny_prompt(250, seed=7)])
+        [long] = small_llm.score([prompt], [tiny_prompt(250, seed=7)])
         assert len(long.logprobs) == 250
-    assert tight.runner.pool.sequence_bytes == 0
-    tight.runner.check_integrity()
+    assert small_llm.runner.pool.sequence_bytes == 0
+    small_llm.runner.check_integrity()

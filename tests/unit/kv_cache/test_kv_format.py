@@ -21,13 +21,13 @@ DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
 
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_row_sizes(head_dim: int, bits: int) -> None:
-    """With d = 128, an int4 vector takes 64 bytes of codes and two groups of 4 bytes, and a 16-bit vector 256 bytes."""
-    stored = make_kv_format(f"int{bits}", torch.float32, head_dim)  # type: ignore[arg-type]
+def test_sizes_of_encoded_vectors(head_dim: int, bits: int) -> None:
+    """With d = 128, an int4 vector takes 64 bytes of codes and 4 bytes for each of its two groups."""
+    fmt = make_kv_format(f"int{bits}", torch.float32, head_dim)  # type: ignore[arg-type]
     rows = torch.randn(3, 5, head_dim)
-    assert stored.encode(rows).shape == (3, 5, stored.width) and stored.storage == torch.uint8
-    assert stored.width == -(-head_dim * bits // 8) + 4 * -(-head_dim // 64)
-    assert stored.decode(stored.encode(rows)).shape == rows.shape
+    assert fmt.encode(rows).shape == (3, 5, fmt.width) and fmt.storage == torch.uint8
+    assert fmt.width == -(-head_dim * bits // 8) + 4 * -(-head_dim // 64)
+    assert fmt.decode(fmt.encode(rows)).shape == rows.shape
 
 
 @settings(deadline=None)
@@ -38,11 +38,13 @@ def test_row_sizes(head_dim: int, bits: int) -> None:
     offset=st.floats(-50, 50),
     seed=st.integers(0, 99),
 )
-def test_errors_are_half_a_step(head_dim: int, bits: int, scale: float, offset: float, seed: int) -> None:
-    stored = Quantised(bits, torch.float32, head_dim)
+def test_quantisation_error_is_at_most_half_a_step(
+    head_dim: int, bits: int, scale: float, offset: float, seed: int
+) -> None:
+    fmt = Quantised(bits, torch.float32, head_dim)
     rows = torch.randn(7, head_dim, generator=torch.Generator().manual_seed(seed)) * scale + offset
-    errors = (stored.decode(stored.encode(rows)) - rows).abs()
-    size = -(-head_dim // stored.groups)
+    errors = (fmt.decode(fmt.encode(rows)) - rows).abs()
+    size = -(-head_dim // fmt.groups)
     for group, error in zip(rows.split(size, -1), errors.split(size, -1), strict=True):
         span = group.amax(-1) - group.amin(-1)
         # Half a step, plus the float16 rounding of minimum and step: 2^-11 of the magnitude and of the range.
@@ -52,15 +54,15 @@ def test_errors_are_half_a_step(head_dim: int, bits: int, scale: float, offset: 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_constant_vectors_stay_constant(bits: int) -> None:
-    stored = Quantised(bits, torch.float32, 64)
+    fmt = Quantised(bits, torch.float32, 64)
     for value in (0.0, 1.5, -3.0):
-        assert torch.equal(stored.decode(stored.encode(torch.full((2, 64), value))), torch.full((2, 64), value))
+        assert torch.equal(fmt.decode(fmt.encode(torch.full((2, 64), value))), torch.full((2, 64), value))
 
 
-def test_the_native_format_does_not_change_vectors() -> None:
+def test_native_format_does_not_change_vectors() -> None:
     rows = torch.randn(2, 3, 8, dtype=torch.bfloat16)
-    stored = make_kv_format("auto", torch.bfloat16, 8)
-    assert stored.encode(rows) is rows and stored.decode(rows) is rows and stored.exact
+    fmt = make_kv_format("auto", torch.bfloat16, 8)
+    assert fmt.encode(rows) is rows and fmt.decode(rows) is rows and fmt.exact
     with pytest.raises(ConfigError, match="did you mean 'int8'"):
         make_kv_format("int9", torch.float32, 64)  # type: ignore[arg-type]
 
@@ -70,7 +72,7 @@ def make_llm(kv_cache_dtype: str, policy: str = "full", **options: Any) -> LLM:
     return LLM(model, policy=policy, policy_options=options, host_memory="8MiB", kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
 
 
-def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
+def test_fewer_bits_give_fewer_bytes_and_a_larger_error() -> None:
     tokens = tiny_prompt(120)
     [exact] = make_llm("auto").score([tokens[:80]], [tokens[80:]])
     losses = []
@@ -87,20 +89,20 @@ def test_fewer_bits_are_fewer_bytes_and_a_larger_error() -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
 def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
-    """With a budget of 1.0 and the same window, tokens equal those of `full`, because resident KV is not quantised."""
+    """Resident KV is not quantised, so selection equals `full` only with a budget of 1.0 and the same window."""
     params = SamplingParams(max_tokens=8, temperature=0)
     prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 124)]
     full = [c.token_ids for c in completed(make_llm(kv_cache_dtype).generate(prompts, params))]
     options = {"alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "sinks": 0, "recent": 1}
-    everything = make_llm(kv_cache_dtype, "infinigen", **options)
-    assert [c.token_ids for c in completed(everything.generate(prompts, params))] == full
+    select_all = make_llm(kv_cache_dtype, "infinigen", **options)
+    assert [c.token_ids for c in completed(select_all.generate(prompts, params))] == full
     assert [completed(make_llm(kv_cache_dtype).generate([prompt], params))[0].token_ids for prompt in prompts] == full
-    twice = make_llm(kv_cache_dtype).score([prompts[1]] * 2, [full[1]] * 2)
-    assert twice[0].logprobs == twice[1].logprobs
+    scores = make_llm(kv_cache_dtype).score([prompts[1]] * 2, [full[1]] * 2)
+    assert scores[0].logprobs == scores[1].logprobs
     bounded = LLM(
         tiny_model("llama"),
         policy_options={"recent": 8},
-        host_memory=2 * everything.runner.pool.block_bytes,
+        host_memory=2 * select_all.runner.pool.block_bytes,
         kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
         eviction="lru",
     )
@@ -108,8 +110,8 @@ def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: 
     assert len(long.token_ids) == 70 and bounded.runner.pool.bytes_used == 0
 
 
-def test_results_do_not_depend_on_earlier_requests() -> None:
-    """A quantised prefix is not reused, because prefill attends to KV before quantisation."""
+def test_quantised_prefix_is_not_reused() -> None:
+    """Prefill attends to KV before quantisation."""
     llm, params = make_llm("int4"), SamplingParams(max_tokens=20, temperature=0)
     first, second = (completed(llm.generate([tiny_prompt(150)], params))[0] for _ in range(2))
     assert first.token_ids == second.token_ids and second.stats.reused_tokens == 0

@@ -61,7 +61,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return tiny_model(name, dtype=dtype, **config)
 
 
-def make(kind: str, *, memory: int | str = "64MiB", dtype: torch.dtype = torch.float32, **options: Any) -> LLM:
+def make_llm(kind: str, *, memory: int | str = "64MiB", dtype: torch.dtype = torch.float32, **options: Any) -> LLM:
     return LLM(model_of(kind, dtype), **({"dtype": dtype, "host_memory": memory, "policy": "full"} | options))
 
 
@@ -69,8 +69,8 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0)
 
 
-def held_windows(llm: LLM) -> int:
-    """Return the largest number of window blocks per layer that an open sequence has."""
+def max_window_blocks(llm: LLM) -> int:
+    """Return the largest number of window blocks of an open sequence."""
     return max((len(sequence.blocks.windows) for sequence in llm.runner._open.values()), default=0)
 
 
@@ -87,12 +87,14 @@ def held_windows(llm: LLM) -> int:
         ("shared after sliding", 1, (1, 0, 2, 2, 0, 2, 0), (0, 0, 0, 0, 0, 0, 0), 2),
     ],
 )
-def test_layers_fall_into_groups(
+def test_layer_groups_of_each_model(
     kind: str, layers: int, group: tuple[int, ...], storage_layer: tuple[int, ...], sliding: int
 ) -> None:
     geometry = adapter_for(model_of(kind)).geometry
-    each = 2 if kind in ("narrow rows", "many heads") else 1
-    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, storage_layer, sliding, WINDOW, each)
+    window_storage_layers = 2 if kind in ("narrow rows", "many heads") else 1
+    assert LayerGroups.from_geometry(geometry) == LayerGroups(
+        layers, group, storage_layer, sliding, WINDOW, window_storage_layers
+    )
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
@@ -103,7 +105,7 @@ def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
-def test_a_reserved_next_window_needs_no_more_blocks(window: int) -> None:
+def test_reserved_next_window_needs_no_more_blocks(window: int) -> None:
     groups = LayerGroups(1, (0, 1), (0, 0), 1, window)
     for p in range(1000):
         kept, reserved = groups.window_indices(p, p + 1), groups.window_indices(p, p + 1, next_window=True)
@@ -123,8 +125,7 @@ def test_a_reserved_next_window_needs_no_more_blocks(window: int) -> None:
     ],
 )
 def test_greedy_tokens_equal_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
-    """Prompts shorter and longer than the window run in one batch."""
-    llm = make(kind, **POLICIES[policy])
+    llm = make_llm(kind, **POLICIES[policy])
     if device == "staged":
         llm = staged(llm)
     prompts = [tiny_prompt(length, seed=length) for length in (30, 47, 220)]
@@ -139,25 +140,23 @@ def test_greedy_tokens_equal_transformers_far_beyond_the_window(kind: str, polic
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_sliding_layers_keep_only_their_window(kind: str) -> None:
-    llm = make(kind, enable_prefix_caching=False)
+    llm = make_llm(kind, enable_prefix_caching=False)
     pool = llm.runner.pool
-    most = pool.groups.sliding * pool.groups.window_blocks
+    window_blocks = pool.groups.sliding * pool.groups.window_blocks
     for event in llm.stream(tiny_prompt(310), greedy(30)):
-        places = -(-(310 + event.index) // BLOCK_SIZE)
-        assert held_windows(llm) <= pool.groups.window_blocks
-        held = pool.bytes_used // pool.block_bytes - most
-        assert held <= pool.groups.full * (places + 4), "slots for all 340 tokens were reserved at the start"
-    assert pool.bytes_peak <= (pool.groups.full * 6 + most) * pool.block_bytes
+        blocks_per_layer = -(-(310 + event.index) // BLOCK_SIZE)
+        assert max_window_blocks(llm) <= pool.groups.window_blocks
+        full_blocks = pool.bytes_used // pool.block_bytes - window_blocks
+        assert full_blocks <= pool.groups.full * (blocks_per_layer + 4), (
+            "slots for all 340 tokens were reserved at the start"
+        )
+    assert pool.bytes_peak <= (pool.groups.full * 6 + window_blocks) * pool.block_bytes
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
-def test_prompts_share_kv_before_they_differ(kind: str) -> None:
-    """Two prompts differ in their last 108 tokens.
-
-    Windows before these tokens stay cached while the first request runs and afterwards.
-    """
-    llm = make(kind)
+def test_prompts_share_kv_of_their_common_prefix(kind: str) -> None:
+    llm = make_llm(kind)
     document = tiny_prompt(400)
     prompts = [document + tiny_prompt(108, seed=seed) for seed in (1, 2)]
     first, second = (completed(llm.generate([prompt], greedy(8)))[0] for prompt in prompts)
@@ -172,26 +171,24 @@ def test_prompts_share_kv_before_they_differ(kind: str) -> None:
 
 
 def test_cached_window_blocks_are_evicted_if_memory_is_needed() -> None:
-    """A prompt that fills the pool evicts cached window blocks of earlier prompts."""
-    llm = make("half slide")
+    llm = make_llm("half slide")
     pool, needed = llm.runner.pool, llm.runner.pool.groups.blocks(330)
-    small = make("half slide", memory=needed * pool.block_bytes)
+    small_llm = make_llm("half slide", memory=needed * pool.block_bytes)
     for seed in range(4):
         prompt = tiny_prompt(300, seed=seed)
-        assert_greedy(model_of("half slide"), prompt, completed(small.generate([prompt], greedy(30)))[0].token_ids)
-        small.runner.check_integrity()
+        assert_greedy(model_of("half slide"), prompt, completed(small_llm.generate([prompt], greedy(30)))[0].token_ids)
+        small_llm.runner.check_integrity()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("all slide", torch.float64), ("room to spare", torch.float32)], ids=str)
-def test_samples_and_beams_fork(kind: str, dtype: torch.dtype) -> None:
-    """Forks share window blocks and copy the partly filled one."""
+def test_forks_of_samples_and_beams_give_correct_logprobs(kind: str, dtype: torch.dtype) -> None:
     prompt = tiny_prompt(120)
-    llm = make(kind, dtype=dtype)
+    llm = make_llm(kind, dtype=dtype)
     for completion in completed(llm.generate([prompt], SamplingParams(max_tokens=12, n=3, seed=5))):
         continued = prompt + completion.token_ids
         logits = model_of(kind, dtype)(torch.tensor([continued])).logits[0, len(prompt) - 1 : -1].double()
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        [score] = make(kind, dtype=dtype).score([prompt], [completion.token_ids], len(prompt) - 1)
+        [score] = make_llm(kind, dtype=dtype).score([prompt], [completion.token_ids], len(prompt) - 1)
         assert score.logprobs == pytest.approx(logprobs.tolist(), abs=BOUNDS[dtype])
     llm.generate([prompt], SamplingParams(max_tokens=12, num_beams=3, temperature=0))
     llm.runner.check_integrity()
@@ -203,10 +200,9 @@ def test_samples_and_beams_fork(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("room to spare", torch.float32), ("one slides", torch.float64)], ids=str)
 def test_eviction_affects_only_full_attention_layers(kind: str, dtype: torch.dtype) -> None:
-    """Full-attention layers evict tokens first in, first out, as in a plain model."""
-    pool = make(kind, dtype=dtype).runner.pool
+    pool = make_llm(kind, dtype=dtype).runner.pool
     memory = pool.block_bytes * (2 + pool.groups.sliding * pool.groups.window_blocks)
-    llm = make(kind, memory=memory, dtype=dtype, eviction={"policy": "fifo", "protect": "none"})
+    llm = make_llm(kind, memory=memory, dtype=dtype, eviction={"policy": "fifo", "protect": "none"})
     near = partial(torch.testing.assert_close, rtol=0, atol=BOUNDS[dtype])
     assert_evicts_oldest(llm.runner, tiny_prompt(150), 120, near)
 
@@ -216,10 +212,10 @@ def test_eviction_affects_only_full_attention_layers(kind: str, dtype: torch.dty
     [("all slide", "lru"), ("room to spare", "counter"), ("shared", "lru")],
 )
 def test_generation_continues_far_past_the_limit(kind: str, eviction: str) -> None:
-    pool = make(kind).runner.pool
+    pool = make_llm(kind).runner.pool
     memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)
     options = {"policy": "infinigen", "policy_options": {"recent": 8, "alpha": 2.0}}
-    llm = make(kind, memory=memory, eviction=eviction, **options)
+    llm = make_llm(kind, memory=memory, eviction=eviction, **options)
     for event in llm.stream(tiny_prompt(50), greedy(110)):
         assert llm.runner.pool.bytes_used <= memory
         if event.index % 50 == 0:
@@ -228,15 +224,20 @@ def test_generation_continues_far_past_the_limit(kind: str, eviction: str) -> No
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
-def test_scoring_runs_as_many_texts_at_once_as_fit(name: str) -> None:
-    """Sequences allocate window blocks as their windows move, without a reservation."""
+def test_scoring_in_a_small_pool_equals_scoring_in_a_large_one(name: str) -> None:
+    """Scored sequences allocate window blocks as their windows move, without a reservation."""
     more = {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}
     model = tiny_model(name, num_hidden_layers=2, **more)
-    prompts, then = [tiny_prompt(60, seed=i // 2) for i in range(6)], [tiny_prompt(70, seed=9 + i) for i in range(6)]
-    small, roomy = (LLM(model, policy="full", host_memory=size, verify="off") for size in ("288KiB", "8MiB"))
-    found, wanted = ([one.logprobs for one in llm.score(prompts, then)] for llm in (small, roomy))
-    assert all(mine == pytest.approx(theirs, abs=1e-4) for mine, theirs in zip(found, wanted, strict=True))
-    assert small.runner.pool.sequence_bytes == 0
+    prompts, continuations = (
+        [tiny_prompt(60, seed=i // 2) for i in range(6)],
+        [tiny_prompt(70, seed=9 + i) for i in range(6)],
+    )
+    small_llm, large_llm = (LLM(model, policy="full", host_memory=size, verify="off") for size in ("288KiB", "8MiB"))
+    small_scores, large_scores = (
+        [score.logprobs for score in llm.score(prompts, continuations)] for llm in (small_llm, large_llm)
+    )
+    assert all(small == pytest.approx(large, abs=1e-4) for small, large in zip(small_scores, large_scores, strict=True))
+    assert small_llm.runner.pool.sequence_bytes == 0
 
 
 # ------------------------------------------------------------------------------------------- sessions, swap, truncation
@@ -245,49 +246,49 @@ TURNS = [tiny_prompt(150, seed=1), tiny_prompt(25, seed=2), tiny_prompt(75, seed
 
 
 def answer(session: Session, turn: list[int], count: int = 12) -> list[int]:
-    found = [event.token_id for event in session.send(turn, greedy(count))]
+    tokens = [event.token_id for event in session.send(turn, greedy(count))]
     session.check_integrity()
     session.kv.runner.check_integrity()
-    return found
+    return tokens
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "kv_cache_dtype"), [*((kind, "auto") for kind in MODELS), ("room to spare", "int8")])
-def test_a_stored_session_continues_with_equal_tokens(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
-    straight = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "straight")
-    expected = [answer(straight, turn) for turn in TURNS]
-    straight.close()
-    for turn, right in zip(TURNS, expected, strict=True):
-        session = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "stored")
+def test_stored_session_continues_with_equal_tokens(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    uninterrupted = make_llm(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "straight")
+    expected = [answer(uninterrupted, turn) for turn in TURNS]
+    uninterrupted.close()
+    for turn, expected_answer in zip(TURNS, expected, strict=True):
+        session = make_llm(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "stored")
         before = session.history.computed
-        assert answer(session, turn) == right
+        assert answer(session, turn) == expected_answer
         assert session.loaded_tokens == before, "nothing is computed again"
         session.close()
     files = list((tmp_path / "stored").glob("*/*/*.kv"))
-    session = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "stored")
+    session = make_llm(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "stored")
     groups = session.kv.runner.pool.groups
     computed = session.history.computed
-    shown = -(-computed // BLOCK_SIZE) - groups.first_seen(computed) // BLOCK_SIZE
-    assert len(session.history.keys) == groups.full * -(-computed // BLOCK_SIZE) + groups.sliding * shown
+    window_blocks = -(-computed // BLOCK_SIZE) - groups.first_seen(computed) // BLOCK_SIZE
+    assert len(session.history.keys) == groups.full * -(-computed // BLOCK_SIZE) + groups.sliding * window_blocks
     assert set(session.history.keys) <= {file.stem for file in files}
     session.close()
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_session_without_its_windows_is_recomputed(kind: str, tmp_path: Path) -> None:
-    session = make(kind).session("s", tmp_path / "a")
+def test_session_without_its_windows_is_recomputed(kind: str, tmp_path: Path) -> None:
+    session = make_llm(kind).session("s", tmp_path / "a")
     expected = [answer(session, turn) for turn in TURNS[:2]]
     session.close()
-    llm = make(kind)
+    llm = make_llm(kind)
     session = llm.session("s", tmp_path / "b")
     assert answer(session, TURNS[0]) == expected[0]
     session.close()
-    store = make(kind).session("s", tmp_path / "b")
-    lost = store.kv.blocks.window_names(store.history.computed)[0]
-    store.close()
-    next((tmp_path / "b").glob(f"*/*/{lost.key.hex()}.kv")).unlink()
-    session = make(kind).session("s", tmp_path / "b")
+    stored = make_llm(kind).session("s", tmp_path / "b")
+    missing = stored.kv.blocks.window_names(stored.history.computed)[0]
+    stored.close()
+    next((tmp_path / "b").glob(f"*/*/{missing.key.hex()}.kv")).unlink()
+    session = make_llm(kind).session("s", tmp_path / "b")
     assert answer(session, TURNS[1]) == expected[1]
     assert session.loaded_tokens == 0
     session.close()
@@ -295,23 +296,23 @@ def test_a_session_without_its_windows_is_recomputed(kind: str, tmp_path: Path) 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_fork_of_a_session_is_independent(kind: str, tmp_path: Path) -> None:
-    llm = make(kind)
+def test_fork_of_a_session_is_independent(kind: str, tmp_path: Path) -> None:
+    llm = make_llm(kind)
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     fork = session.fork("t")
-    right, other = answer(session, TURNS[1]), answer(fork, TURNS[2])
+    first, second = answer(session, TURNS[1]), answer(fork, TURNS[2])
     history = [*TURNS[0]]
-    assert right != other
+    assert first != second
     session.close()
     fork.close()
-    plain = make(kind).session("p", tmp_path / "p")
-    assert answer(plain, TURNS[0]) and answer(plain, TURNS[2]) == other
-    assert plain.history.tokens[: len(history)] == history
-    plain.close()
+    reference = make_llm(kind).session("p", tmp_path / "p")
+    assert answer(reference, TURNS[0]) and answer(reference, TURNS[2]) == second
+    assert reference.history.tokens[: len(history)] == history
+    reference.close()
 
 
-def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A partly filled last block may be replaced while a slow disk still writes it."""
 
     def slow(*args: Any) -> memoryview:
@@ -319,7 +320,7 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
         return layer_data(*args)
 
     monkeypatch.setattr("offload_rt.storage.saver.layer_data", slow)
-    session = make("half slide").session("s", tmp_path)
+    session = make_llm("half slide").session("s", tmp_path)
     for turn in ([1, 2, 3], [4, 5], [6]):
         answer(session, turn, count=4)
     tails = [session.history.tail, *session.history.tail_windows]
@@ -332,13 +333,12 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("cut", [{"keep_last": 100, "sinks": 4}, {"keep_last": 30}, {"drop": range(60, 150)}])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_after_a_truncation_windows_start_after_the_gap(
+def test_sliding_layers_ignore_tokens_before_a_truncation_gap(
     kind: str, cut: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Sliding layers attend only to the kept tokens after the gap."""
     if kind == "narrow rows" and dtype is torch.float64:
         pytest.skip("transformers' experts do not run in float64")
-    llm = make(kind, dtype=dtype)
+    llm = make_llm(kind, dtype=dtype)
     session = llm.session("s", tmp_path)
     answer(session, tiny_prompt(200), count=11)
     tokens, computed = list(session.history.tokens), session.history.computed
@@ -348,14 +348,14 @@ def test_after_a_truncation_windows_start_after_the_gap(
     session.truncate(**cut)
     floor, history = session.history.floor, session.history
     dropped = computed - history.computed
-    kept = [i for i in range(computed) if i in _kept(computed, cut)]
+    kept = [i for i in range(computed) if i in _kept_indices(computed, cut)]
     assert len(kept) == history.computed and dropped > 0
     for layer in adapter.geometry.kv_layers:
         slides = adapter.geometry.windows[layer] is not None
         rows[layer] = [rows[layer][i] for i in (kept[floor:] if slides else kept)]
     expected = plain_step(adapter, [tokens[computed]], computed, rows)
     session.close()
-    session = make(kind, dtype=dtype).session("s", tmp_path)
+    session = make_llm(kind, dtype=dtype).session("s", tmp_path)
     sequence = session.kv.ready(len(session.history.tokens))
     session.kv.load_all()
     logits = session.kv.runner.decode([sequence])[0]
@@ -363,17 +363,17 @@ def test_after_a_truncation_windows_start_after_the_gap(
     session.close()
 
 
-def _kept(computed: int, cut: dict[str, Any]) -> set[int]:
+def _kept_indices(computed: int, cut: dict[str, Any]) -> set[int]:
     if "drop" in cut:
         return set(range(computed)) - set(cut["drop"])
     return {*range(cut.get("sinks", 4)), *range(computed - cut["keep_last"], computed)}
 
 
 @pytest.mark.parametrize("kind", ["all slide", "shared"])
-def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> None:
-    pool = make(kind).runner.pool
+def test_preempted_sequences_are_restored_from_disk(kind: str, tmp_path: Path) -> None:
+    pool = make_llm(kind).runner.pool
     each, step = pool.groups.blocks(150), pool.groups.blocks_at_once
-    llm = make(kind, memory=(3 * each - step) * pool.block_bytes, enable_prefix_caching=False)
+    llm = make_llm(kind, memory=(3 * each - step) * pool.block_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
@@ -390,10 +390,10 @@ def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["all slide", "room to spare"])
-def test_a_sequence_is_restored_to_a_pool_with_room_for_one(kind: str, tmp_path: Path) -> None:
-    """Sliding layers need memory for their windows only."""
-    pool = make(kind).runner.pool
-    llm = make(kind, memory=pool.groups.blocks(150) * pool.block_bytes, enable_prefix_caching=False)
+def test_sequence_is_restored_to_a_pool_with_memory_for_one(kind: str, tmp_path: Path) -> None:
+    """Sliding layers need memory only for their windows."""
+    pool = make_llm(kind).runner.pool
+    llm = make_llm(kind, memory=pool.groups.blocks(150) * pool.block_bytes, enable_prefix_caching=False)
     swap = Swap(llm.runner, tmp_path)
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
     engine, prompt = Engine(llm.runner, max_num_seqs=4, swap=swap), tiny_prompt(50)
@@ -407,17 +407,16 @@ def test_a_sequence_is_restored_to_a_pool_with_room_for_one(kind: str, tmp_path:
     assert_greedy(model_of(kind), prompt, request.completions()[0].token_ids)
 
 
-def test_a_loader_fills_the_blocks_of_each_group(tmp_path: Path) -> None:
-    """Saved KV is loaded to the blocks of its layer's group."""
-    llm = make("room to spare")
+def test_loader_restores_kv_of_each_layer_group(tmp_path: Path) -> None:
+    llm = make_llm("room to spare")
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     pool, blocks = llm.runner.pool, session.kv.sequence.blocks  # type: ignore[union-attr]
     assert isinstance(blocks, BlockTable)
     length = blocks.length
-    saved = {layer: _rows(llm, blocks, layer, length) for layer in range(5)}
+    saved = {layer: _visible_kv(llm, blocks, layer, length) for layer in range(5)}
     session.close()
-    other = make("room to spare")
+    other = make_llm("room to spare")
     session = other.session("s", tmp_path)
     session.kv.fetch(all_layers=True)
     session.kv.load_all()
@@ -425,11 +424,11 @@ def test_a_loader_fills_the_blocks_of_each_group(tmp_path: Path) -> None:
     restored = session.kv.sequence
     assert restored is not None and pool.groups == other.runner.pool.groups
     for layer, rows in saved.items():
-        assert torch.equal(_rows(other, restored.blocks, layer, length), rows)
+        assert torch.equal(_visible_kv(other, restored.blocks, layer, length), rows)
     session.close()
 
 
-def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor:
+def _visible_kv(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor:
     """Return K and V `[2, Hkv, n, d]` that `layer` attends to for the token at position `length`."""
     pool = llm.runner.pool
     first = pool.groups.first_seen(length) if pool.groups.group[layer] else 0
@@ -441,18 +440,15 @@ def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor
 @pytest.mark.parametrize("first", [BLOCK_SIZE, 100])
 @pytest.mark.parametrize("kind", ["all slide", "half slide"])
 @pytest.mark.parametrize("path", ["in place", "copied", "int8", "working set"])
-def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_path: Path) -> None:
-    """In sliding layers, the last block of a prefill chunk may be out of the window.
-
-    A second session with the same first block starts from the prefix tree.
-    """
-    whole = {"policy_options": {"budget": 1.0, "dense_layers": ()}}
+def test_long_turn_after_a_short_turn(kind: str, path: str, first: int, tmp_path: Path) -> None:
+    """In sliding layers, the last block of a prefill chunk may be outside the window."""
+    select_all = {"policy_options": {"budget": 1.0, "dense_layers": ()}}
     options: dict[str, dict[str, Any]] = {
         "copied": {"prefill_chunk_size": BLOCK_SIZE},
         "int8": {"kv_cache_dtype": "int8"},
-        "working set": {"policy": "infinigen", "working_set": 24} | whole,
+        "working set": {"policy": "infinigen", "working_set": 24} | select_all,
     }
-    llm = make(kind, **options.get(path, {}))
+    llm = make_llm(kind, **options.get(path, {}))
     llm = staged(llm) if path == "copied" else llm
     for name, turns in {"long": (first, 700), "same start": (first + 80, 30)}.items():
         session = llm.session(name, tmp_path)

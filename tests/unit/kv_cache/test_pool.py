@@ -17,7 +17,7 @@ from offload_rt.kv_cache.pool import HostPool
 from offload_rt.utils.control_groups import processor_limit
 
 
-def addresses(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_kv(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V `[Hkv, length, d]` of a layer, gathered by row index."""
     tokens = torch.arange(blocks.length)
     base = pool.row_base(blocks)[tokens // BLOCK_SIZE] + tokens % BLOCK_SIZE
@@ -44,30 +44,29 @@ def test_rows_and_runs_return_the_written_kv() -> None:
             got = read(parts)
             assert torch.equal(got[0], k[:, first:last])
             assert torch.equal(got[1], v[:, first:last])
-        got = addresses(pool, blocks, layer)
+        got = gather_kv(pool, blocks, layer)
         assert torch.equal(got[0], k)
         assert torch.equal(got[1], v)
     pool.check_integrity()
 
 
-def resident() -> int:
-    """Return the resident memory of this process in bytes."""
+def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not report the memory of a process")
-def test_a_short_prompt_uses_only_its_pages_of_a_slab() -> None:
+def test_short_prompt_uses_only_its_pages_of_a_slab() -> None:
     """K or V of a head and layer takes 2 MiB of a slab. Clearing a huge page for each would take 64 MiB."""
     pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
-    before, (k, v) = resident(), torch.ones(2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
+    before, (k, v) = resident_bytes(), torch.ones(2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
     blocks = pool.new_block_table(BLOCK_SIZE)
     for layer in range(8):
         pool.write(blocks, layer, 0, k, v)
     assert pool.layout.plane_rows * pool.layout.row_bytes == 2 << 20
-    assert resident() - before < 8 << 20, "3 MiB, tables and tensors included, where 64 MiB were cleared"
+    assert resident_bytes() - before < 8 << 20, "3 MiB are measured, tables and tensors included"
 
 
-def test_a_block_table_in_an_empty_pool_has_one_run_per_slab() -> None:
+def test_block_table_in_an_empty_pool_has_one_run_per_slab() -> None:
     pool = make_pool(12)
     at_once = pool.new_block_table(9 * BLOCK_SIZE)
     assert [part.k.shape[1] for part in pool.runs(at_once, 0, range(9 * BLOCK_SIZE))] == [
@@ -86,12 +85,12 @@ def test_a_block_table_in_an_empty_pool_has_one_run_per_slab() -> None:
     ]
 
 
-def test_a_fresh_slab_is_preferred_to_two_pieces() -> None:
+def test_empty_slab_is_preferred_to_two_free_runs() -> None:
     pool = make_pool(12)
     pool.new_block_table(3 * BLOCK_SIZE)
     second = pool.new_block_table(3 * BLOCK_SIZE)
     assert len(pool.spans(second, 0, range(3 * BLOCK_SIZE))) == 1
-    assert pool.new_block_table(BLOCK_SIZE).ids == [3], "the gap is used by a table that fits"
+    assert pool.new_block_table(BLOCK_SIZE).ids == [3], "a table that fits uses the gap"
 
 
 def test_views_are_contiguous_matrices_without_copies() -> None:
@@ -104,7 +103,7 @@ def test_views_are_contiguous_matrices_without_copies() -> None:
     assert part.k.data_ptr() == pool.rows[int(pool.row_base(blocks)[0]) + pool.layout.row(1, 0, 0, 3)].data_ptr()
 
 
-def test_sequences_that_grow_together_keep_long_runs() -> None:
+def test_sequences_that_grow_together_have_long_runs() -> None:
     pool = make_pool(64, slab_blocks=64)
     block_tables = [pool.new_block_table(BLOCK_SIZE) for _ in range(4)]
     for _ in range(15):
@@ -112,11 +111,11 @@ def test_sequences_that_grow_together_keep_long_runs() -> None:
             append(pool, blocks, BLOCK_SIZE)
     pool.check_integrity()
     assert pool.free_blocks == 4
-    pieces = [len(pool.spans(blocks, 0, range(blocks.capacity))) for blocks in block_tables]
-    assert max(pieces) <= 5, pieces  # 15 if each takes the next free block
+    run_counts = [len(pool.spans(blocks, 0, range(blocks.capacity))) for blocks in block_tables]
+    assert max(run_counts) <= 5, run_counts  # 15 if each takes the next free block
 
 
-def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_shares_blocks_and_copies_the_last_one_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(32)
     first = pool.new_block_table(0)
     append(pool, first, 100)
@@ -130,7 +129,7 @@ def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytes
     append(pool, second, 5, sequence=1)
     append(pool, first, 5)
     append(pool, second, 5, sequence=1)
-    assert [where[2] for where in copies] == [36], "only the filled slots of the tail, once"
+    assert [where[2] for where in copies] == [36], "only the filled slots of the last block are copied, once"
     assert first.ids[0] == second.ids[0] and first.ids[1] != second.ids[1]
     for blocks, sequence in ((first, 0), (second, 1)):
         for layer in range(2):
@@ -144,7 +143,7 @@ def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytes
     assert pool.bytes_used == 0 and second == BlockTable()
 
 
-def test_writing_to_a_shared_block_is_caught() -> None:
+def test_write_to_a_shared_block_fails_an_assertion() -> None:
     pool = make_pool(4)
     blocks = pool.new_block_table(0)
     append(pool, blocks, 10)
@@ -153,13 +152,13 @@ def test_writing_to_a_shared_block_is_caught() -> None:
         pool.write(blocks, 0, 10, *kv(range(10, 11), 0))
 
 
-def test_the_error_of_a_full_pool_names_the_missing_memory() -> None:
+def test_error_of_a_full_pool_names_the_missing_memory() -> None:
     pool = make_pool(6, slab_blocks=6)
     blocks = pool.new_block_table(5 * BLOCK_SIZE)
-    with pytest.raises(PoolFullError) as caught:
+    with pytest.raises(PoolFullError) as error:
         pool.new_block_table(3 * BLOCK_SIZE)
     for text in ("3 blocks of 64 tokens (24 KiB)", "of 6 only 1", "2 too few (16 KiB)", "from 48 KiB", "to 64 KiB"):
-        assert text in str(caught.value)
+        assert text in str(error.value)
     pool.commit(blocks, 5 * BLOCK_SIZE - 1)
     fork = pool.fork(blocks)
     with pytest.raises(PoolFullError):
@@ -168,7 +167,7 @@ def test_the_error_of_a_full_pool_names_the_missing_memory() -> None:
     pool.check_integrity()
 
 
-def test_invalid_limits() -> None:
+def test_invalid_limits_are_refused() -> None:
     with pytest.raises(MemoryLimitError, match=r"cannot hold one block.*8192 bytes"):
         HostPool(geometry(), torch.float32, BLOCK_BYTES - 1)
     with pytest.raises(MemoryLimitError, match=r"more than the .* available here; lower host_memory"):
@@ -176,13 +175,13 @@ def test_invalid_limits() -> None:
     assert HostPool(geometry(), torch.float32, BLOCK_BYTES).block_count == 1
 
 
-def test_a_refused_reservation_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reservation_of_address_space_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.kv_cache.system_memory.available_memory", lambda: 1 << 61)
     with pytest.raises(MemoryLimitError, match=r"cannot reserve .* of address space .*ulimit"):
         HostPool(geometry(), torch.float32, 1 << 60)
 
 
-def test_the_default_limit_is_half_of_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_limit_is_half_of_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.kv_cache.system_memory.available_memory", lambda: 100 * BLOCK_BYTES)
     assert HostPool(geometry(), torch.float32, None).block_count == 50
     monkeypatch.setattr("offload_rt.kv_cache.system_memory.available_memory", lambda: 1 << 60)
@@ -233,7 +232,7 @@ def test_control_groups_limit_processors(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("blocks", [1, 2, 255, 256, 257, 1000, 1025])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(8, torch.float16), (80, torch.bfloat16), (64, torch.float32)])
-def test_layout_wastes_less_than_a_block_a_slab(blocks: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_layout_wastes_less_than_a_block_per_slab(blocks: int, head_dim: int, dtype: torch.dtype) -> None:
     shape = geometry(3, 2, head_dim)
     limit = blocks * shape.kv_bytes(BLOCK_SIZE, dtype) + 17
     layout = ArenaLayout.fit(shape, dtype, limit)
@@ -262,7 +261,7 @@ def test_slabs_are_prepared_at_admission() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.simulated
-def test_slabs_are_pinned_when_they_are_needed() -> None:
+def test_slabs_are_pinned_on_demand() -> None:
     pool = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
     blocks = pool.new_block_table(5 * BLOCK_SIZE)
     for part in pool.runs(blocks, 0, range(5 * BLOCK_SIZE)):
@@ -287,7 +286,7 @@ def test_slabs_are_activated_on_demand() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.simulated
-def test_memory_that_cannot_be_pinned_is_an_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_raises_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next kernel must not raise the error of the driver again."""
     pool = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
     again = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)

@@ -39,11 +39,11 @@ STEPS = st.lists(
 @given(
     steps=STEPS,
     repeat=st.sampled_from([1, 100]),
-    guarded=st.sets(st.integers(0, SLOTS - 1)),
+    protected_slots=st.sets(st.integers(0, SLOTS - 1)),
     count=st.integers(1, SLOTS),
 )
 def test_victims_equal_those_of_the_plain_model(
-    steps: list[tuple[str | int, list[int]]], repeat: int, guarded: set[int], count: int
+    steps: list[tuple[str | int, list[int]]], repeat: int, protected_slots: set[int], count: int
 ) -> None:
     state = SlotState.empty(LAYERS, SLOTS)
     model = [[Slot() for _ in range(SLOTS)] for _ in range(LAYERS)]
@@ -64,16 +64,16 @@ def test_victims_equal_those_of_the_plain_model(
                     for slot_state in model[int(action)]:
                         slot_state.counter //= 2
     protected = torch.zeros(LAYERS, SLOTS, dtype=torch.bool)
-    protected[:, list(guarded)] = True
+    protected[:, list(protected_slots)] = True
     for policy in RANKINGS:
-        got = victims(policy, state, protected, step + 5, count)
+        evicted = victims(policy, state, protected, step + 5, count)
         for layer in range(LAYERS):
-            free = [i for i in range(SLOTS) if i not in guarded and model[layer][i].position >= 0]
-            want = sorted(free, key=lambda i: model[layer][i].rank(policy, step + 5))[:count]
-            assert got[layer].tolist() == want + [-1] * (count - len(want)), policy
+            evictable = [i for i in range(SLOTS) if i not in protected_slots and model[layer][i].position >= 0]
+            expected = sorted(evictable, key=lambda i: model[layer][i].rank(policy, step + 5))[:count]
+            assert evicted[layer].tolist() == expected + [-1] * (count - len(expected)), policy
 
 
-def test_a_new_token_is_not_a_victim_because_of_its_age() -> None:
+def test_counter_policy_does_not_evict_new_tokens_for_low_counts() -> None:
     """Counts are relative to the number of steps since the token left the recent window."""
     state = SlotState.empty(1, 2)
     state.fill(range(1), 8, 8)

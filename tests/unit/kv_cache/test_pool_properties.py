@@ -54,8 +54,8 @@ def geometry(
 
 
 @dataclass(eq=False)
-class Model:
-    """Expected contents of a sequence: tokens, and one number per token from which K and V are made.
+class SequenceModel:
+    """Expected tokens of a sequence, and one number per token that determines its K and V.
 
     As in real KV, the number depends on the token and on all earlier tokens.
     """
@@ -70,7 +70,7 @@ class Model:
             self.values.append(((self.values or [1])[-1] * 31 + token + 1) % PRIME)
 
 
-def made_from(values: list[int], layer: int, rows: RowShape) -> torch.Tensor:
+def kv_from(values: list[int], layer: int, rows: RowShape) -> torch.Tensor:
     """Return distinct K and V `[Hkv, planes, n, d]` of one layer."""
     shape = rows.kv_heads, rows.planes, 1, rows.head_dim
     inner = torch.arange(rows.bytes(torch.int8), dtype=torch.float32).view(shape)
@@ -79,7 +79,7 @@ def made_from(values: list[int], layer: int, rows: RowShape) -> torch.Tensor:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    sequences: Bundle[Model] = Bundle("sequences")
+    sequences: Bundle[SequenceModel] = Bundle("sequences")
     windows: tuple[int | None, ...] = (None, None)
     window_rows: RowShape | None = None
     value_dim: int | None = None
@@ -92,47 +92,47 @@ class PoolMachine(RuleBasedStateMachine):
         limit = self.blocks * groups.layers * BLOCK_SIZE * shape.full_rows.bytes(torch.float32)
         self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * BLOCK_SIZE)
         self.groups = self.pool.groups
-        self.live: list[Model] = []
+        self.live: list[SequenceModel] = []
         self.written = 0
 
-    def held(self) -> set[int]:
-        held = {block for model in self.live for window in model.blocks.windows.values() for block in window}
-        return held | {block for model in self.live if self.groups.full for block in model.blocks.ids}
+    def used_blocks(self) -> set[int]:
+        used_blocks = {block for model in self.live for window in model.blocks.windows.values() for block in window}
+        return used_blocks | {block for model in self.live if self.groups.full for block in model.blocks.ids}
 
-    def lacking(self, model: Model, stop: int) -> int:
+    def missing_blocks(self, model: SequenceModel, stop: int) -> int:
         """Return how many blocks are missing for `stop` tokens, in models without sliding layers."""
         blocks = model.blocks
         others = {block for other in self.live if other is not model for block in other.blocks.ids}
         tail = blocks.ids[blocks.length // BLOCK_SIZE :]
         copied = sum(block in others or block in self.pool.cached for block in tail)
         needed = copied + max(0, -(-stop // BLOCK_SIZE) - len(blocks.ids))
-        return needed - (self.pool.block_count - len(self.held() | set(blocks.ids)))
+        return needed - (self.pool.block_count - len(self.used_blocks() | set(blocks.ids)))
 
-    def shown(self, layer: int, length: int) -> range:
+    def visible_tokens(self, layer: int, length: int) -> range:
         return range(self.groups.first_seen(length) if self.groups.group[layer] else 0, length)
 
-    def read(self, model: Model, layer: int, tokens: range) -> torch.Tensor:
+    def read(self, model: SequenceModel, layer: int, tokens: range) -> torch.Tensor:
         parts = self.pool.runs(model.blocks, layer, tokens)
         assert all((part.v is part.k) == (self.shape.planes == 1) for part in parts)
         return torch.cat([torch.stack([part.k, part.v][: self.shape.planes], 1) for part in parts], 2)
 
-    def write(self, model: Model, layer: int, start: int, values: list[int]) -> None:
-        """Write KV made from `values`. If keys contain the values, V is arbitrary, because it is not stored."""
-        k, *v = made_from(values, layer, self.shape.rows(layer)).unbind(1)
+    def write(self, model: SequenceModel, layer: int, start: int, values: list[int]) -> None:
+        k, *v = kv_from(values, layer, self.shape.rows(layer)).unbind(1)
+        # If keys contain the values, V is not stored.
         self.pool.write(model.blocks, layer, start, k, v[0] if v else torch.full_like(k, -1))
 
-    def compute(self, model: Model, count: int, letter: int, before_window: int) -> bool:
+    def compute(self, model: SequenceModel, count: int, letter: int, before_window: int) -> bool:
         """Prefill or decode `count` tokens. If the pool is full, check that it is unchanged and return False."""
         blocks, start = model.blocks, model.blocks.length
         stop = start + count
-        windows, ids, lacking = dict(blocks.windows), list(blocks.ids), self.lacking(model, stop)
+        windows, ids, missing_blocks = dict(blocks.windows), list(blocks.ids), self.missing_blocks(model, stop)
         try:
             self.pool.reserve(blocks, stop)
         except PoolFullError:
             assert (blocks.ids, blocks.windows) == (ids, windows)
-            assert self.groups.sliding or lacking > 0
+            assert self.groups.sliding or missing_blocks > 0
             return False
-        assert self.groups.sliding or lacking <= 0
+        assert self.groups.sliding or missing_blocks <= 0
         try:
             self.pool.sliding.slide(blocks, start, stop, before_window=before_window)
         except PoolFullError:
@@ -150,44 +150,44 @@ class PoolMachine(RuleBasedStateMachine):
         return True
 
     @rule(target=sequences, count=COUNTS, letter=LETTERS, before_window=st.sampled_from([0, 64, 200]))
-    def start(self, count: int, letter: int, before_window: int) -> Model:
-        model = Model(BlockTable())
+    def start(self, count: int, letter: int, before_window: int) -> SequenceModel:
+        model = SequenceModel(BlockTable())
         if not self.compute(model, count, letter, before_window):
             return multiple()  # type: ignore[return-value]
         self.live.append(model)
         return model
 
     @rule(model=sequences, count=COUNTS, letter=LETTERS, before_window=st.sampled_from([0, 64, 200]))
-    def prefill(self, model: Model, count: int, letter: int, before_window: int) -> None:
+    def prefill(self, model: SequenceModel, count: int, letter: int, before_window: int) -> None:
         if self.compute(model, count, letter, before_window):
             self.publish(model)
             self.pool.sliding.slide(model.blocks, model.blocks.length, model.blocks.length)
             assert len(model.blocks.windows) <= self.groups.window_blocks
 
     @rule(model=sequences, steps=st.sampled_from([1, 30, 64]), letter=LETTERS)
-    def decode(self, model: Model, steps: int, letter: int) -> None:
+    def decode(self, model: SequenceModel, steps: int, letter: int) -> None:
         for _ in range(steps):
             if not self.compute(model, 1, letter, 0):
                 break
             assert len(model.blocks.windows) <= self.groups.window_blocks
 
     @rule(target=sequences, model=sequences)
-    def fork(self, model: Model) -> Model:
+    def fork(self, model: SequenceModel) -> SequenceModel:
         used = self.pool.bytes_used
-        twin = Model(self.pool.fork(model.blocks), list(model.tokens), list(model.values))
+        twin = SequenceModel(self.pool.fork(model.blocks), list(model.tokens), list(model.values))
         self.live.append(twin)
         assert self.pool.bytes_used == used
         return twin
 
     @rule(model=consumes(sequences))
-    def end(self, model: Model) -> None:
+    def end(self, model: SequenceModel) -> None:
         self.pool.release(model.blocks)
         assert not model.blocks.windows and not model.blocks.ids
         self.live.remove(model)
 
     @precondition(lambda self: not self.groups.sliding)
     @rule(model=sequences, share=st.floats(0, 1))
-    def truncate(self, model: Model, share: float) -> None:
+    def truncate(self, model: SequenceModel, share: float) -> None:
         if max(model.values, default=0) >= PRIME:
             return  # sequences that overwrite slots are never truncated
         length = int(model.blocks.length * share)
@@ -197,7 +197,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.groups.sliding)
     @rule(model=sequences, share=st.floats(0, 1, exclude_max=True))
-    def overwrite(self, model: Model, share: float) -> None:
+    def overwrite(self, model: SequenceModel, share: float) -> None:
         """Overwrite a slot of a full block, as eviction does."""
         if model.blocks.length < BLOCK_SIZE:
             return
@@ -213,7 +213,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.write(model, layer, token, [model.values[token]])
 
     @rule(model=sequences, provenance_key=PROVENANCE_KEYS)
-    def publish(self, model: Model, provenance_key: str = "exact") -> None:
+    def publish(self, model: SequenceModel, provenance_key: str = "exact") -> None:
         before = list(model.blocks.ids)
         changed = self.pool.publish(model.blocks, model.tokens, provenance_key)
         assert changed == [i for i, block in enumerate(model.blocks.ids) if block != before[i]]
@@ -221,26 +221,26 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(
         target=sequences, letters=st.lists(LETTERS, min_size=1, max_size=4), rest=st.integers(0, 70), both=st.booleans()
     )
-    def match(self, letters: list[int], rest: int, both: bool) -> Model:
+    def match(self, letters: list[int], rest: int, both: bool) -> SequenceModel:
         tokens = [letter for letter in letters for _ in range(BLOCK_SIZE)] + [2] * rest
         blocks = self.pool.match(tokens, *(("exact", "sparse") if both else ("exact",)))
         assert blocks.length < len(tokens) and blocks.length % BLOCK_SIZE == 0
-        model = Model(blocks)
+        model = SequenceModel(blocks)
         model.extend(tokens[: blocks.length])
         self.live.append(model)
         return model
 
     @invariant()
-    def everything_is_as_the_model_says(self) -> None:
+    def matches_model(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.bytes_used == (len(self.held()) + self.pool.idle_blocks) * self.pool.block_bytes
+        assert self.pool.bytes_used == (len(self.used_blocks()) + self.pool.idle_blocks) * self.pool.block_bytes
         assert self.pool.bytes_used <= self.pool.limit_bytes
         for model in self.live:
             assert model.blocks.length == len(model.values) == len(model.tokens)
             for layer in range(len(self.windows)):
-                tokens = self.shown(layer, model.blocks.length)
+                tokens = self.visible_tokens(layer, model.blocks.length)
                 if tokens:
-                    expected = made_from(model.values[tokens.start :], layer, self.shape.rows(layer))
+                    expected = kv_from(model.values[tokens.start :], layer, self.shape.rows(layer))
                     assert torch.equal(self.read(model, layer, tokens), expected)
 
     def teardown(self) -> None:
@@ -285,12 +285,15 @@ class LatentMachine(PoolMachine):
     value_dim = 1
 
 
-MANY = 40 if "OFFLOAD_RT_STRESS" in os.environ else 1
+FACTOR = 40 if "OFFLOAD_RT_STRESS" in os.environ else 1
 
-OTHERS = (SlidingMachine, AllSlideMachine, NarrowWindowMachine, ManyHeadsMachine, LatentMachine)
-for machine, examples, steps in ((PoolMachine, 15, 40), *((each, 8, 25) for each in OTHERS)):
+OTHER_MACHINES = (SlidingMachine, AllSlideMachine, NarrowWindowMachine, ManyHeadsMachine, LatentMachine)
+for machine, examples, steps in ((PoolMachine, 15, 40), *((each, 8, 25) for each in OTHER_MACHINES)):
     machine.TestCase.settings = settings(
-        max_examples=MANY * examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=FACTOR * examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
 TestPool = PoolMachine.TestCase
 TestSliding = SlidingMachine.TestCase
@@ -300,10 +303,10 @@ TestManyHeads = ManyHeadsMachine.TestCase
 TestLatent = LatentMachine.TestCase
 
 
-def test_a_partly_filled_window_block_is_not_cached() -> None:
+def test_partly_filled_window_block_is_not_cached() -> None:
     # The prefill fills 57 of the 64 slots of a block, and continues at token 200.
     machine = AllSlideMachine()
-    model = Model(BlockTable())
+    model = SequenceModel(BlockTable())
     assert machine.compute(model, 57, 0, 0) and machine.compute(model, 200, 0, 0)
     assert sorted(model.blocks.windows) == [0, 2, 3, 4]
     machine.pool.publish(model.blocks, model.tokens, "exact")
@@ -316,9 +319,9 @@ class OneWindowMachine(PoolMachine):
     blocks = 2
 
 
-def test_a_sequence_replaces_window_blocks_that_only_the_cache_shares() -> None:
+def test_sequence_replaces_window_blocks_that_only_the_cache_shares() -> None:
     machine = OneWindowMachine()
-    model = Model(BlockTable())
+    model = SequenceModel(BlockTable())
     assert machine.compute(model, 64, 0, 0) and machine.compute(model, 64, 0, 0)
     assert sorted(model.blocks.windows) == [0, 1]
     machine.pool.publish(model.blocks, model.tokens, "exact")
@@ -331,7 +334,7 @@ def test_a_sequence_replaces_window_blocks_that_only_the_cache_shares() -> None:
 
 @pytest.mark.parametrize("missing", range(6))
 @pytest.mark.parametrize("window", [1, 64, 65, 129])
-def test_a_prefix_is_usable_while_its_windows_are_complete(missing: int, window: int) -> None:
+def test_prefix_is_usable_while_its_windows_are_complete(missing: int, window: int) -> None:
     groups, table = LayerGroups(1, (0, 1), (0, 0), 1, window), BlockAllocator(100)
     table.add_slab()
     windows, blocks = WindowBlocks(table, groups), list(range(50, 56))

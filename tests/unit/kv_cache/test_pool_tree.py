@@ -16,12 +16,12 @@ from offload_rt.kv_cache import prefix_tree
 from offload_rt.kv_cache.prefix_tree import PrefixTree, block_key, pack_tokens, root_key
 
 
-def text(*letters: int) -> list[int]:
+def token_blocks(*letters: int) -> list[int]:
     """Return one block of equal tokens per letter."""
     return [letter for letter in letters for _ in range(BLOCK_SIZE)]
 
 
-def alone(block: int) -> bool:
+def has_one_user(block: int) -> bool:
     return True
 
 
@@ -42,23 +42,22 @@ def test_ranges_are_as_few_as_possible(numbers: set[int]) -> None:
     assert all(before.stop < after.start for before, after in pairwise(ranges))
 
 
-def test_at_most_all_but_the_last_token_matches() -> None:
+def test_match_excludes_the_last_token() -> None:
     tree = PrefixTree()
-    assert tree.insert(text(1, 2, 3), [7, 8, 9], "exact", alone) == ([7, 8, 9], {})
-    assert tree.match([], "exact") == tree.match([1], "exact") == tree.match(text(1), "exact") == []
-    assert tree.match([*text(1), 2], "exact") == [7]
-    assert tree.match(text(1, 2, 3), "exact") == [7, 8]
-    assert tree.match([*text(1, 2, 3), 5], "exact") == [7, 8, 9]
-    assert tree.match([*text(1, 3), 5], "exact") == [7]
-    assert tree.match([*text(2), 5], "exact") == []
+    assert tree.insert(token_blocks(1, 2, 3), [7, 8, 9], "exact", has_one_user) == ([7, 8, 9], {})
+    assert tree.match([], "exact") == tree.match([1], "exact") == tree.match(token_blocks(1), "exact") == []
+    assert tree.match([*token_blocks(1), 2], "exact") == [7]
+    assert tree.match(token_blocks(1, 2, 3), "exact") == [7, 8]
+    assert tree.match([*token_blocks(1, 2, 3), 5], "exact") == [7, 8, 9]
+    assert tree.match([*token_blocks(1, 3), 5], "exact") == [7]
+    assert tree.match([*token_blocks(2), 5], "exact") == []
 
 
-def test_short_sequences_are_evicted_before_a_longer_one() -> None:
-    """Two short sequences, used after a long one, are evicted first. The long one is then evicted from its end."""
+def test_short_sequences_are_evicted_before_an_older_longer_one() -> None:
     tree = PrefixTree()
-    tree.insert(text(1, 2, 3, 4, 5, 6, 7, 8), [*range(8)], "exact", alone)
-    tree.insert(text(9), [8], "exact", alone)
-    tree.insert(text(10), [9], "exact", alone)
+    tree.insert(token_blocks(1, 2, 3, 4, 5, 6, 7, 8), [*range(8)], "exact", has_one_user)
+    tree.insert(token_blocks(9), [8], "exact", has_one_user)
+    tree.insert(token_blocks(10), [9], "exact", has_one_user)
     for block in range(10):
         tree.release([block])
     assert tree.evict(4) == [8, 9, 7, 6]
@@ -67,9 +66,9 @@ def test_short_sequences_are_evicted_before_a_longer_one() -> None:
 
 def test_provenance_keys_and_namespaces_never_match_each_other() -> None:
     tree = PrefixTree("model a")
-    tree.insert(text(1), [7], "exact", alone)
-    tree.insert(text(1, 2), [7, 8], "infinigen", alone)  # decoded sparsely after an exact prefill
-    tokens = [*text(1, 2), 0]
+    tree.insert(token_blocks(1), [7], "exact", has_one_user)
+    tree.insert(token_blocks(1, 2), [7, 8], "infinigen", has_one_user)  # decoded sparsely after an exact prefill
+    tokens = [*token_blocks(1, 2), 0]
     assert tree.match(tokens, "exact") == [7]
     assert tree.match(tokens, "infinigen") == []
     assert tree.match(tokens, "infinigen", "exact") == [7, 8]
@@ -77,34 +76,34 @@ def test_provenance_keys_and_namespaces_never_match_each_other() -> None:
     assert block_key(b"p", "ab", b"c" * 512) != block_key(b"p", "a", b"bc" + b"c" * 510)
 
 
-def test_keys_are_the_same_in_every_process() -> None:
+def test_block_keys_are_stable() -> None:
     key = block_key(root_key("model"), "exact", pack_tokens(range(64), 64)[0])
     assert key.hex() == "78758bfd1bea1c3853b645de785c4ef27f2d3d070ef38e90eaad57d161989de1", (
-        "keys are on disks: never change them"
+        "stored blocks have these keys, so keys must never change"
     )
 
 
 def test_equal_digests_of_other_tokens_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_tree, "block_key", lambda parent, provenance_key, tokens: parent[:1] + tokens[:1])
     tree = PrefixTree()
-    tree.insert(text(1, 5), [7, 8], "exact", alone)
-    twin = text(257)  # same lowest byte, so the same patched digest
+    tree.insert(token_blocks(1, 5), [7, 8], "exact", has_one_user)
+    twin = token_blocks(257)  # same lowest byte, so the same patched digest
     assert tree.match([*twin, 0], "exact") == []
-    assert tree.insert(twin + text(6), [4, 5], "exact", alone) == ([], {})
-    assert tree.match([*text(1), 0], "other provenance") == []
-    assert tree.match([*text(1, 5), 0], "exact") == [7, 8]
+    assert tree.insert(twin + token_blocks(6), [4, 5], "exact", has_one_user) == ([], {})
+    assert tree.match([*token_blocks(1), 0], "other provenance") == []
+    assert tree.match([*token_blocks(1, 5), 0], "exact") == [7, 8]
 
 
-def test_the_leaf_used_last_is_evicted_last() -> None:
+def test_least_recently_used_leaf_is_evicted_first() -> None:
     tree = PrefixTree()
-    tree.insert(text(1, 2), [0, 1], "exact", alone)
-    tree.insert(text(1, 3), [0, 2], "exact", alone)
-    tree.insert(text(4), [3], "exact", alone)
-    assert tree.evict(9) == [], "all are held"
+    tree.insert(token_blocks(1, 2), [0, 1], "exact", has_one_user)
+    tree.insert(token_blocks(1, 3), [0, 2], "exact", has_one_user)
+    tree.insert(token_blocks(4), [3], "exact", has_one_user)
+    assert tree.evict(9) == [], "all blocks are in use"
     tree.release([3])
     tree.release([0, 1])
     tree.release([2])
-    assert tree.match([*text(4), 0], "exact") == [3]
+    assert tree.match([*token_blocks(4), 0], "exact") == [3]
     tree.release([3])
     assert tree.idle == 4
     assert tree.evict(1) == [1]
@@ -120,36 +119,35 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
-def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> None:
-    """The model maps each prefix to its block and time of last use, and counts references."""
+def test_tree_equals_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> None:
     tree = PrefixTree()
     known: dict[tuple[int, ...], int] = {}
     used: dict[tuple[int, ...], int] = {}
     refs: Counter[int] = Counter()
     holders: list[list[int]] = []
-    fresh = 0
+    next_block = 0
 
     def drop(blocks: list[int]) -> None:
-        gone = [key for key, block in known.items() if block in blocks]
-        assert sorted(known[key] for key in gone) == sorted(blocks)
-        for key in gone:
+        evicted = [key for key, block in known.items() if block in blocks]
+        assert sorted(known[key] for key in evicted) == sorted(blocks)
+        for key in evicted:
             refs[known.pop(key)] -= 1
 
     for clock, (action, number) in enumerate(steps):
         letters = tuple(number >> i & 1 for i in range(1 + number % 4))
         prefixes = [letters[: i + 1] for i in range(len(letters))]
         if action == "publish":
-            mine = list(range(fresh, fresh + len(letters)))
-            fresh += len(letters)
-            taken, instead = tree.insert(text(*letters), mine, "exact", alone)
-            assert taken == [block for key, block in zip(prefixes, mine, strict=True) if key not in known]
-            assert instead == {i: known[key] for i, key in enumerate(prefixes) if key in known}
-            for key, block in zip(prefixes, mine, strict=True):
-                refs[known.setdefault(key, block)] += 1 + (block in taken)
+            new_blocks = list(range(next_block, next_block + len(letters)))
+            next_block += len(letters)
+            inserted, existing = tree.insert(token_blocks(*letters), new_blocks, "exact", has_one_user)
+            assert inserted == [block for key, block in zip(prefixes, new_blocks, strict=True) if key not in known]
+            assert existing == {i: known[key] for i, key in enumerate(prefixes) if key in known}
+            for key, block in zip(prefixes, new_blocks, strict=True):
+                refs[known.setdefault(key, block)] += 1 + (block in inserted)
                 used[key] = clock
             holders.append([known[key] for key in prefixes])
         elif action == "match":
-            found = tree.match([*text(*letters), 9], "exact")
+            found = tree.match([*token_blocks(*letters), 9], "exact")
             assert found == [known[key] for key in prefixes if key in known]
             for key, block in zip(prefixes, found, strict=False):
                 refs[block] += 1
@@ -167,25 +165,25 @@ def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> 
                     for key, block in known.items()
                     if refs[block] == 1 and not any(other[:-1] == key for other in known)
                 }
-                gone = tree.evict(1)
-                assert len(gone) == min(1, len(leaves))
-                assert [used[key] for key, block in known.items() if block in gone] == sorted(leaves.values())[:1]
-                drop(gone)
+                evicted = tree.evict(1)
+                assert len(evicted) == min(1, len(leaves))
+                assert [used[key] for key, block in known.items() if block in evicted] == sorted(leaves.values())[:1]
+                drop(evicted)
         elif action == "remove" and known:
             key = list(known)[number % len(known)]
-            behind = [block for other, block in known.items() if other[: len(key)] == key]
-            gone = tree.remove(known[key])
-            assert sorted(gone) == sorted(behind)
-            drop(gone)
-            holders = [[block for block in blocks if block not in gone] for blocks in holders]
+            descendants = [block for other, block in known.items() if other[: len(key)] == key]
+            evicted = tree.remove(known[key])
+            assert sorted(evicted) == sorted(descendants)
+            drop(evicted)
+            holders = [[block for block in blocks if block not in evicted] for blocks in holders]
         tree.check_integrity(lambda block: refs[block])
         assert len(tree) == len(known) and all(block in tree for block in known.values())
         assert tree.idle == sum(refs[block] == 1 for block in known.values())
 
 
-def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
+def test_prompt_is_stored_once_and_survives_its_sequence() -> None:
     pool = make_pool(12)
-    tokens = [*text(1, 2, 3), 4, 4, 4]
+    tokens = [*token_blocks(1, 2, 3), 4, 4, 4]
     first = pool.new_block_table(0)
     append(pool, first, len(tokens))
     assert pool.publish(first, tokens, "exact") == []
@@ -203,9 +201,9 @@ def test_a_prompt_is_stored_once_and_survives_its_sequence() -> None:
     pool.check_integrity()
 
 
-def test_equal_prompts_computed_side_by_side_end_up_shared() -> None:
+def test_concurrently_computed_equal_prompts_share_their_blocks() -> None:
     pool = make_pool(12)
-    tokens = text(1, 2)
+    tokens = token_blocks(1, 2)
     block_tables = [pool.new_block_table(128) for _ in range(2)]
     for i, blocks in enumerate(block_tables):
         append(pool, blocks, 128, sequence=i)
@@ -216,18 +214,20 @@ def test_equal_prompts_computed_side_by_side_end_up_shared() -> None:
     pool.check_integrity()
 
 
-def test_blocks_that_a_fork_keeps_are_not_exchanged() -> None:
+def test_blocks_shared_with_a_fork_are_not_replaced() -> None:
     pool = make_pool(12)
     first, second = pool.new_block_table(64), pool.new_block_table(128)
     append(pool, first, 64)
     append(pool, second, 128, sequence=1)
     twin = pool.fork(second)
-    pool.publish(first, text(1), "exact")
-    assert pool.publish(second, text(1, 2), "exact") == [], "the fork would hold block 1 of the tree, but not block 0"
+    pool.publish(first, token_blocks(1), "exact")
+    assert pool.publish(second, token_blocks(1, 2), "exact") == [], (
+        "the fork would hold block 1 of the tree, but not block 0"
+    )
     assert pool.idle_blocks == 0 and len(pool.cached) == 1
     pool.release(second)
     pool.check_integrity()
-    assert pool.publish(twin, text(1, 2), "exact") == [0]
+    assert pool.publish(twin, token_blocks(1, 2), "exact") == [0]
     assert len(pool.cached) == 2
     pool.check_integrity()
 
@@ -236,25 +236,25 @@ def test_writing_to_a_truncated_published_block_copies_it() -> None:
     pool = make_pool(12)
     blocks = pool.new_block_table(0)
     append(pool, blocks, BLOCK_SIZE)
-    pool.publish(blocks, text(1), "exact")
+    pool.publish(blocks, token_blocks(1), "exact")
     pool.truncate(blocks, 10)
     append(pool, blocks, 1, sequence=1)
-    assert pool.idle_blocks == 1, "copied, and the original let go"
+    assert pool.idle_blocks == 1, "the block is copied, and the original is released"
     assert torch.equal(read(pool.runs(blocks, 1, range(10)))[0], kv(range(10), 1)[0])
-    kept = pool.match([*text(1), 0], "exact")
+    kept = pool.match([*token_blocks(1), 0], "exact")
     assert torch.equal(read(pool.runs(kept, 1, range(BLOCK_SIZE)))[0], kv(range(BLOCK_SIZE), 1)[0])
     pool.check_integrity()
 
 
-def test_an_overwritten_block_is_removed_from_the_tree() -> None:
+def test_overwritten_block_is_removed_from_the_tree() -> None:
     pool = make_pool(12)
-    tokens = [*text(1, 2, 3), 0]
+    tokens = [*token_blocks(1, 2, 3), 0]
     blocks = pool.new_block_table(0)
     append(pool, blocks, 3 * BLOCK_SIZE)
     pool.publish(blocks, tokens, "exact")
     other = pool.match(tokens, "exact")
     assert not pool.make_exclusive(blocks, 1), "another sequence reads it"
-    assert len(pool.cached) == 3, "and finds it again"
+    assert len(pool.cached) == 3, "and the tree still contains it"
     pool.release(other)
     assert pool.make_exclusive(blocks, 1)
     assert pool.match(tokens, "exact").length == BLOCK_SIZE, "its descendants were removed too"

@@ -17,7 +17,7 @@ PATHS = st.lists(BLOCKS, unique=True, max_size=6)
 
 
 class SnapshotMachine(RuleBasedStateMachine):
-    """Compare a table of four slots with a list of (block, slot), least recently used first, and a set of pending
+    """Compare a table of four slots with a list of (block, slot) pairs in order of last use, and a set of pending
     slots.
     """
 
@@ -35,7 +35,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         used = len(self.kept) + len(self.pending)
         slot = self.table.take()
         if used == 4 and self.kept:
-            assert slot == self.kept.pop(0)[1], "the least recently used one is evicted"
+            assert slot == self.kept.pop(0)[1], "the least recently used snapshot is evicted"
         assert (slot is None) == (len(self.pending) == 4)
         if slot is not None:
             assert slot not in self.pending and slot not in {own for _, own in self.kept}
@@ -75,7 +75,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         assert [self.table.slot_of(block) for block in blocks] == [known.get(block) for block in blocks]
 
     @invariant()
-    def agree(self) -> None:
+    def matches_model(self) -> None:
         self.table.check_integrity({block for block, _ in self.kept})
         assert len(self.table) == len(self.kept) + len(self.pending)
 
@@ -91,27 +91,26 @@ def assert_covers(tokens: int, positions: list[int]) -> None:
         assert tokens - nearest <= 2 * d + BLOCK_SIZE, (tokens, d, nearest)
 
 
-def logarithm(tokens: int) -> float:
+def max_snapshots(tokens: int) -> float:
     return math.log2(max(2, tokens / BLOCK_SIZE)) + 2
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 66, 127, 128, 129, 1000, 1024, 4999, 20000])
-def test_a_prompt_needs_few_snapshots(tokens: int) -> None:
+def test_prompt_needs_few_snapshots(tokens: int) -> None:
     needed = needed_positions(tokens, range(BLOCK_SIZE, tokens + 1, BLOCK_SIZE))
     assert_covers(tokens, needed)
-    assert len(needed) <= logarithm(tokens) and needed == sorted(needed, reverse=True)
+    assert len(needed) <= max_snapshots(tokens) and needed == sorted(needed, reverse=True)
 
 
-def test_a_growing_text_keeps_the_property() -> None:
-    """A snapshot is added after every block, and snapshots that are not needed are deleted."""
-    kept: list[int] = []
+def test_growing_text_keeps_few_snapshots() -> None:
+    positions: list[int] = []
     for tokens in range(1, 1200):
         if tokens % BLOCK_SIZE == 0:
-            kept = needed_positions(tokens, [*kept, tokens])
-            assert len(kept) <= 2 * logarithm(tokens)
-        assert_covers(tokens, kept)
+            positions = needed_positions(tokens, [*positions, tokens])
+            assert len(positions) <= 2 * max_snapshots(tokens)
+        assert_covers(tokens, positions)
 
 
-def test_missing_positions_are_replaced_by_the_next_ones() -> None:
+def test_needed_positions_are_chosen_from_existing_ones() -> None:
     assert needed_positions(1000, [64, 128, 640]) == [640, 128]
     assert needed_positions(1000, []) == []

@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync, because no test here simulates a power failure."""
+    """Disable fsync. Tests with this fixture simulate no power failure."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)

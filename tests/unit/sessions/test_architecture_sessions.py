@@ -24,14 +24,14 @@ NAMES = (
     else ["gemma3", "gpt_oss", "opt", "youtu"]
 )
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
-CUT = range(20, 60)
+DROPPED = range(20, 60)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def make(model: Any, **options: Any) -> LLM:
+def make_llm(model: Any, **options: Any) -> LLM:
     return LLM(model, **({"policy": "full", "host_memory": "8MiB", "verify": "off"} | options))
 
 
@@ -41,16 +41,12 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_session_is_restored_and_truncated(name: str, tmp_path: Path) -> None:
-    """The second turn is compared with transformers, and logits after a truncation with the plain model.
-
-    After the truncation, sliding layers attend only to kept tokens after the gap.
-    """
+def test_restored_and_truncated_session_equals_references(name: str, tmp_path: Path) -> None:
     model = architecture(name)
-    session = make(model).session("s", tmp_path)
+    session = make_llm(model).session("s", tmp_path)
     list(session.send(prompt_of(100, 1), GREEDY))
     session.close()
-    session = make(model).session("s", tmp_path)
+    session = make_llm(model).session("s", tmp_path)
     before = [*session.tokens, *prompt_of(20, 2)]
     answer = [event.token_id for event in session.send(prompt_of(20, 2), GREEDY)]
     assert_greedy(model, before, answer)
@@ -59,18 +55,19 @@ def test_a_session_is_restored_and_truncated(name: str, tmp_path: Path) -> None:
     geometry = runner.adapter.geometry
     if geometry.absolute_positions:
         with pytest.raises(ModelError, match="absolute positions"):
-            session.truncate(drop=CUT)
+            session.truncate(drop=DROPPED)
         session.close()
         return
     rows: Kept = [[] for _ in range(geometry.layers)]
     plain_step(runner.adapter, tokens[:computed], 0, rows)
-    assert session.truncate(drop=CUT) == len(CUT)
-    left, floor = [i for i in range(computed) if i not in CUT], session.history.floor
+    assert session.truncate(drop=DROPPED) == len(DROPPED)
+    # Sliding layers attend only to kept tokens after the gap.
+    kept, floor = [i for i in range(computed) if i not in DROPPED], session.history.floor
     for layer in geometry.kv_layers:
-        rows[layer] = [rows[layer][i] for i in (left if geometry.windows[layer] is None else left[floor:])]
+        rows[layer] = [rows[layer][i] for i in (kept if geometry.windows[layer] is None else kept[floor:])]
     expected = plain_step(runner.adapter, [tokens[computed]], computed, rows)
     session.close()
-    session = make(model).session("s", tmp_path)
+    session = make_llm(model).session("s", tmp_path)
     sequence = session.kv.ready(len(session.history.tokens))
     session.kv.load_all()
     assert_near(session.kv.runner.decode([sequence])[0], expected)
@@ -78,9 +75,9 @@ def test_a_session_is_restored_and_truncated(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_full_pool_evicts(name: str) -> None:
+def test_full_pool_evicts_the_oldest_tokens(name: str) -> None:
     model = architecture(name)
-    pool = make(model).runner.pool
+    pool = make_llm(model).runner.pool
     memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)
-    runner = make(model, host_memory=memory, eviction={"policy": "fifo", "protect": "none"}).runner
+    runner = make_llm(model, host_memory=memory, eviction={"policy": "fifo", "protect": "none"}).runner
     assert_evicts_oldest(runner, prompt_of(145, 3), 120, assert_near)

@@ -1,6 +1,6 @@
-"""Test that sessions and a skew artifact of earlier versions are read or refused.
+"""Test files of earlier versions: old stores are refused, block names are unchanged, and an old skew artifact works.
 
-The commit in `expected.json` wrote `tests/data/written_before` with a tiny random model, which its seed reproduces.
+The commit in `expected.json` wrote `tests/data/written_before` with a tiny random model of a fixed seed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from offload_rt.sessions.history import History
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.storage.naming import SessionProvenance, name_blocks
 
-BEFORE = Path(__file__).parents[2] / "data" / "written_before"
+OLD_FILES = Path(__file__).parents[2] / "data" / "written_before"
 ROWS = {"preset": "rows", "source": "residual"}
-EXPECTED: dict[str, Any] = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
+EXPECTED: dict[str, Any] = json.loads((OLD_FILES / "expected.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("kept", ["*/plain.doc", "*/*/*.kv"])
-def test_stores_of_format_1_are_refused_and_not_changed(kept: str, tiny: str, tmp_path: Path, capsys: Any) -> None:
-    """The message names the store and a remedy, also if only a history or only blocks exist."""
-    store = shutil.copytree(BEFORE / "store", tmp_path / "store")
+@pytest.mark.parametrize("remaining", ["*/plain.doc", "*/*/*.kv"])
+def test_stores_of_format_1_are_refused_and_not_changed(
+    remaining: str, checkpoint: str, tmp_path: Path, capsys: Any
+) -> None:
+    store = shutil.copytree(OLD_FILES / "store", tmp_path / "store")
     for path in [path for path in store.rglob("*") if path.is_file()]:
-        path.unlink() if path not in store.glob(kept) else None
+        path.unlink() if path not in store.glob(remaining) else None
     before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
     assert before
-    llm = LLM(tiny, policy="full", host_memory="64MiB", device="cpu")
+    llm = LLM(checkpoint, policy="full", host_memory="64MiB", device="cpu")
     with pytest.raises(StoreError, match=r"written by an earlier version, with tokens in clear text .* delete the"):
         llm.session("plain", store)
     for action in (["list"], ["export", "plain"], ["delete", "plain"]):
@@ -50,30 +51,30 @@ def test_stores_of_format_1_are_refused_and_not_changed(kept: str, tiny: str, tm
     assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
 
 
-class Selections:
-    """Recorder that counts the tokens of each selection and adds up their positions."""
+class SelectionRecorder:
+    """Record the number of selected tokens and the sum of their positions, for each position and layer."""
 
     def __init__(self) -> None:
         self.counts: dict[int, tuple[list[int], list[int]]] = {}
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Count the tokens `[Hkv, n]` of a layer."""
+        """Record the selected tokens `[Hkv, n]` of a layer."""
         sizes, sums = self.counts.setdefault(position, ([], []))
         sizes.append(tokens.shape[1])
         sums.append(int(tokens.sum()))
 
 
-def test_an_old_skew_artifact_selects_the_same_tokens(tmp_path: Path) -> None:
-    """With an artifact of commit 1ba94f1, each step of the bundled model selects the same tokens as in that version."""
+def test_old_skew_artifact_selects_the_same_tokens(tmp_path: Path) -> None:
+    """Commit 1ba94f1 wrote the artifact and the expected selections."""
     expected = EXPECTED["recording"]
-    before = BEFORE / "skew_reference"
+    before = OLD_FILES / "skew_reference"
     with pytest.raises(ArtifactError, match="make one for this model with 'offload-rt skew'"):  # fingerprint differs
         LLM("reference", policy_options=ROWS, skew=before, device="cpu")
     [file] = before.glob("*.safetensors")
     renamed = replace(SkewArtifact.load(file, None), fingerprint=load_model("reference", device="cpu").fingerprint)
     renamed.save(tmp_path / "skew.safetensors")
     llm = LLM("reference", policy_options=ROWS, skew=tmp_path / "skew.safetensors", device="cpu")
-    prompt, selections = expected["tokens"][: expected["prompt_tokens"]], Selections()
+    prompt, selections = expected["tokens"][: expected["prompt_tokens"]], SelectionRecorder()
     engine = Engine(llm.runner, max_num_seqs=1)
     request = engine.add(prompt, SamplingParams(16, temperature=0), selections)
     while not engine.idle:
@@ -82,7 +83,7 @@ def test_an_old_skew_artifact_selects_the_same_tokens(tmp_path: Path) -> None:
     assert [[position, *map(list, counts)] for position, counts in selections.counts.items()] == expected["counts"]
 
 
-def some_tokens(count: int) -> list[int]:
+def example_tokens(count: int) -> list[int]:
     return [(i * 7919 + 13) % 2048 for i in range(count)]
 
 
@@ -92,7 +93,7 @@ def test_block_names_are_unchanged(case: dict[str, Any]) -> None:
         bytes.fromhex(EXPECTED["root"]), case["policy"], case["truncation_id"], case["owner"]
     )
     decoded = [(start, stop) for start, stop in case["decoded"]]
-    names = name_blocks(provenance, some_tokens(case["tokens"]), case["stop"], decoded)
+    names = name_blocks(provenance, example_tokens(case["tokens"]), case["stop"], decoded)
     assert [name.provenance_key for name in names] == case["lineages"]
     assert [name.key.hex() for name in names] == case["keys"] and len(names[0].key) == 32
     assert [name.index for name in names] == list(range(len(names)))
@@ -101,7 +102,7 @@ def test_block_names_are_unchanged(case: dict[str, Any]) -> None:
 def test_names_of_truncated_blocks_are_unchanged() -> None:
     expected = EXPECTED["truncated_history"]
     decoded = [(100, 120), (150, 180)]
-    history = History("s", "m", "0123456789abcdef", some_tokens(200), computed=200, decoded=decoded)
+    history = History("s", "m", "0123456789abcdef", example_tokens(200), computed=200, decoded=decoded)
     history.truncate([*range(4), *range(90, 170)], 4)
     assert (len(history.tokens), history.shift) == (expected["tokens"], expected["shift"])
     assert history.decoded == [tuple(run) for run in expected["decoded"]]

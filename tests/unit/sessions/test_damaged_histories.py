@@ -40,7 +40,7 @@ def llm() -> LLM:
 answer = partial(take_turn, params=SHORT)
 
 
-def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[int]]:
+def run_two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[int]]:
     """Run two turns, and close without saving again. Return the tokens after each turn."""
     session = llm.session(name, folder)
     answer(session, TURNS[0])
@@ -53,26 +53,26 @@ def two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[
     return first, second
 
 
-def file(folder: Path, name: str = "s.doc") -> Path:
-    """Return the path of a file of session "s", or of another document."""
+def document_path(folder: Path, name: str = "s.doc") -> Path:
+    """Return the path of a document. The stem "s" means the history of session "s"."""
     stem, _, suffix = name.partition(".")
     [path] = folder.glob(f"*/{document_name(stem) if stem == 's' else stem}.{suffix}")
     return path
 
 
-def flip(path: Path, bit: int = 803) -> None:
+def flip_bit(path: Path, bit: int = 803) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
 
 
-def sealed(fields: dict[str, Any]) -> bytes:
+def with_checksum(fields: dict[str, Any]) -> bytes:
     data = json.dumps(fields).encode()
     return xxhash.xxh3_64(data).digest() + data
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "one bit": flip,
+    "one bit": flip_bit,
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "empty": lambda path: path.write_bytes(b""),
     "foreign": lambda path: path.write_bytes(b"Dear diary, this is nothing of yours."),
@@ -84,27 +84,26 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_history_falls_back_to_the_previous_one_with_a_warning(damage: str, llm: LLM, tmp_path: Path) -> None:
-    first, _ = two_turns(llm, tmp_path)
-    DAMAGES[damage](file(tmp_path))
+def test_previous_history_replaces_a_damaged_one_with_a_warning(damage: str, llm: LLM, tmp_path: Path) -> None:
+    first, _ = run_two_turns(llm, tmp_path)
+    DAMAGES[damage](document_path(tmp_path))
     with pytest.warns(UserWarning, match=r"session 's' was opened in its previous version, with 1 .*session-\w+\.doc"):
         session = llm.session("s", tmp_path)
     assert session.tokens == first and len(session.turns) == 2
-    right = completed(llm.generate([first + TURNS[2]], SHORT))[0].token_ids
-    assert answer(session, TURNS[2]) == right and session.history.computed == len(first + TURNS[2] + right) - 1
-    after = session.tokens
+    expected = completed(llm.generate([first + TURNS[2]], SHORT))[0].token_ids
+    assert answer(session, TURNS[2]) == expected and session.history.computed == len(first + TURNS[2] + expected) - 1
+    tokens = session.tokens
     session.save()
     session.context.storage.check_integrity()
     session.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         session = llm.session("s", tmp_path)
-        assert session.tokens == after, "nobody is told twice"
+        assert session.tokens == tokens, "the second open gives no warning"
         session.close()
 
 
-def test_a_store_copied_during_use_has_the_last_saved_state(llm: LLM, tmp_path: Path) -> None:
-    """The store is copied during an answer, with partly written blocks. The copy contains the turns before."""
+def test_store_copied_during_an_answer_has_the_last_saved_state(llm: LLM, tmp_path: Path) -> None:
     store, copy = tmp_path / "store", tmp_path / "copy"
     session = llm.session("s", store)
     answer(session, TURNS[0])
@@ -114,46 +113,46 @@ def test_a_store_copied_during_use_has_the_last_saved_state(llm: LLM, tmp_path: 
     shutil.copytree(store, copy)
     for half_written in copy.rglob("*.tmp"):
         half_written.unlink()  # leaves only the temporary file created below
-    of_a_dead_process = (copy / block.relative_to(store)).with_suffix(".77.1.tmp")
-    of_a_dead_process.write_bytes(block.read_bytes()[:1000])
+    stale_file = (copy / block.relative_to(store)).with_suffix(".77.1.tmp")
+    stale_file.write_bytes(block.read_bytes()[:1000])
     list(events)
     session.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = llm.session("s", copy)
-    assert again.tokens == saved and not of_a_dead_process.exists()
-    right = completed(llm.generate([saved + TURNS[2]], SHORT))[0].token_ids
-    assert answer(again, TURNS[2]) == right
-    again.context.saver.flush()
-    again.context.storage.check_integrity()
-    again.close()
+        copied = llm.session("s", copy)
+    assert copied.tokens == saved and not stale_file.exists()
+    expected = completed(llm.generate([saved + TURNS[2]], SHORT))[0].token_ids
+    assert answer(copied, TURNS[2]) == expected
+    copied.context.saver.flush()
+    copied.context.storage.check_integrity()
+    copied.close()
 
 
 @pytest.mark.parametrize("damage", ["one bit", "empty", "a pipe"])
-def test_without_an_intact_history_the_error_names_the_file(damage: str, llm: LLM, tmp_path: Path) -> None:
-    two_turns(llm, tmp_path)
-    DAMAGES[damage](file(tmp_path))
-    flip(file(tmp_path, "s.before"))
-    there = sorted(tmp_path.rglob("*"))
+def test_error_names_the_files_if_no_history_is_intact(damage: str, llm: LLM, tmp_path: Path) -> None:
+    run_two_turns(llm, tmp_path)
+    DAMAGES[damage](document_path(tmp_path))
+    flip_bit(document_path(tmp_path, "s.before"))
+    paths = sorted(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(
             StoreError, match=r"'s' cannot be opened.*session-\w+\.doc.*\.before.*or delete the session"
         ):
             llm.session("s", tmp_path)
-    assert sorted(tmp_path.rglob("*")) == there, "no file was changed or put aside"
+    assert sorted(tmp_path.rglob("*")) == paths, "no file was added or renamed"
     other = llm.session("t", tmp_path)
     with pytest.raises(InputError, match="there is a session 's' already"):
         other.fork("s")
     other.close()
 
 
-def test_a_closed_session_is_stored_twice(llm: LLM, tmp_path: Path) -> None:
-    """Closing writes the history a second time, so one flipped bit loses no token."""
+def test_bit_flip_after_closing_loses_no_token(llm: LLM, tmp_path: Path) -> None:
+    """Closing a session stores its history twice."""
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     tokens = session.tokens
     session.close()
-    flip(file(tmp_path))
+    flip_bit(document_path(tmp_path))
     with pytest.warns(UserWarning, match="with 1 turns"):
         session = llm.session("s", tmp_path)
     assert session.tokens == tokens
@@ -175,12 +174,12 @@ def test_a_closed_session_is_stored_twice(llm: LLM, tmp_path: Path) -> None:
         ({"tokens": [10**6] * 300}, "the history of another session"),
     ],
 )
-def test_an_unknown_history_is_refused_and_never_replaced(
+def test_history_of_unknown_format_or_other_session_is_not_replaced(
     change: dict[str, Any], message: str, llm: LLM, tmp_path: Path
 ) -> None:
-    two_turns(llm, tmp_path)
-    path = file(tmp_path)
-    record = sealed(json.loads(path.read_bytes()[8:]) | change)
+    run_two_turns(llm, tmp_path)
+    path = document_path(tmp_path)
+    record = with_checksum(json.loads(path.read_bytes()[8:]) | change)
     path.write_bytes(record)
     for _ in range(2):
         with pytest.raises(StoreError, match=message):
@@ -193,9 +192,10 @@ def test_deep_or_invalid_json_is_refused() -> None:
         assert History.from_bytes(data) is None
 
 
-def test_deleting_beside_a_damaged_history_warns(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The deletion also deletes blocks of a damaged session, with a warning."""
-    two_turns(llm, tmp_path)
+def test_deletion_warns_of_damaged_histories_and_deletes_their_blocks(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_two_turns(llm, tmp_path)
     session = llm.session("s", tmp_path)
     session.truncate(keep_last=100)
     session.close()
@@ -203,7 +203,7 @@ def test_deleting_beside_a_damaged_history_warns(llm: LLM, tmp_path: Path, capsy
     answer(twin, TURNS[0])
     twin.close()
     for name in ("s.doc", "s.before"):
-        flip(file(tmp_path, name))
+        flip_bit(document_path(tmp_path, name))
     assert list(tmp_path.rglob("sinks-*.doc"))
     assert main(["sessions", "list", "--store", str(tmp_path)]) == 0
     assert "damaged" in capsys.readouterr().out
@@ -212,7 +212,7 @@ def test_deleting_beside_a_damaged_history_warns(llm: LLM, tmp_path: Path, capsy
     with pytest.warns(UserWarning, match=f"'passing' was deleted; 1 other documents.*{document_name('s')}"):
         llm.session("passing", tmp_path).discard()
     twin = llm.session("twin", tmp_path)
-    assert answer(twin, TURNS[1]) and twin.host.stats.computed_tokens == 0, "the twin's blocks stayed"
+    assert answer(twin, TURNS[1]) and twin.host.stats.computed_tokens == 0, "the blocks of the twin are not deleted"
     twin.close()
     assert main(["sessions", "delete", "twin", "--store", str(tmp_path)]) == 0
     assert document_name("s") in capsys.readouterr().err
@@ -221,11 +221,9 @@ def test_deleting_beside_a_damaged_history_warns(llm: LLM, tmp_path: Path, capsy
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
 
 
-def test_the_list_of_sessions_names_damaged_histories(
-    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two_turns(llm, tmp_path)
-    flip(file(tmp_path))
+def test_session_list_names_damaged_histories(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_two_turns(llm, tmp_path)
+    flip_bit(document_path(tmp_path))
     assert main(["sessions", "list", "--store", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "s" in out and f"{document_name('s')}.doc" in err and "the previous save" in err
@@ -239,7 +237,7 @@ def test_lost_sinks_are_recomputed_with_a_warning(tmp_path: Path) -> None:
     session.truncate(keep_last=80)
     answer(session, TURNS[1])
     for path in tmp_path.rglob("sinks-*"):
-        flip(path)
+        flip_bit(path)
     tokens = session.tokens
     with pytest.warns(UserWarning, match="first tokens of session 's' are lost.* are computed again"):
         found = answer(session, TURNS[2])
@@ -255,13 +253,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
-def test_a_document_is_intact_after_a_kill_at_any_point(
+def test_document_is_intact_after_a_kill_before_any_system_call(
     links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends before each file system call of `put` in turn.
-
-    Afterwards the store returns the intact old or new document and reports no damage.
-    """
     calls, steps = ("fsync", "replace", "link"), 0
 
     def refuse(*args: object) -> None:
@@ -291,29 +285,29 @@ def test_a_document_is_intact_after_a_kill_at_any_point(
             except Killed:
                 finished = False
         store.close()
-        found = open_store(folder)
-        assert found.documents.get(named("one")) in (Document(b"second"), Document(b"third"))
+        reopened = open_store(folder)
+        assert reopened.documents.get(named("one")) in (Document(b"second"), Document(b"third"))
         assert not list(folder.rglob("*.tmp"))
-        found.check_integrity()
-        found.documents.put(named("one"), b"fourth")
-        flip(file(folder, f"{named('one')}.doc"), 70)
-        last = found.documents.get(named("one"))
+        reopened.check_integrity()
+        reopened.documents.put(named("one"), b"fourth")
+        flip_bit(document_path(folder, f"{named('one')}.doc"), 70)
+        last = reopened.documents.get(named("one"))
         assert last is not None and last.damage and last.data in (b"second", b"third")
-        found.close()
+        reopened.close()
         steps = stop
         if finished:
             break
-    assert steps >= 5, "every call was an end once"
+    assert steps >= 5, "the process was killed before every call"
 
 
-def test_a_damaged_document_never_becomes_the_previous_one(tmp_path: Path) -> None:
+def test_damaged_document_never_becomes_the_previous_one(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.documents.put(named("one"), b"first")
     store.documents.put(named("one"), b"second")
-    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    flip_bit(document_path(tmp_path, f"{named('one')}.doc"), 70)
     store.documents.put(named("one"), b"third")
-    assert len(list(tmp_path.rglob(f"{named('one')}.damaged"))) == 1, "a person may still want it"
-    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    assert len(list(tmp_path.rglob(f"{named('one')}.damaged"))) == 1, "the damaged document is kept for the user"
+    flip_bit(document_path(tmp_path, f"{named('one')}.doc"), 70)
     last = store.documents.get(named("one"))
     assert last is not None and last.data == b"first"
     store.check_integrity()
@@ -323,10 +317,10 @@ def test_a_damaged_document_never_becomes_the_previous_one(tmp_path: Path) -> No
     store.close()
 
 
-def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
+def test_huge_sparse_document_is_damaged(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.documents.put(named("one"), b"first")
-    with file(tmp_path, f"{named('one')}.doc").open("r+b") as sparse:
+    with document_path(tmp_path, f"{named('one')}.doc").open("r+b") as sparse:
         sparse.truncate(1 << 40)
     with pytest.raises(StoreError, match=r"one-0+\.doc.* is damaged"):
         store.documents.get(named("one"))
@@ -334,17 +328,20 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_crash_after_linking_leaves_no_stale_file(tmp_path: Path) -> None:
+def test_crash_after_linking_leaves_no_stale_file(tmp_path: Path) -> None:
     """After a crash of `put`, `.doc` and `.before` may be links to the same file."""
     store = open_store(tmp_path)
     store.documents.put(named("one"), b"first")
-    os.link(file(tmp_path, f"{named('one')}.doc"), file(tmp_path, f"{named('one')}.doc").with_suffix(".before"))
+    os.link(
+        document_path(tmp_path, f"{named('one')}.doc"),
+        document_path(tmp_path, f"{named('one')}.doc").with_suffix(".before"),
+    )
     store.close()
     store = open_store(tmp_path)
     store.documents.put(named("one"), b"second")
     store.check_integrity()
     assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{named('one')}.*"))) == 2
-    flip(file(tmp_path, f"{named('one')}.doc"), 70)
+    flip_bit(document_path(tmp_path, f"{named('one')}.doc"), 70)
     last = store.documents.get(named("one"))
     assert last is not None and last.data == b"first"
     store.close()

@@ -44,8 +44,8 @@ def llm() -> LLM:
 answer = partial(take_turn, params=SHORT)
 
 
-def told(llm: LLM, folder: Path, name: str, *turns: list[int]) -> list[int]:
-    """Run these turns in a session, and close it. Return its tokens."""
+def run_session(llm: LLM, folder: Path, name: str, *turns: list[int]) -> list[int]:
+    """Run `turns`, close the session, and return its tokens."""
     session = llm.session(name, folder)
     for turn in turns:
         answer(session, turn)
@@ -59,14 +59,13 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_name_is_ever_parsed(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Session names look like files, paths, markup or documents of the store.
-
-    Regression test: deleting any session deleted `kitchen.sinks` too.
-    """
+def test_session_names_may_look_like_files_paths_or_markup(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression test: deleting any session also deleted the session `kitchen.sinks`."""
     store, tokens = tmp_path / "store", {}
     for i, name in enumerate(NAMES):
-        tokens[name] = told(llm, store, name, tiny_prompt(5, seed=i))
+        tokens[name] = run_session(llm, store, name, tiny_prompt(5, seed=i))
     assert os.listdir(tmp_path) == ["store"]
     assert main(["sessions", "list", "--store", str(store)]) == 0
     listed = capsys.readouterr().out
@@ -86,21 +85,20 @@ def test_invalid_names_are_refused(name: object, llm: LLM, tmp_path: Path) -> No
         llm.session(name, tmp_path)  # type: ignore[arg-type]
 
 
-def test_sessions_of_two_models_are_selected_by_an_option(llm: LLM, tmp_path: Path) -> None:
+def test_model_option_selects_between_sessions_of_equal_name(llm: LLM, tmp_path: Path) -> None:
     other = LLM(tiny_model("qwen2", num_hidden_layers=1), host_memory="16MiB", policy="full")
-    for each in (llm, other):
-        told(each, tmp_path, "s", tiny_prompt(5))
-    told(llm, tmp_path, "unrelated", tiny_prompt(5))
+    for each_llm in (llm, other):
+        run_session(each_llm, tmp_path, "s", tiny_prompt(5))
+    run_session(llm, tmp_path, "unrelated", tiny_prompt(5))
     with pytest.raises(InputError, match=r"more than one session 's' in .*--model \([^']*\)$"):
         find_stored(tmp_path, "s")
     assert delete_stored(tmp_path, "s", other.runner.model.name).model == other.runner.model.name
     assert find_stored(tmp_path, "s").history.model == llm.runner.model.name
 
 
-@pytest.mark.parametrize("how", ["discard", "command"])
-def test_no_data_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path) -> None:
-    """The session was truncated, regenerated and interrupted, and its document was copied."""
-    kept = told(llm, tmp_path, "kept", tiny_prompt(100, seed=1))
+@pytest.mark.parametrize("method", ["discard", "command"])
+def test_no_data_of_a_deleted_session_is_left(method: str, llm: LLM, tmp_path: Path) -> None:
+    kept = run_session(llm, tmp_path, "kept", tiny_prompt(100, seed=1))
     session = llm.session("gone", tmp_path)
     seen = []
     for seed in (2, 3):
@@ -120,7 +118,7 @@ def test_no_data_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path
     document.with_suffix(".damaged").write_bytes(document.read_bytes())
     document.with_name("session-" + "f" * 32 + ".doc").write_bytes(document.read_bytes())  # a copy made by the user
     assert leftovers(tmp_path, seen, [kept], ["Fahrrad"]) and list(tmp_path.rglob("sinks-*"))
-    if how == "discard":
+    if method == "discard":
         llm.session("gone", tmp_path).discard()
     else:
         assert main(["sessions", "delete", "gone", "--store", str(tmp_path)]) == 0
@@ -128,13 +126,13 @@ def test_no_data_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path
     session = llm.session("kept", tmp_path)
     assert set(files(tmp_path)) == {"lock", f"{session.history.document}.doc", f"{session.history.document}.before"} | {
         f"{key}.kv" for key in session.history.keys
-    }, "no block but those of the session that stays"
+    }, "only blocks of the remaining session are left"
     assert session.tokens == kept and answer(session, tiny_prompt(9)) and session.host.stats.computed_tokens == 0
     session.close()
 
 
-def disguise(folder: Path, name: str, other: str, suffix: str) -> Path:
-    """Copy the history of session `name` to a file of session `other`, and damage the copy. Return its path."""
+def copy_damaged_history(folder: Path, name: str, other: str, suffix: str) -> Path:
+    """Copy the history of session `name`, without its last byte, to a file of session `other`. Return its path."""
     [document] = folder.glob(f"*/{document_name(name)}.doc")
     copy = document.with_name(f"{document_name(other)}{suffix}")
     copy.write_bytes(document.read_bytes()[:-1])
@@ -142,11 +140,11 @@ def disguise(folder: Path, name: str, other: str, suffix: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".doc", ".before", ".damaged"])
-def test_a_deletion_names_the_damaged_files_that_it_keeps(suffix: str, llm: LLM, tmp_path: Path) -> None:
-    """A damaged file may contain text of the deleted session, also if the other session has an intact history."""
-    seen = told(llm, tmp_path, "gone", tiny_prompt(70))
-    kept = told(llm, tmp_path, "kept", tiny_prompt(9, seed=1), tiny_prompt(5, seed=2))
-    copy = disguise(tmp_path, "gone", "kept", suffix)
+def test_deletion_names_damaged_files_that_it_keeps(suffix: str, llm: LLM, tmp_path: Path) -> None:
+    """A damaged file of another session may contain text of the deleted session."""
+    seen = run_session(llm, tmp_path, "gone", tiny_prompt(70))
+    kept = run_session(llm, tmp_path, "kept", tiny_prompt(9, seed=1), tiny_prompt(5, seed=2))
+    copy = copy_damaged_history(tmp_path, "gone", "kept", suffix)
     removed = delete_stored(tmp_path, "gone").removed
     assert list(leftovers(tmp_path, seen, [kept])) == [copy]
     assert removed.kept == (copy.name,) and copy.name in removed.note and not removed.unreadable
@@ -154,10 +152,9 @@ def test_a_deletion_names_the_damaged_files_that_it_keeps(suffix: str, llm: LLM,
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_history_in_place_of_a_block_is_deleted(damaged: bool, llm: LLM, tmp_path: Path) -> None:
-    """The history of the deleted session was renamed over a block of another session, which needs the block."""
-    seen = told(llm, tmp_path, "gone", tiny_prompt(70))
-    kept = told(llm, tmp_path, "kept", tiny_prompt(70, seed=1))
+def test_history_renamed_to_a_block_of_another_session_is_deleted(damaged: bool, llm: LLM, tmp_path: Path) -> None:
+    seen = run_session(llm, tmp_path, "gone", tiny_prompt(70))
+    kept = run_session(llm, tmp_path, "kept", tiny_prompt(70, seed=1))
     block = find_stored(tmp_path, "kept").history.keys[0]
     [path] = tmp_path.rglob(f"{block}.kv")
     [document] = tmp_path.glob(f"*/{document_name('gone')}.doc")
@@ -169,9 +166,8 @@ def test_a_history_in_place_of_a_block_is_deleted(damaged: bool, llm: LLM, tmp_p
 
 
 def test_commands_name_each_unreadable_file_once(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Deleting a session names the files. Deleting the KV of all other prompts names the documents."""
     for name in ("gone", "damaged"):
-        told(llm, tmp_path, name, tiny_prompt(70))
+        run_session(llm, tmp_path, name, tiny_prompt(70))
     damaged = list(tmp_path.glob(f"*/{document_name('damaged')}.*"))
     for path in damaged:
         path.write_bytes(b"damaged")
@@ -186,10 +182,10 @@ def test_commands_name_each_unreadable_file_once(llm: LLM, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_an_engine_warns_of_the_damaged_files_that_a_deletion_keeps(opened: bool, llm: LLM, tmp_path: Path) -> None:
+def test_engine_warns_of_damaged_files_that_a_deletion_keeps(opened: bool, llm: LLM, tmp_path: Path) -> None:
     for name in ("gone", "kept"):
-        told(llm, tmp_path, name, tiny_prompt(70))
-    copy = disguise(tmp_path, "gone", "kept", ".before")
+        run_session(llm, tmp_path, name, tiny_prompt(70))
+    copy = copy_damaged_history(tmp_path, "gone", "kept", ".before")
     store = SessionStore(llm.runner, tmp_path)
     sessions = StoredRequestFactory(store, [].append)
     if opened:
@@ -199,7 +195,7 @@ def test_an_engine_warns_of_the_damaged_files_that_a_deletion_keeps(opened: bool
     sessions.close()
 
 
-def test_blocks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) -> None:
+def test_blocks_of_forks_stay_until_the_last_fork_is_deleted(llm: LLM, tmp_path: Path) -> None:
     session = llm.session("one", tmp_path)
     answer(session, tiny_prompt(150))
     session.truncate(keep_last=100)
@@ -209,23 +205,23 @@ def test_blocks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) 
     assert list(tmp_path.rglob("sinks-*")), "the twin needs the originals too"
     twin.close()
     twin = llm.session("two", tmp_path)
-    right = completed(llm.generate([tiny_prompt(5)], SHORT))
-    assert right and answer(twin, tiny_prompt(9)) and twin.host.stats.computed_tokens == 0
+    outputs = completed(llm.generate([tiny_prompt(5)], SHORT))
+    assert outputs and answer(twin, tiny_prompt(9)) and twin.host.stats.computed_tokens == 0
     twin.discard()
     assert files(tmp_path) == ["lock"]
 
 
-def test_a_deletion_keeps_unsaved_blocks_of_an_open_session(llm: LLM, tmp_path: Path) -> None:
-    """No history contains the blocks of a running answer yet, but they must stay."""
+def test_deletion_keeps_unsaved_blocks_of_an_open_session(llm: LLM, tmp_path: Path) -> None:
+    """No history lists the blocks of a running answer yet."""
     other, session = llm.session("other", tmp_path), llm.session("s", tmp_path)
     answer(other, tiny_prompt(80, seed=7))
     events = session.send(tiny_prompt(150), SamplingParams(max_tokens=80, temperature=0))
     for _ in range(70):
         next(events)
     session.context.saver.flush()
-    there = set(tmp_path.rglob("*.kv"))
+    paths = set(tmp_path.rglob("*.kv"))
     other.discard()
-    assert len(there & set(tmp_path.rglob("*.kv"))) >= 3
+    assert len(paths & set(tmp_path.rglob("*.kv"))) >= 3
     list(events)
     tokens = session.tokens
     session.close()
@@ -234,11 +230,11 @@ def test_a_deletion_keeps_unsaved_blocks_of_an_open_session(llm: LLM, tmp_path: 
     again.close()
 
 
-def test_a_second_deletion_reads_only_changed_histories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_deletion_reads_only_changed_histories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, read = DiskStore(tmp_path, "deletions", layers=1), list[str]()
-    space = store.root.hex()
+    namespace = store.root.hex()
 
-    def counted(path: Path) -> DocumentContent:
+    def recording_read(path: Path) -> DocumentContent:
         read.append(path.name)
         return read_document(path)
 
@@ -247,24 +243,24 @@ def test_a_second_deletion_reads_only_changed_histories(tmp_path: Path, monkeypa
 
     for name in "abcd":
         write(name, "1")
-    monkeypatch.setattr(documents, "read_document", counted)
-    remove_session(store, space, document_name("a"))  # the files are too new to be cached
+    monkeypatch.setattr(documents, "read_document", recording_read)
+    remove_session(store, namespace, document_name("a"))  # the files are too new to be cached
     monkeypatch.setattr(documents, "_SETTLED_NS", -1)
     for _ in range(2):
         read.clear()
-        remove_session(store, space, document_name("none"))
+        remove_session(store, namespace, document_name("none"))
     assert not read
     write("b", "2")
-    kept: list[set[bytes]] = []
-    monkeypatch.setattr(store, "retain", lambda keys, *args, **options: kept.append(set(keys)) or 0)
-    remove_session(store, space, document_name("c"))
+    retained: list[set[bytes]] = []
+    monkeypatch.setattr(store, "retain", lambda keys, *args, **options: retained.append(set(keys)) or 0)
+    remove_session(store, namespace, document_name("c"))
     assert set(read) == {f"{document_name('b')}.doc", f"{document_name('b')}.before"}
-    assert kept == [{bytes.fromhex("1" * 64), bytes.fromhex("2" * 64)}]
-    assert set(store.documents.summaries(space, summary_of)) == {document_name("b"), document_name("d")}
+    assert retained == [{bytes.fromhex("1" * 64), bytes.fromhex("2" * 64)}]
+    assert set(store.documents.summaries(namespace, summary_of)) == {document_name("b"), document_name("d")}
     store.close()
 
 
-def test_a_session_deleted_during_an_answer_writes_nothing_afterwards(llm: LLM, tmp_path: Path) -> None:
+def test_session_deleted_during_an_answer_writes_nothing_afterwards(llm: LLM, tmp_path: Path) -> None:
     session = llm.session("s", tmp_path)
     events = session.send(tiny_prompt(150), SamplingParams(max_tokens=80, temperature=0))
     next(events)
@@ -272,8 +268,8 @@ def test_a_session_deleted_during_an_answer_writes_nothing_afterwards(llm: LLM, 
     assert list(events) == [] and files(tmp_path) == ["lock"]
 
 
-def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(llm, tmp_path, "s", tiny_prompt(70))
+def test_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_session(llm, tmp_path, "s", tiny_prompt(70))
     unlink = Path.unlink
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
@@ -285,12 +281,12 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
         patch.setattr(Path, "unlink", refuse)
         with pytest.raises(StoreError, match=r"cannot delete .*\.kv.*still in the store"):
             delete_stored(tmp_path, "s")
-    assert find_stored(tmp_path, "s").history.tokens, "it can be deleted again"
+    assert find_stored(tmp_path, "s").history.tokens, "the deletion can be repeated"
     delete_stored(tmp_path, "s")
     assert files(tmp_path) == ["lock"]
 
 
-def test_a_server_deletes_damaged_sessions(llm: LLM, tmp_path: Path) -> None:
+def test_server_deletes_damaged_sessions(llm: LLM, tmp_path: Path) -> None:
     store = SessionStore(llm.runner, tmp_path)
     sessions = StoredRequestFactory(store, [].append)
     for name in ("damaged", "stored", "open"):

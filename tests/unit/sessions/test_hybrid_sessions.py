@@ -48,8 +48,8 @@ def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_pa
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])
-def test_a_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path: Path) -> None:
-    """The state after decoded tokens is approximate. A restart must restore it unchanged."""
+def test_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path: Path) -> None:
+    """With selection, recurrent state after decoded tokens is approximate. It must be restored, not recomputed."""
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
     found = []
     for restarts in (False, True):
@@ -66,8 +66,7 @@ def test_a_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_undone_and_regenerated_turns(restarts: bool, tmp_path: Path) -> None:
-    """The store keeps no snapshot of undone tokens."""
+def test_undo_deletes_snapshots_and_the_session_continues(restarts: bool, tmp_path: Path) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(200, 1), LONG)
@@ -88,25 +87,24 @@ def test_undone_and_regenerated_turns(restarts: bool, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.kv")), "the snapshots are deleted with the session"
 
 
-@pytest.mark.parametrize("at", [0, 1, 12])
-def test_interrupted_turns(at: int, tmp_path: Path) -> None:
-    """If the stream is closed, the session keeps the tokens so far. Then a decode step fails."""
+@pytest.mark.parametrize("step", [0, 1, 12])
+def test_session_continues_after_a_closed_stream_or_failed_step(step: int, tmp_path: Path) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(130, 1))
     events = session.send(prompt_of(112, 2), LONG)  # the answer fills a block
-    for _ in range(at):
+    for _ in range(step):
         next(events)
     events.close()  # type: ignore[attr-defined]
     before, turn = session.tokens, prompt_of(10, 3)
     assert_greedy(model, [*before, *turn], answer(session, turn))
     with pytest.MonkeyPatch.context() as patch:
-        calls, own = iter(range(1000)), session.kv.runner.steps.run
+        calls, real_run = iter(range(1000)), session.kv.runner.steps.run
 
         def run(batch: Any) -> Any:
-            if next(calls) == at:
+            if next(calls) == step:
                 raise KeyboardInterrupt
-            return own(batch)
+            return real_run(batch)
 
         patch.setattr(session.kv.runner.steps, "run", run)
         with pytest.raises(KeyboardInterrupt):
@@ -116,12 +114,11 @@ def test_interrupted_turns(at: int, tmp_path: Path) -> None:
     session.close()
 
 
-def test_forks_and_evicted_sessions(tmp_path: Path) -> None:
-    """Memory is sufficient for two sessions, so others are evicted to disk. A fork continues like its origin."""
-    model, roomy = make("qwen3_5")
-    assert roomy.runner.pool.states is not None
-    snapshots = 6 * roomy.runner.pool.states.slot_bytes
-    _, llm = make("qwen3_5", host_memory=snapshots + 12 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
+def test_forks_and_evicted_sessions_continue_correctly(tmp_path: Path) -> None:
+    model, large_llm = make("qwen3_5")
+    assert large_llm.runner.pool.states is not None
+    snapshots = 6 * large_llm.runner.pool.states.slot_bytes
+    _, llm = make("qwen3_5", host_memory=snapshots + 12 * large_llm.runner.pool.block_bytes, snapshot_memory=snapshots)
     sessions = {name: llm.session(name, tmp_path) for name in "abc"}
     for seed in range(3):
         for name, session in list(sessions.items()):
@@ -134,7 +131,7 @@ def test_forks_and_evicted_sessions(tmp_path: Path) -> None:
     assert session.host.stats.evicted
 
 
-def test_truncation_is_refused_and_overflow_computes_again(tmp_path: Path) -> None:
+def test_truncation_is_refused_and_overflow_recomputes(tmp_path: Path) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(300, 1))
@@ -148,8 +145,8 @@ def test_truncation_is_refused_and_overflow_computes_again(tmp_path: Path) -> No
     session.close()
 
 
-def test_quantised_kv_computes_all_turns_again(tmp_path: Path) -> None:
-    """Snapshots would belong to KV before quantisation, so there are none."""
+def test_sessions_with_quantised_kv_are_recomputed(tmp_path: Path) -> None:
+    """A snapshot would belong to the KV before quantisation, so no snapshots are taken."""
     session = make("qwen3_5", kv_cache_dtype="int8")[1].session("s", tmp_path)
     answer(session, prompt_of(100, 1))
     answer(session, prompt_of(100, 2))
@@ -160,17 +157,16 @@ def test_quantised_kv_computes_all_turns_again(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- damage and kills
 
 
-def states_of(folder: Path, session: Session) -> list[Path]:
+def state_files(folder: Path, session: Session) -> list[Path]:
     return [path for path in folder.rglob("*.kv") if path.stem in session.history.states]
 
 
-def test_a_flipped_bit_in_a_state_is_never_a_wrong_token(tmp_path: Path) -> None:
-    """Bits are flipped in the header and in the state of each snapshot on disk."""
+def test_bit_flip_in_a_stored_state_changes_no_token(tmp_path: Path) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(1500, 1), LONG)
     session.close()
-    before, files = session.tokens, states_of(tmp_path, session)
+    before, files = session.tokens, state_files(tmp_path, session)
     turn, rng = prompt_of(20, 2), random.Random(1)
     assert len(files) >= 2
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
@@ -186,8 +182,9 @@ def test_a_flipped_bit_in_a_state_is_never_a_wrong_token(tmp_path: Path) -> None
             session.close()
 
 
-def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read a state from disk, the snapshot of cached blocks is evicted. Then reading fails."""
+def test_turn_continues_if_loading_a_state_evicts_a_snapshot_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(300, 1), LONG)
@@ -197,12 +194,12 @@ def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pyt
     other.generate([prefix], GREEDY)
     table = other.runner.pool.cached.snapshots
     assert table is not None and len(table) == len(table._kept) > 0
-    own, evicted = table.take, list[int]()
+    real_take, evicted = table.take, list[int]()
 
     def take() -> int | None:
         evicted.extend(table._kept)
         table.forget(list(table._kept))
-        return own()
+        return real_take()
 
     monkeypatch.setattr(table, "take", take)
     monkeypatch.setattr(StoredStates, "load", lambda *_: False)
@@ -213,8 +210,7 @@ def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pyt
     session.close()
 
 
-def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`flush` raises the error, and the thread writes the next snapshot."""
+def test_flush_raises_a_saver_error_and_the_next_save_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make("qwen3_5")[1]
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(300, 1))
@@ -224,11 +220,11 @@ def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch
     slot = snapshots.take()
     assert slot is not None
 
-    def fails(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no writer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DiskStore, "begin", fails)
+        patch.setattr(DiskStore, "begin", fail)
         assert context.states.save_slot(name, slot, 300)
         with pytest.raises(RuntimeError, match="no writer"):
             context.saver.flush()
@@ -241,12 +237,11 @@ def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_killed_while_states_are_written(tmp_path: Path) -> None:
-    """A process is killed at random times. The session continues like a prompt of its tokens."""
+def test_session_continues_after_a_kill_during_state_writes(tmp_path: Path) -> None:
     rng, model, continued = random.Random(2), architecture("qwen3_5"), 0
     llm = make("qwen3_5")[1]
     for i in range(KILLS):
-        child = fork_until_killed(talk(tmp_path / str(i)))
+        child = fork_until_killed(run_turns(tmp_path / str(i)))
         time.sleep(rng.random() * 0.6)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -259,8 +254,8 @@ def test_killed_while_states_are_written(tmp_path: Path) -> None:
     assert continued
 
 
-def talk(folder: Path) -> Iterator[None]:
-    """Run turns. The first step ends after the first turn."""
+def run_turns(folder: Path) -> Iterator[None]:
+    """Yield after each turn."""
     session = make("qwen3_5")[1].session("s", folder)
     for number in range(80):
         list(session.send(prompt_of(90, number), GREEDY))
@@ -270,34 +265,33 @@ def talk(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- stored prompts
 
 
-async def last(engine: AsyncLLM, ids: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
+async def final_output(engine: AsyncLLM, ids: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
     return [output async for output in engine.generate(ids, params)][-1]
 
 
-def served(store: Path, name: str, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
+def run_prompts(store: Path, name: str, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
     """Run prompts one after another on a new engine with a store."""
 
     async def run() -> list[RequestOutput]:
         async with AsyncLLM(make(name, **options)[1], store=store) as engine:
-            return [await last(engine, ids) for ids in prompts]
+            return [await final_output(engine, ids) for ids in prompts]
 
     return asyncio.run(run())
 
 
 @pytest.mark.sampled(14)
 @pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, ("full", "infinigen")))
-def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, tmp_path: Path) -> None:
-    """A prompt is answered again, continued, and edited in its last message, each time after a restart."""
+def test_repeated_continued_and_edited_prompts_reuse_stored_states(name: str, policy: str, tmp_path: Path) -> None:
     model = architecture(name)
     stem, edit = prompt_of(1500, 1), prompt_of(100, 3)
     edited = stem[: -len(edit)] + edit
     for prompt, cached in ((stem, 0), (stem, 1472), (stem + prompt_of(30, 2), 1472), (edited, None)):
-        [output] = served(tmp_path, name, [prompt], policy=policy)
+        [output] = run_prompts(tmp_path, name, [prompt], policy=policy)
         if policy == "full":
             assert_greedy(model, prompt, output.outputs[0].token_ids)
         else:
-            [alone] = served(tmp_path / "other", name, [prompt], policy=policy, enable_prefix_caching=False)
-            assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+            [expected] = run_prompts(tmp_path / "other", name, [prompt], policy=policy, enable_prefix_caching=False)
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         if cached is not None:
             assert output.num_cached_tokens == cached
         elif name == "lfm3":  # KV of sliding layers is stored only at the end of the text
@@ -307,8 +301,8 @@ def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, 
 
 
 class TestFaults:
-    def test_a_state_of_another_position(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The tests above fail if a restored snapshot belongs to another position."""
+    def test_wrong_restored_state_changes_tokens(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Zeros in place of the restored state must fail `assert_greedy`."""
         model, llm = make("qwen3_5")
         session = llm.session("s", tmp_path)
         answer(session, prompt_of(1500, 1))

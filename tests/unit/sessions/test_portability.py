@@ -1,6 +1,4 @@
-"""Test that sessions and calibrations of one processor work on another one, which is emulated by its instruction set
-level.
-"""
+"""Test that sessions and calibrations work on other processors, which lower instruction set levels simulate."""
 
 from __future__ import annotations
 
@@ -35,23 +33,24 @@ def take_turn(folder: str) -> dict[str, Any]:
         }  # fmt: skip
 
 
-ELSEWHERE = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['take_turn'](sys.argv[2])))"
+SCRIPT = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['take_turn'](sys.argv[2])))"
 
 
-def take_turn_elsewhere(folder: Path, level: str) -> dict[str, Any]:
+def take_turn_in_subprocess(folder: Path, level: str) -> dict[str, Any]:
     """Run a turn in a new process whose C code and torch use at most instruction set level `level`."""
-    forced = {LEVEL_VARIABLE: level, "ATEN_CPU_CAPABILITY": "default" if level == "scalar" else level}
-    environment = os.environ | forced | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = (sys.executable, "-c", ELSEWHERE, __file__, str(folder))
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    limits = {LEVEL_VARIABLE: level, "ATEN_CPU_CAPABILITY": "default" if level == "scalar" else level}
+    environment = os.environ | limits | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = (sys.executable, "-c", SCRIPT, __file__, str(folder))
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, process.stderr
+    result: dict[str, Any] = json.loads(process.stdout)
+    return result
 
 
 @pytest.mark.slow
-def test_a_session_continues_at_another_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process calibrates at a high level. KV is reused at a lower level, and the other way round."""
+def test_session_continues_at_lower_and_higher_instruction_set_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
     highest = processor_level()
     below = available_levels()[: available_levels().index(highest)]
@@ -59,8 +58,8 @@ def test_a_session_continues_at_another_level(tmp_path: Path, monkeypatch: pytes
         pytest.skip("no level is lower than that of this process")
     lower = "avx2" if "avx2" in below else below[0]
     tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2, dtype=torch.bfloat16)
-    here, there = partial(take_turn, str(tmp_path)), partial(take_turn_elsewhere, tmp_path, lower)
-    turns = [here(), there(), here()]
+    run_high, run_low = partial(take_turn, str(tmp_path)), partial(take_turn_in_subprocess, tmp_path, lower)
+    turns = [run_high(), run_low(), run_high()]
     assert [turn["level"] for turn in turns] == [highest, lower, highest]
     [artifact] = (tmp_path / "cache").rglob("*.safetensors")
     assert artifact.parent.name == "skew"
@@ -69,7 +68,7 @@ def test_a_session_continues_at_another_level(tmp_path: Path, monkeypatch: pytes
         assert later["loaded"] == len(earlier["tokens"]) - 1 and len(later["new"]) == 8
 
 
-def test_a_session_of_another_dtype_is_refused(tmp_path: Path) -> None:
+def test_session_of_another_dtype_is_refused(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1, dtype=torch.bfloat16)
     for dtype in ("bfloat16", "float32"):
         with LLM(str(tmp_path / "model"), policy="full", dtype=dtype, host_memory="1MiB") as llm:

@@ -1,4 +1,4 @@
-"""Test atomic writes and file modes: only the owner can access files with text, tokens, KV or keys, with any umask."""
+"""Test atomic writes and modes of files: with any umask, only the owner can access text, tokens, KV and keys."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def modes(folder: Path) -> set[str]:
     """Return the modes of `folder` and everything below it, such as "0700 folder" or "0600 file"."""
-    found = set()
+    result = set()
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
-        found.add(f"{stat.S_IMODE(status.st_mode):04o} {kind}")
-    return found
+        result.add(f"{stat.S_IMODE(status.st_mode):04o} {kind}")
+    return result
 
 
 PRIVATE = {"0700 folder", "0600 file"}
 
 
-def test_a_store_and_everything_it_writes(tmp_path: Path) -> None:
+def test_all_files_of_a_store_are_private(tmp_path: Path) -> None:
     llm = LLM(tiny_model("llama", dtype=torch.float32), dtype="float32", host_memory="16MiB", policy="full")
     with llm.session("s", tmp_path / "new" / "store") as session:
         list(session.send(tiny_prompt(150), SamplingParams(max_tokens=3, temperature=0)))
@@ -59,18 +59,18 @@ def test_a_store_and_everything_it_writes(tmp_path: Path) -> None:
     assert modes(tmp_path / "new") == PRIVATE
 
 
-def test_an_existing_store_is_repaired(tmp_path: Path) -> None:
+def test_opening_a_store_makes_its_files_private(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     save(store, 1)
     store.documents.put(named("one"), b"text")
     store.documents.put(named("one"), b"more")
     store.close()
-    opened(tmp_path / "store")
+    grant_full_access(tmp_path / "store")
     open_store(tmp_path / "store").close()
     assert modes(tmp_path / "store") == PRIVATE
 
 
-def test_a_folder_of_the_users_own_keeps_its_mode_and_files(tmp_path: Path) -> None:
+def test_folder_and_files_of_the_user_keep_their_modes(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "mine")
     os.chmod(tmp_path / "mine", 0o755)
     (tmp_path / "mine" / "notes.txt").touch()
@@ -81,15 +81,12 @@ def test_a_folder_of_the_users_own_keeps_its_mode_and_files(tmp_path: Path) -> N
     assert modes(tmp_path / "mine") == PRIVATE | {"0755 folder", "0644 file"}
 
 
-def test_stored_responses_are_private(tmp_path: Path) -> None:
-    """Links, pipes and other files in the documents folder are ignored. Temporary files of a killed
-    server are removed.
-    """
+def test_document_cache_is_private_and_ignores_other_files(tmp_path: Path) -> None:
     documents, name = DocumentCache(tmp_path / "server" / "conversations"), digest("a")
     documents.put(name, {"owner": "x"}, ["text"])
     folder = tmp_path / "server" / "conversations"
     assert modes(tmp_path / "server") == PRIVATE
-    opened(folder)
+    grant_full_access(folder)
     os.mkfifo(folder / f"{digest('b')}.json")
     (folder / f"{digest('c')}.json").symlink_to(folder / f"{name}.json")
     (folder / f"{digest('d')}.tmp").write_text("text of a killed server")
@@ -97,15 +94,15 @@ def test_stored_responses_are_private(tmp_path: Path) -> None:
     os.chmod(folder / f"{name}.{'0' * 32}.tmp", 0o600)
     os.utime(folder / f"{digest('d')}.tmp", (0, 0))
     (folder / "kitchen.json").write_text(json.dumps({"owner": "x"}))
-    again = DocumentCache(folder)
-    assert list(again.heads()) == [name] and again.body(name) == ["text"]
-    assert again.head(digest("b")) is None and again.body(digest("b")) is None
+    reopened = DocumentCache(folder)
+    assert list(reopened.heads()) == [name] and reopened.body(name) == ["text"]
+    assert reopened.head(digest("b")) is None and reopened.body(digest("b")) is None
     assert not DocumentCache(folder, ("owner", "id")).heads(), "a head without a required field is ignored"
-    again.delete(name)
+    reopened.delete(name)
     assert {path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()} == {"kitchen.json"}
 
 
-def test_a_nameless_file_and_the_helpers(tmp_path: Path) -> None:
+def test_unnamed_files_are_private_and_links_are_refused(tmp_path: Path) -> None:
     file = DirectFile(tmp_path / "disk")
     assert modes(tmp_path / "disk") == {"0700 folder"}
     assert stat.S_IMODE(os.fstat(file.handle).st_mode) & 0o077 == 0
@@ -117,7 +114,7 @@ def test_a_nameless_file_and_the_helpers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_an_atomic_write_replaces_a_file_or_leaves_it(
+def test_atomic_write_replaces_the_file_or_does_not_change_it(
     private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "settings.json"
@@ -131,29 +128,29 @@ def test_an_atomic_write_replaces_a_file_or_leaves_it(
     assert path.read_bytes() == b"newer" and (tmp_path / "first").read_bytes() == b"first"
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, refuse)
+            patch.setattr(os, name, raise_no_space)
             with pytest.raises(OSError, match="No space"):
                 write_atomic(path, b"other", private=private)
     assert path.read_bytes() == b"newer" and sorted(os.listdir(tmp_path)) == ["first", path.name]
 
 
-def test_a_new_file_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", refuse)
+def test_atomic_write_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", raise_no_space)
     for data in (b"first", b"other"):
         write_atomic(tmp_path / "key", data, keep=True)
     assert (tmp_path / "key").read_bytes() == b"first" and os.listdir(tmp_path) == ["key"]
     assert modes(tmp_path / "key") == {"0600 file"}
-    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", raise_no_space)
     with pytest.raises(OSError, match="No space"):
         write_atomic(tmp_path / "second", b"first", keep=True)
     assert os.listdir(tmp_path) == ["key"], "no empty file is left"
 
 
-def refuse(*args: object) -> None:
+def raise_no_space(*args: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def opened(folder: Path) -> None:
+def grant_full_access(folder: Path) -> None:
     """Give all users full access, as in stores of earlier versions."""
     for path in (folder, *folder.rglob("*")):
         os.chmod(path, 0o777)

@@ -1,6 +1,6 @@
-"""Test the owners of stored blocks, which decide whether the deletion of a session deletes a block.
+"""Test prompt marks, which keep blocks of prompts when a session is deleted.
 
-A session owns the blocks in its history. A prompt without a session owns the blocks that it has marked in their files.
+The history of a session lists its blocks. Blocks of a prompt without a session name have a prompt mark in their files.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NAMES = ("a", "b", "c")
 NUMBERS = st.sets(st.integers(0, 7), max_size=4)
 
 
-class ClaimsAgainstModel(RuleBasedStateMachine):
-    """Compare a store with sets of block numbers: stored, marked by a prompt, and used by each session."""
+class PromptMarkMachine(RuleBasedStateMachine):
+    """Compare a store with sets of block numbers: `stored`, `marked`, and `used` by each session."""
 
     @initialize()
     def start(self) -> None:
@@ -48,7 +48,6 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), numbers=NUMBERS)
     def save_session(self, name: str, numbers: set[int]) -> None:
-        """Save a session whose history now contains the blocks `numbers` only."""
         for number in numbers - self.stored:
             assert save(self.store, number)
         self.stored |= numbers
@@ -58,20 +57,19 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
     @rule(numbers=NUMBERS)
     def run_prompt(self, numbers: set[int]) -> None:
-        """Use stored blocks and write missing ones."""
         for number in numbers:
             assert save(self.store, number, for_prompt=True) == (number not in self.stored)
         self.stored |= numbers
         self.marked |= numbers
 
     @rule(numbers=NUMBERS)
-    def claim_some(self, numbers: set[int]) -> None:
+    def mark_blocks(self, numbers: set[int]) -> None:
         self.store.mark_for_prompts([self.key(number) for number in numbers])
         self.marked |= numbers & self.stored
 
     @rule(number=st.integers(0, 7), for_prompt=st.booleans())
-    def begin_one(self, number: int, for_prompt: bool) -> None:
-        """Begin a write that ends later, so that several writers of a block overlap."""
+    def begin_write(self, number: int, for_prompt: bool) -> None:
+        """Leave the write open, so that several writes of a block overlap."""
         writer = self.store.begin(block_name(self.store, number), LAYER_BYTES, for_prompt=for_prompt)
         assert (writer is None) == (number in self.stored)
         if writer is not None:
@@ -79,12 +77,12 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
         elif for_prompt:
             self.marked.add(number)
 
-    @rule(keep=st.booleans())
-    def end_one(self, keep: bool) -> None:
+    @rule(complete=st.booleans())
+    def end_write(self, complete: bool) -> None:
         if not self.writing:
             return
         number, for_prompt, writer = self.writing.pop(0)
-        if not keep:
+        if not complete:
             writer.abort()
             return
         assert fill(writer, number)
@@ -99,23 +97,23 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(("lookahead", "fifo")))
     def reopen(self, policy: str) -> None:
-        """Reopen the store, which then has to read the marks from its files."""
+        """Reopen the store, so that it reads the marks from the files."""
         while self.writing:
-            self.end_one(keep=False)
+            self.end_write(complete=False)
         self.store.close()
         self.store = open_store(self.home, policy=policy)
 
     @rule(name=st.sampled_from(NAMES), other_process=st.booleans())
     def delete(self, name: str, other_process: bool) -> None:
-        space = self.store.root.hex()
+        namespace = self.store.root.hex()
         if other_process and not self.writing:  # `offload-rt sessions delete` knows neither the model nor its layers
             self.store.close()
             store = DiskStore(self.home, "", 0, StoreOptions())
-            remove_session(store, space, document_name(name))
+            remove_session(store, namespace, document_name(name))
             store.close()
             self.store = open_store(self.home)
         else:
-            remove_session(self.store, space, document_name(name))
+            remove_session(self.store, namespace, document_name(name))
         self.used.pop(name, None)
         self.stored &= self.marked.union(*self.used.values())
 
@@ -126,7 +124,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
         self.stored &= set().union(*self.used.values())
 
     @invariant()
-    def agrees(self) -> None:
+    def matches_model(self) -> None:
         if not hasattr(self, "store"):
             return
         assert {number for number in range(8) if self.key(number) in self.store} == self.stored
@@ -143,30 +141,30 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
             shutil.rmtree(self.home)
 
 
-ClaimsAgainstModel.TestCase.settings = settings(
+PromptMarkMachine.TestCase.settings = settings(
     max_examples=200 if "OFFLOAD_RT_STRESS" in os.environ else 15,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestClaims = pytest.mark.usefixtures("no_fsync")(ClaimsAgainstModel.TestCase)
+TestPromptMarks = pytest.mark.usefixtures("no_fsync")(PromptMarkMachine.TestCase)
 
 
-def test_a_store_of_an_earlier_version_has_no_claims(tmp_path: Path) -> None:
-    """A deletion removes blocks without a mark that no history contains, as in earlier versions."""
+def test_deletion_removes_blocks_without_mark_or_history(tmp_path: Path) -> None:
+    """Stores of earlier versions contain no prompt marks."""
     store = open_store(tmp_path)
     save(store, 1)
     save(store, 2)
-    history = History("kept", "model", keys=[block_name(store, 2).key.hex()])
+    history = History("remaining", "model", keys=[block_name(store, 2).key.hex()])
     store.documents.put(history.document, history.to_bytes())
     assert all(path.read_bytes()[4096 - len(PROMPT_MARK) : 4096] == bytes(8) for path in tmp_path.rglob("*.kv"))
     assert load(store, 1) == blocks_of(1)
-    remove_session(store, store.root.hex(), document_name("gone"))
+    remove_session(store, store.root.hex(), document_name("deleted"))
     assert load(store, 1) is None and load(store, 2) == blocks_of(2)
 
 
-def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:
-    """A claim does not change the times of a file, which contain its last use and rank."""
+def test_marking_a_block_does_not_change_file_times(tmp_path: Path) -> None:
+    """The times of a file store the last use and the eviction rank of the block."""
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.rglob("*.kv")
@@ -183,48 +181,48 @@ def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:
     assert not read_prompt_mark(path)
 
 
-def test_a_claim_is_read_once_and_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reopened store reads the mark of each file at most once, and writes only new marks."""
+def test_reopened_store_reads_and_writes_each_mark_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     save(store, 1, for_prompt=True)
     save(store, 2)
     store.close()
-    store, changes = open_store(tmp_path), list[str]()
+    store, calls = open_store(tmp_path), list[str]()
 
-    def counted(kind: str, function: Callable[..., Any]) -> None:
+    def count_calls(kind: str, function: Callable[..., Any]) -> None:
         def call(*args: Any) -> Any:
-            changes.append(kind)
+            calls.append(kind)
             return function(*args)
 
         monkeypatch.setattr(folder, function.__name__, call)
 
-    counted("read", read_prompt_mark)
-    counted("write", write_prompt_mark)
+    count_calls("read", read_prompt_mark)
+    count_calls("write", write_prompt_mark)
     keys = [block_name(store, number).key for number in (1, 2)]
     for _ in range(3):
         store.mark_for_prompts(keys)
         store.retain(set())
-    assert sorted(changes) == ["read", "read", "write"]
+    assert sorted(calls) == ["read", "read", "write"]
     assert block_files(tmp_path) == 2, "both blocks are marked"
 
 
-def test_the_header_of_a_kept_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later calls of `retain` read the header again only if the size of the file has changed."""
+def test_retain_reads_a_header_again_only_if_the_file_size_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(tmp_path)
     for number in (1, 2):
         save(store, number)
-    keys, read = {block_name(store, number).key for number in (1, 2)}, list[Path]()
-    monkeypatch.setattr(folder, "read_header", lambda path: read.append(path) or read_header(path))
+    keys, read_paths = {block_name(store, number).key for number in (1, 2)}, list[Path]()
+    monkeypatch.setattr(folder, "read_header", lambda path: read_paths.append(path) or read_header(path))
     for _ in range(3):
         store.retain(keys)
-    assert len(read) == len(set(read)) == 2
-    read[0].write_bytes(b"text of a user")
+    assert len(read_paths) == len(set(read_paths)) == 2
+    read_paths[0].write_bytes(b"text of a user")
     store.retain(keys)
-    assert len(read) == 3 and not read[0].exists() and block_files(tmp_path) == 1
+    assert len(read_paths) == 3 and not read_paths[0].exists() and block_files(tmp_path) == 1
 
 
-def test_a_block_is_evicted_while_its_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saver thread may evict the block between two uses of the index."""
+def test_block_is_evicted_during_retain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver thread may evict a block between two uses of the index."""
     store = open_store(tmp_path)
     save(store, 1)
     key, write_stamp = block_name(store, 1).key, store._index.write_stamp
@@ -242,7 +240,7 @@ def test_a_block_is_evicted_while_its_header_is_read(tmp_path: Path, monkeypatch
     store.check_integrity()
 
 
-def test_a_damaged_block_has_no_claim_and_is_not_changed(tmp_path: Path) -> None:
+def test_damaged_block_has_no_mark_and_is_not_changed(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save(store, 1, for_prompt=True)
     [path] = tmp_path.rglob("*.kv")

@@ -49,35 +49,34 @@ def make_llm(seed: int = 0) -> LLM:
 answer = partial(take_turn, params=SHORT)
 
 
-def expected(history: list[int], turn: list[int], seed: int = 0) -> list[int]:
+def expected_tokens(history: list[int], turn: list[int], seed: int = 0) -> list[int]:
     llm = make_llm(seed)
     return completed(llm.generate([history + turn], SHORT))[0].token_ids
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a file system of a given size. Skip the test if this is not permitted.
-
-    `test_disk` simulates failing writes without a mount.
-    """
+def mount_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Return a function that mounts a file system of a given size. Without permission, the test is skipped."""
     mounted: list[Path] = []
 
     def mount(size: str) -> Path:
-        place = tmp_path / f"disk{len(mounted)}"
-        place.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True)
-        if done.returncode:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        process = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
+        )
+        if process.returncode:
             pytest.skip("mounting a small disk is not allowed here")
-        mounted.append(place)
-        return place
+        mounted.append(folder)
+        return folder
 
     yield mount
-    for place in mounted:
-        subprocess.run(["umount", str(place)], check=True)
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_keeps_complete_blocks(small_disk: Callable[[str], Path]) -> None:
-    folder = small_disk("128k")
+def test_full_disk_keeps_complete_blocks(mount_disk: Callable[[str], Path]) -> None:
+    folder = mount_disk("128k")
     store = open_store(folder / "store")
     saved = [save(store, number) for number in range(30)]
     assert any(saved) and not all(saved) and "No space left" in store.last_error
@@ -91,33 +90,29 @@ def test_a_full_disk_keeps_complete_blocks(small_disk: Callable[[str], Path]) ->
     with pytest.raises(StoreError, match="No space left"):
         store.documents.put(named("history"), bytes(1 << 20))
     assert store.documents.get(named("history")) == Document(bytes(6000))
-    assert block_files(folder) > 0, "no block leaves where all of them are not enough"
+    assert block_files(folder) > 0, "no block is evicted if evicting all would not be enough"
     store.remove([block_key(store.root, "exact", tokens_of(number)) for number in range(30)])
     assert save(store, 99) and load(store, 99) == blocks_of(99)
     store.close()
 
 
-def test_a_session_on_a_full_disk_warns_and_continues(small_disk: Callable[[str], Path]) -> None:
-    folder = small_disk("450k")
+def test_session_on_a_full_disk_warns_and_continues(mount_disk: Callable[[str], Path]) -> None:
+    folder = mount_disk("450k")
     session = make_llm().session("s", folder)
     tokens: list[int] = []
     for turn in TURNS:
-        got = answer(session, turn)
-        assert got == expected(tokens, turn)
-        tokens += turn + got
+        new_tokens = answer(session, turn)
+        assert new_tokens == expected_tokens(tokens, turn)
+        tokens += turn + new_tokens
     with pytest.warns(UserWarning, match="not saved completely .*No space left"):
         session.close()
     session = make_llm().session("s", folder)
-    assert session.tokens == tokens and answer(session, TURNS[1]) == expected(tokens, TURNS[1])
+    assert session.tokens == tokens and answer(session, TURNS[1]) == expected_tokens(tokens, TURNS[1])
     with pytest.warns(UserWarning, match="not saved completely"):
         session.close()
 
 
-def test_two_processes_one_writes_and_the_other_reads(tmp_path: Path) -> None:
-    """One process writes and evicts as fast as possible, and every block that the other one reads is correct.
-
-    Opening a second writer fails with the process id of the first one until that ends.
-    """
+def test_reader_gets_correct_blocks_while_another_process_writes(tmp_path: Path) -> None:
     child = fork_saver(tmp_path, 0)
     try:
         with pytest.raises(StoreError, match=f"process {child}"):
@@ -138,15 +133,14 @@ def test_two_processes_one_writes_and_the_other_reads(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
+def test_other_model_or_layout_starts_a_new_session_of_equal_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session of the same name is empty with another model or layout. The old session is unchanged."""
     session = make_llm().session("s", tmp_path)
     first = answer(session, TURNS[0])
     session.close()
     other = make_llm(seed=1).session("s", tmp_path)
-    assert other.tokens == [] and answer(other, TURNS[0]) == expected([], TURNS[0], seed=1)
+    assert other.tokens == [] and answer(other, TURNS[0]) == expected_tokens([], TURNS[0], seed=1)
     assert other.loaded_tokens == 0
     other.close()
     with monkeypatch.context() as patch:
@@ -158,13 +152,13 @@ def test_a_store_of_another_model_or_an_older_layout_is_a_new_session(
         older.close()
     session = make_llm().session("s", tmp_path)
     assert session.tokens == TURNS[0] + first
-    assert answer(session, TURNS[1]) == expected(TURNS[0] + first, TURNS[1])
+    assert answer(session, TURNS[1]) == expected_tokens(TURNS[0] + first, TURNS[1])
     assert session.loaded_tokens == len(TURNS[0] + first) - 1
     session.close()
 
 
 def test_kv_of_a_truncated_session_is_not_shared(tmp_path: Path) -> None:
-    """A prompt of the kept tokens reuses no KV, because their KV depends on the removed tokens."""
+    """KV of the kept tokens depends on the removed tokens."""
     llm = make_llm()
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -172,18 +166,17 @@ def test_kv_of_a_truncated_session_is_not_shared(tmp_path: Path) -> None:
     answer(session, TURNS[1])
     prompt = [*session.tokens, 5]
     session.close()
-    [done] = completed(llm.generate([prompt], SHORT))
-    assert done.stats.reused_tokens == 0 and done.token_ids == expected([], prompt)
+    [output] = completed(llm.generate([prompt], SHORT))
+    assert output.stats.reused_tokens == 0 and output.token_ids == expected_tokens([], prompt)
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_never_a_wrong_token(tmp_path: Path) -> None:
-    """Sampled bits are flipped in stored blocks and in the history."""
+def test_bit_flip_in_a_store_changes_no_token(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     history = TURNS[0] + answer(session, TURNS[0])
     session.close()
-    right = expected(history, TURNS[1])
+    expected_answer = expected_tokens(history, TURNS[1])
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
     rng, damaged = random.Random(5), 0
     for _ in range(max(12, KILLS // 2)):
@@ -196,28 +189,24 @@ def test_a_flipped_bit_is_never_a_wrong_token(tmp_path: Path) -> None:
         bit = rng.randrange(8 * len(data))
         data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
             session = make_llm().session("s", tmp_path)
-        assert session.tokens == history, "a history that was closed is there twice"
-        assert len(said) == (path.name == f"{document_name('s')}.doc")
-        assert answer(session, TURNS[1]) == right
+        assert session.tokens == history, "closing stores the history twice"
+        assert len(caught_warnings) == (path.name == f"{document_name('s')}.doc")
+        assert answer(session, TURNS[1]) == expected_answer
         damaged += session.loaded_tokens < len(history) - 1
         session.discard()
     assert damaged > 3
 
 
 @pytest.mark.slow
-def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
-    """A process is killed at random times during turns that are saved in the background.
-
-    The restored session continues like a prompt of its tokens.
-    """
-    rng, come_back = random.Random(2), 0
+def test_session_continues_after_a_kill_during_saving(tmp_path: Path) -> None:
+    rng, restored = random.Random(2), 0
     llm = make_llm()
     for i in range(max(4, KILLS // 4)):
         folder = tmp_path / str(i)
-        child = fork_until_killed(talk(folder))
+        child = fork_until_killed(run_turns(folder))
         time.sleep(rng.random() * 0.4)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -226,14 +215,14 @@ def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
         assert not list(folder.rglob("*.tmp"))
         session.context.storage.check_integrity()
         turn = tiny_prompt(40, seed=999)
-        assert answer(session, turn) == expected(tokens, turn)
-        come_back += session.loaded_tokens > 0
+        assert answer(session, turn) == expected_tokens(tokens, turn)
+        restored += session.loaded_tokens > 0
         session.close()
-    assert come_back > 0
+    assert restored > 0
 
 
-def talk(folder: Path) -> Iterator[None]:
-    """Run turns. The first step ends after the first turn."""
+def run_turns(folder: Path) -> Iterator[None]:
+    """Yield after each turn."""
     session: Any = make_llm().session("s", folder)
     for number in range(80):
         list(session.send(tiny_prompt(70, seed=number), SHORT))

@@ -55,7 +55,6 @@ answer = partial(take_turn, params=SHORT)
 
 @contextmanager
 def ignore_truncation_warnings() -> Iterator[None]:
-    """Ignore warnings about truncated sessions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "session .* would outgrow", UserWarning)
         yield
@@ -66,34 +65,33 @@ def ignore_truncation_warnings() -> Iterator[None]:
 
 def test_truncation_keeps_half_of_the_positions_or_fewer() -> None:
     assert last_kept(100, 60, 160) == 100, "everything fits"
-    assert last_kept(101, 60, 160) == 80, "the older half goes"
-    assert last_kept(101, 120, 160) == 36, "and more, where the turn needs the room"
-    assert last_kept(101, 500, 160) == 80, "a turn that never fits is no reason to forget everything"
+    assert last_kept(101, 60, 160) == 80, "the older half is removed"
+    assert last_kept(101, 120, 160) == 36, "more is removed if the turn needs the space"
+    assert last_kept(101, 500, 160) == 80, "a turn that never fits does not remove all tokens"
     assert last_kept(80, 500, 160) == 80 and last_kept(84, 100, 160) == 56
 
 
-def by_hand(folder: Path, name: str, turns: int, **options: Any) -> list[list[int]]:
-    """Return the answers of a session that the caller truncates before each turn that would not fit."""
-    session, found = make_llm(positions=POSITIONS, **options).session(name, folder, overflow="error"), []
+def explicitly_truncated_answers(folder: Path, name: str, turns: int, **options: Any) -> list[list[int]]:
+    """Return the answers of a session that is truncated explicitly before each turn that does not fit."""
+    session, answers = make_llm(positions=POSITIONS, **options).session(name, folder, overflow="error"), []
     for i in range(turns):
-        held, new = len(session.tokens), len(turn(name, i)) + 6
-        if held + new > POSITIONS:
+        length, new = len(session.tokens), len(turn(name, i)) + 6
+        if length + new > POSITIONS:
             with pytest.raises(ModelError, match=f"and .* has {POSITIONS} positions: call truncate"):
                 session.send(turn(name, i), SHORT)
-            assert len(session.tokens) == held
+            assert len(session.tokens) == length
             session.truncate(keep_last=min(POSITIONS // 2, POSITIONS - new - SINKS) - 1)  # the last token has no KV yet
-        found.append(answer(session, turn(name, i)))
+        answers.append(answer(session, turn(name, i)))
     assert session.history.shift > 0
     session.close()
-    return found
+    return answers
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [*POLICIES][::-1])
-def test_overflowing_turns_are_equal_in_a_queue_and_alone(policy: str, tmp_path: Path) -> None:
-    """Answers equal those with explicit truncation, also after preemption and restoring from disk."""
+def test_automatic_truncation_equals_explicit_truncation(policy: str, tmp_path: Path) -> None:
     options = POLICIES[policy]
-    right = {name: by_hand(tmp_path / "by hand", name, 5, **options) for name in NAMES}
+    expected = {name: explicitly_truncated_answers(tmp_path / "by hand", name, 5, **options) for name in NAMES}
     llm = make_llm(positions=POSITIONS, **options)
     session = llm.session("ada", tmp_path / "sent")
     for i in range(5):
@@ -103,7 +101,7 @@ def test_overflowing_turns_are_equal_in_a_queue_and_alone(policy: str, tmp_path:
             session = llm.session("ada", tmp_path / "sent")
         outgrows = len(session.tokens) + len(turn("ada", i)) + 6 > POSITIONS
         with pytest.warns(UserWarning, match=r"its oldest \d+ tokens") if outgrows else ignore_truncation_warnings():
-            assert answer(session, turn("ada", i)) == right["ada"][i]
+            assert answer(session, turn("ada", i)) == expected["ada"][i]
         assert len(session.tokens) <= POSITIONS
     session.close()
     queue = make_llm(11, positions=POSITIONS, **options).turns(tmp_path / "queue", max_num_seqs=3)
@@ -112,15 +110,14 @@ def test_overflowing_turns_are_equal_in_a_queue_and_alone(policy: str, tmp_path:
         while not queue.idle:
             queue.step()
             queue.check_integrity()
-    for (name, i), one in queued.items():
-        assert one.token_ids == right[name][i] and one.finish_reason == "length", (name, i)
+    for (name, i), queued_turn in queued.items():
+        assert queued_turn.token_ids == expected[name][i] and queued_turn.finish_reason == "length", (name, i)
     assert queue.stats.evicted > 0 and queue.stats.computed_tokens == 0
     queue.close()
 
 
-def test_a_preempted_turn_of_a_truncated_session_gives_the_same_tokens(tmp_path: Path) -> None:
-    """A truncated session is saved before the turn, and restored from disk after preemption."""
-    right = by_hand(tmp_path / "by hand", "ada", 5, **POLICIES["infinigen"])
+def test_preempted_turns_of_a_truncated_session_keep_their_tokens(tmp_path: Path) -> None:
+    expected = explicitly_truncated_answers(tmp_path / "by hand", "ada", 5, **POLICIES["infinigen"])
     llm = make_llm(positions=POSITIONS, **POLICIES["infinigen"])
     queue = llm.turns(tmp_path / "queue")
     scheduler, preempted = queue._engine.scheduler, 0
@@ -134,13 +131,13 @@ def test_a_preempted_turn_of_a_truncated_session_gives_the_same_tokens(tmp_path:
                     preempted += 1
                     scheduler._full = False
                 queue.check_integrity()
-        assert queued.token_ids == right[i], i
+        assert queued.token_ids == expected[i], i
     assert preempted == 5 and queue.stats.computed_tokens == 0
     queue.close()
 
 
 @pytest.mark.parametrize("lost", ["all", "one"])
-def test_kept_tokens_of_a_session_with_lost_kv_are_recomputed_as_a_prompt(lost: str, tmp_path: Path) -> None:
+def test_truncation_recomputes_kept_tokens_whose_kv_is_lost(lost: str, tmp_path: Path) -> None:
     session = make_llm(positions=POSITIONS).session("ada", tmp_path)
     tokens = tiny_prompt(200, seed=7)
     tokens += answer(session, tokens)
@@ -149,14 +146,14 @@ def test_kept_tokens_of_a_session_with_lost_kv_are_recomputed_as_a_prompt(lost: 
         path.unlink()
     session = make_llm(positions=POSITIONS).session("ada", tmp_path)
     with pytest.warns(UserWarning, match=f"its oldest {206 - POSITIONS // 2 - SINKS} tokens"):
-        got = answer(session, turn("ada", 0))
+        new_tokens = answer(session, turn("ada", 0))
     kept = [*tokens[:SINKS], *tokens[-(POSITIONS // 2) :]]
-    assert session.tokens == [*kept, *turn("ada", 0), *got] and session.history.shift == 0
-    assert got == completed(make_llm().generate([[*kept, *turn("ada", 0)]], SHORT))[0].token_ids
+    assert session.tokens == [*kept, *turn("ada", 0), *new_tokens] and session.history.shift == 0
+    assert new_tokens == completed(make_llm().generate([[*kept, *turn("ada", 0)]], SHORT))[0].token_ids
     session.close()
 
 
-def test_models_that_cannot_be_truncated_refuse(tmp_path: Path) -> None:
+def test_overflow_is_an_error_for_models_with_absolute_positions(tmp_path: Path) -> None:
     session = make_llm(name="gpt2", positions=100).session("s", tmp_path / "gpt2")
     answer(session, tiny_prompt(60))
     with pytest.raises(ModelError, match="has 100"):
@@ -167,9 +164,7 @@ def test_models_that_cannot_be_truncated_refuse(tmp_path: Path) -> None:
         make_llm().session("s", tmp_path, overflow="eror")
 
 
-def test_a_failing_saver_reports_its_error_and_blocks_no_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_saver_reports_its_error_and_blocks_no_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_llm().session("ada", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("offload_rt.storage.saver.layer_data", lambda *args: 1 / 0)
@@ -201,12 +196,12 @@ KINDS: dict[str, Callable[[LLM], Any]] = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_idle_sessions_are_evicted_for_any_request_and_restored(kind: str, tmp_path: Path) -> None:
-    llm, roomy = make_llm(13), make_llm()
+    llm, large_llm = make_llm(13), make_llm()
     pool = llm.runner.pool
     sessions = {name: llm.session(name, tmp_path / "a") for name in NAMES}
-    right = {name: roomy.session(name, tmp_path / "roomy") for name in NAMES}
+    references = {name: large_llm.session(name, tmp_path / "roomy") for name in NAMES}
     for name, session in sessions.items():
-        assert answer(session, turn(name, 0)) == answer(right[name], turn(name, 0))
+        assert answer(session, turn(name, 0)) == answer(references[name], turn(name, 0))
     expected = KINDS[kind](make_llm(enable_prefix_caching=False))
     found = KINDS[kind](llm)
     assert found == expected if kind != "score" else torch.allclose(torch.tensor(found[0]), torch.tensor(expected[0]))
@@ -215,21 +210,21 @@ def test_idle_sessions_are_evicted_for_any_request_and_restored(kind: str, tmp_p
     host = sessions["ada"].host
     assert host.stats.evicted > 0 and sessions["ada"].kv.sequence is None, "the least recently used one first"
     for name, session in sessions.items():
-        assert answer(session, turn(name, 1)) == answer(right[name], turn(name, 1))
+        assert answer(session, turn(name, 1)) == answer(references[name], turn(name, 1))
     assert host.stats.computed_tokens == 0, "nothing was lost"
-    for session in [*sessions.values(), *right.values()]:
+    for session in [*sessions.values(), *references.values()]:
         session.close()
 
 
 def test_sessions_are_evicted_for_turns_of_another_store(tmp_path: Path) -> None:
     llm = make_llm(9)
-    one, other = llm.session("ada", tmp_path / "a"), llm.session("bob", tmp_path / "b")
-    first = answer(one, tiny_prompt(300, seed=1))
+    session, other = llm.session("ada", tmp_path / "a"), llm.session("bob", tmp_path / "b")
+    first = answer(session, tiny_prompt(300, seed=1))
     answer(other, tiny_prompt(300, seed=2))
-    assert one.kv.sequence is None and other.kv.sequence is not None
+    assert session.kv.sequence is None and other.kv.sequence is not None
     history = [*tiny_prompt(300, seed=1), *first, *turn("ada", 0)]
-    assert answer(one, turn("ada", 0)) == completed(make_llm().generate([history], SHORT))[0].token_ids
-    one.close()
+    assert answer(session, turn("ada", 0)) == completed(make_llm().generate([history], SHORT))[0].token_ids
+    session.close()
     other.close()
     assert llm.runner.reclaimables == []
 
@@ -257,29 +252,31 @@ def test_unsaved_sessions_stay_and_the_error_names_them(tmp_path: Path) -> None:
     llm.generate([LONG], SHORT)
 
 
-def test_sessions_and_prompts_take_turns_in_a_small_pool(tmp_path: Path) -> None:
-    """Random turns, prompts and truncations give the same answers as with a large pool."""
-    rng, small, roomy = random.Random(4), make_llm(12), make_llm()
-    sessions = [{name: llm.session(name, tmp_path / str(i)) for name in NAMES} for i, llm in enumerate((small, roomy))]
+def test_small_and_large_pools_give_the_same_answers(tmp_path: Path) -> None:
+    rng, small_llm, large_llm = random.Random(4), make_llm(12), make_llm()
+    sessions = [
+        {name: llm.session(name, tmp_path / str(i)) for name in NAMES} for i, llm in enumerate((small_llm, large_llm))
+    ]
     for step in range(24):
         prompt = tiny_prompt(rng.randint(20, 120), seed=step)
         name = rng.choice([*NAMES, "", ""])
         if name:
-            here, there = (answer(each[name], prompt) for each in sessions)
+            small_answer, large_answer = (answer(group[name], prompt) for group in sessions)
         else:
-            here, there = (completed(llm.generate([prompt, prompt[:-3]], SHORT))[1].token_ids for llm in (small, roomy))
-        assert here == there, step
+            small_answer, large_answer = (
+                completed(llm.generate([prompt, prompt[:-3]], SHORT))[1].token_ids for llm in (small_llm, large_llm)
+            )
+        assert small_answer == large_answer, step
         if len(sessions[0][name].tokens if name else ()) > 320:
-            for each in sessions:
-                each[name].truncate(keep_last=100)
-    assert sessions[0]["ada"].host.stats.evicted > 3 and small.runner.pool.bytes_peak <= 12 * BLOCK_BYTES
-    for each in sessions:
-        for session in each.values():
+            for group in sessions:
+                group[name].truncate(keep_last=100)
+    assert sessions[0]["ada"].host.stats.evicted > 3 and small_llm.runner.pool.bytes_peak <= 12 * BLOCK_BYTES
+    for group in sessions:
+        for session in group.values():
             session.close()
 
 
-def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Path) -> None:
-    """A turn needs more sliding-window blocks than its own session has."""
+def test_idle_sessions_free_sliding_window_blocks_for_a_turn(tmp_path: Path) -> None:
     model = architecture("gemma3", dtype=torch.float32)
     options: dict[str, Any] = {"policy": "full", "dtype": "float32", "verify": "off"}
     size = LLM(model, host_memory="4MiB", **options).runner.pool.block_bytes
@@ -289,8 +286,8 @@ def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Pat
         answer(ada, prompts[0], params=SamplingParams(max_tokens=1, temperature=0))
         answer(bob, prompts[1], params=SamplingParams(max_tokens=1, temperature=0))
         found = answer(ada, prompts[2])
-        with LLM(model, host_memory="4MiB", enable_prefix_caching=False, **options) as roomy:
-            [expected] = completed(roomy.generate([ada.tokens[: -len(found)]], SHORT))
+        with LLM(model, host_memory="4MiB", enable_prefix_caching=False, **options) as large_llm:
+            [expected] = completed(large_llm.generate([ada.tokens[: -len(found)]], SHORT))
         assert found == expected.token_ids
         ada.close()
         bob.close()
@@ -302,7 +299,7 @@ def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Pat
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("reopened", [False, True])
-def test_an_undone_turn_leaves_no_trace(tmp_path: Path, policy: str, reopened: bool) -> None:
+def test_undone_turn_does_not_change_later_answers(tmp_path: Path, policy: str, reopened: bool) -> None:
     llm = make_llm(**POLICIES[policy])
     plain, undone = llm.session("plain", tmp_path), llm.session("undone", tmp_path)
     expected = [answer(plain, turn("ada", number)) for number in (0, 1)]
@@ -321,7 +318,7 @@ def test_an_undone_turn_leaves_no_trace(tmp_path: Path, policy: str, reopened: b
     llm.close()
 
 
-def test_turns_before_and_after_a_gap_are_undone(tmp_path: Path) -> None:
+def test_turns_before_and_after_a_truncation_are_undone(tmp_path: Path) -> None:
     llm = make_llm()
     with llm.session("s", tmp_path) as session:
         for number in range(3):

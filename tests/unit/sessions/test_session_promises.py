@@ -37,11 +37,7 @@ answer = partial(take_turn, params=SHORT)
 
 
 def test_forks_with_the_same_tokens_are_saved_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two forks save the same last block while the disk is slow.
-
-    Truncating one fork removes the block from disk. The other fork writes it again from host memory, without a warning
-    about a full store.
-    """
+    """Truncation of one fork deletes a block that both forks use. The other fork must store this block again."""
     gate, real = threading.Event(), DiskStore.begin
     gate.set()
 
@@ -50,26 +46,26 @@ def test_forks_with_the_same_tokens_are_saved_completely(tmp_path: Path, monkeyp
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(DiskStore, "begin", begin)
-    one = make_llm().session("one", tmp_path)
-    answer(one, tiny_prompt(200, seed=1))
-    twin = one.fork("twin")
+    session = make_llm().session("one", tmp_path)
+    answer(session, tiny_prompt(200, seed=1))
+    twin = session.fork("twin")
     gate.clear()
-    assert answer(one, tiny_prompt(30, seed=2)) == answer(twin, tiny_prompt(30, seed=2))
+    assert answer(session, tiny_prompt(30, seed=2)) == answer(twin, tiny_prompt(30, seed=2))
     gate.set()
-    one.truncate(keep_last=50)
-    held = len(twin.tokens)
+    session.truncate(keep_last=50)
+    length = len(twin.tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one.close()
+        session.close()
         twin.close()
-    again = make_llm().session("twin", tmp_path)
-    answer(again, tiny_prompt(5, seed=3))
-    assert again.loaded_tokens == held - 1 and again.host.stats.computed_tokens == 0
-    again.close()
+    restored = make_llm().session("twin", tmp_path)
+    answer(restored, tiny_prompt(5, seed=3))
+    assert restored.loaded_tokens == length - 1 and restored.host.stats.computed_tokens == 0
+    restored.close()
 
 
 @pytest.mark.parametrize("options", [{"eviction": "counter"}, {}], ids=["eviction", "no eviction"])
-def test_a_prompt_that_cannot_fit_is_refused_before_anything_is_computed(
+def test_prompt_that_does_not_fit_is_refused_before_computation(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, computed = make_llm(4, **options), []
@@ -87,23 +83,25 @@ def test_a_prompt_that_cannot_fit_is_refused_before_anything_is_computed(
 # ---------------------------------------------------------------------------------------------------- reuse statistics
 
 
-def reuse(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
+def reuse_stats(llm: LLM, prompt: list[int]) -> tuple[int, int | None]:
     stats = completed(llm.generate([prompt], SHORT))[0].stats
     return stats.reused_tokens, stats.diverged_at
 
 
 def test_statistics_report_reuse_and_divergence() -> None:
     llm, book = make_llm(), tiny_prompt(200, seed=1)
-    assert reuse(llm, book) == (0, 0)
-    assert reuse(llm, book) == (192, 192), "partly filled blocks are not cached"
-    assert reuse(llm, book[:150]) == (128, None), "all of it is there; a part of a block is computed again"
-    assert reuse(llm, [*book[:100], *tiny_prompt(90, seed=2)]) == (64, 100)
-    assert reuse(llm, tiny_prompt(90, seed=3)) == (0, 0)
-    assert reuse(make_llm(enable_prefix_caching=False), book) == (0, None)
+    assert reuse_stats(llm, book) == (0, 0)
+    assert reuse_stats(llm, book) == (192, 192), "partly filled blocks are not cached"
+    assert reuse_stats(llm, book[:150]) == (128, None), (
+        "the whole prompt is cached, but its last partial block is recomputed"
+    )
+    assert reuse_stats(llm, [*book[:100], *tiny_prompt(90, seed=2)]) == (64, 100)
+    assert reuse_stats(llm, tiny_prompt(90, seed=3)) == (0, 0)
+    assert reuse_stats(make_llm(enable_prefix_caching=False), book) == (0, None)
 
 
 @pytest.mark.parametrize("lost", ["nothing", "one block", "everything"])
-def test_a_restore_that_reuses_nothing_is_seen(lost: str, tmp_path: Path) -> None:
+def test_statistics_report_lost_blocks(lost: str, tmp_path: Path) -> None:
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
     keys = session.history.keys
@@ -112,16 +110,15 @@ def test_a_restore_that_reuses_nothing_is_seen(lost: str, tmp_path: Path) -> Non
         next(tmp_path.rglob(f"{key}.kv")).unlink()
     with make_llm().session("s", tmp_path) as session:
         answer(session, tiny_prompt(30, seed=2))
-        stats, here = session.last_stats, {"nothing": 207, "one block": 64, "everything": 0}[lost]
-        assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (here, here)
-        tiers = session.host.stats
-        assert (tiers.disk_tokens, tiers.computed_tokens) == (here, 207 - here)
+        stats, reused = session.last_stats, {"nothing": 207, "one block": 64, "everything": 0}[lost]
+        assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (reused, reused)
+        host_stats = session.host.stats
+        assert (host_stats.disk_tokens, host_stats.computed_tokens) == (reused, 207 - reused)
 
 
-def test_a_hit_counts_after_it_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged block fails the first attempt of the turn in a late layer. Statistics contain only
-    the second attempt.
-    """
+def test_statistics_count_only_the_successful_attempt_of_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
     session.close()
@@ -135,8 +132,7 @@ def test_a_hit_counts_after_it_was_loaded(tmp_path: Path, monkeypatch: pytest.Mo
     session.close()
 
 
-def test_an_error_of_the_loader_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unexpected error in the loader fails the turn. The next turn succeeds."""
+def test_loader_error_fails_only_one_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_llm().session("s", tmp_path)
     answer(session, tiny_prompt(200, seed=1))
     session.close()
@@ -151,26 +147,29 @@ def test_an_error_of_the_loader_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     session.close()
 
 
-def test_the_size_limit_is_enforced_at_start(tmp_path: Path) -> None:
-    """After a crash, all files count towards the limit, and blocks beyond it are evicted."""
+def test_opening_a_store_counts_all_files_and_enforces_the_limit(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(6):
         save(store, number)
     store.documents.put(named("one"), bytes(500))
     store.documents.put(named("one"), bytes(600))
-    there = store.bytes_used
+    bytes_used = store.bytes_used
     store.close()
     next(tmp_path.rglob("*.kv")).with_suffix(".7.1.tmp").write_bytes(bytes(5000))
-    again = open_store(tmp_path)
-    assert again.bytes_used == there == sum(path.stat().st_size for path in tmp_path.glob("*/**/*.*") if path.is_file())
-    again.close()
+    reopened = open_store(tmp_path)
+    assert (
+        reopened.bytes_used
+        == bytes_used
+        == sum(path.stat().st_size for path in tmp_path.glob("*/**/*.*") if path.is_file())
+    )
+    reopened.close()
     limited = open_store(tmp_path, 3 * FILE_BYTES)
     assert limited.bytes_used <= 3 * FILE_BYTES and limited.documents.get(named("one")) is not None
     limited.check_integrity()
     limited.close()
 
 
-def test_an_entry_above_the_limit_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_above_the_limit_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
     assert save(store, 1) and save(store, 2)
     assert store.begin(block_name(store, 9), 4 * FILE_BYTES) is None
@@ -206,11 +205,7 @@ def test_reprs_are_one_line(tmp_path: Path) -> None:
     assert repr(session).endswith("closed)")
 
 
-def test_with_blocks_close_everything(tmp_path: Path) -> None:
-    """A runtime is closed with a partly read answer and a queued turn.
-
-    Tokens so far are saved, another runtime can open the store, and later calls raise an error.
-    """
+def test_leaving_a_with_block_saves_sessions_and_refuses_later_calls(tmp_path: Path) -> None:
     with make_llm() as llm:
         with llm.session("one", tmp_path) as session:
             answer(session, tiny_prompt(70, seed=1))
@@ -218,7 +213,7 @@ def test_with_blocks_close_everything(tmp_path: Path) -> None:
             session.send([1], SHORT)
         half, queue = llm.session("half", tmp_path), llm.turns(tmp_path)
         events = half.send(tiny_prompt(80, seed=2), SHORT)
-        read = [next(events).token_id for _ in range(3)]
+        tokens = [next(events).token_id for _ in range(3)]
         queued = queue.add("queued", tiny_prompt(50, seed=3), SHORT)
         queue.step()
         with pytest.raises(InputError, match="answering"):
@@ -231,5 +226,5 @@ def test_with_blocks_close_everything(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is closed"):
         llm.score([[1]], [[2]])
     llm.runner.check_integrity()
-    with make_llm() as other, other.session("half", tmp_path) as again:
-        assert again.tokens == [*tiny_prompt(80, seed=2), *read]
+    with make_llm() as other, other.session("half", tmp_path) as restored:
+        assert restored.tokens == [*tiny_prompt(80, seed=2), *tokens]

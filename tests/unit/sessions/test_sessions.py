@@ -44,23 +44,23 @@ def make_llm(name: str = "llama", memory: int | str = "64MiB", **options: Any) -
 answer = partial(take_turn, params=GREEDY)
 
 
-def talk(session: Session, turns: list[list[int]]) -> list[list[int]]:
+def run_turns(session: Session, turns: list[list[int]]) -> list[list[int]]:
     return [answer(session, turn) for turn in turns]
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("where", ["host", "disk", "disk read anew"])
-def test_a_restored_session_continues_unchanged(options: dict[str, Any], where: str, tmp_path: Path) -> None:
+def test_restored_session_continues_unchanged(options: dict[str, Any], where: str, tmp_path: Path) -> None:
     llm = make_llm(**options)
-    straight = llm.session("straight", tmp_path / "a")
-    expected = talk(straight, TURNS)
-    straight.close()
+    uninterrupted = llm.session("straight", tmp_path / "a")
+    expected = run_turns(uninterrupted, TURNS)
+    uninterrupted.close()
     if where == "host":  # in another store: no block is on disk, but the prefix tree has the full blocks
         llm = make_llm(**options)
-    for turn, right in zip(TURNS, expected, strict=True):
+    for turn, expected_answer in zip(TURNS, expected, strict=True):
         session = llm.session("s", tmp_path / "b")
-        assert answer(session, turn) == right
+        assert answer(session, turn) == expected_answer
         if turn is not TURNS[0] and where != "host":
             assert session.loaded_tokens > 100
         session.close()
@@ -69,7 +69,7 @@ def test_a_restored_session_continues_unchanged(options: dict[str, Any], where: 
     assert llm.runner.pool.bytes_used == llm.runner.pool.idle_blocks * llm.runner.pool.block_bytes
 
 
-def test_sessions_equal_one_long_prompt_without_them(tmp_path: Path) -> None:
+def test_session_answers_equal_prompts_of_the_whole_conversation(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     first, second = answer(session, TURNS[0]), answer(session, TURNS[1])
@@ -81,37 +81,32 @@ def test_sessions_equal_one_long_prompt_without_them(tmp_path: Path) -> None:
     assert stats is not None and stats.new_tokens == 12 and stats.reused_tokens == len(TURNS[0] + first) - 1
 
 
-def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
+def test_sessions_with_a_common_prefix_store_it_once(tmp_path: Path) -> None:
     llm, book = make_llm(), tiny_prompt(640, seed=9)
-    one = llm.session("one", tmp_path)
-    answer(one, [*book, 5])
-    one.save()
+    first = llm.session("one", tmp_path)
+    answer(first, [*book, 5])
+    first.save()
     before = block_files(tmp_path)
-    two = llm.session("two", tmp_path)
-    answer(two, [*book, 7])
-    two.save()
+    second = llm.session("two", tmp_path)
+    answer(second, [*book, 7])
+    second.save()
     assert block_files(tmp_path) - before <= 2, "only blocks after the book"
-    for session in (one, two):
+    for session in (first, second):
         session.close()
     fresh = make_llm()
-    three = fresh.session("three", tmp_path)
-    answer(three, [*book, 8])
-    assert three.loaded_tokens == 640, "a new session about it need not read it again either"
-    three.close()
+    third = fresh.session("three", tmp_path)
+    answer(third, [*book, 8])
+    assert third.loaded_tokens == 640, "a new session loads the book from disk"
+    third.close()
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["bits", "truncated", "empty", "removed", "late"])
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_damaged_kv_is_recomputed(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After damage to stored blocks, the answer equals that of a prompt of the same tokens.
-
-    With selection, the KV of decoded tokens depends on the selection, so cases that find the damage late are compared
-    only with policy `full`.
-    """
     llm = make_llm(**POLICIES[policy])
     session = llm.session("s", tmp_path)
-    talk(session, TURNS[:2])
+    run_turns(session, TURNS[:2])
     history = session.tokens
     session.close()
     rng = random.Random(3)
@@ -133,15 +128,16 @@ def test_damaged_kv_is_recomputed(damage: str, policy: str, tmp_path: Path, monk
             path.write_bytes({"bits": data, "truncated": data[:-9], "empty": b""}[damage])
     llm = make_llm(**POLICIES[policy])
     session = llm.session("s", tmp_path)
-    got = answer(session, TURNS[2])
+    new_tokens = answer(session, TURNS[2])
+    # With selection, KV of decoded tokens depends on the selection, and damage found late changes it.
     if policy == "full" or damage != "late":
         plain = make_llm(enable_prefix_caching=False, **POLICIES[policy])
-        assert got == completed(plain.generate([history + TURNS[2]], GREEDY))[0].token_ids
+        assert new_tokens == completed(plain.generate([history + TURNS[2]], GREEDY))[0].token_ids
     session.close()
     again = make_llm(**POLICIES[policy]).session("s", tmp_path)
-    assert again.tokens == history + TURNS[2] + got
+    assert again.tokens == history + TURNS[2] + new_tokens
     answer(again, TURNS[3])
-    assert again.loaded_tokens == len(history + TURNS[2] + got) - 1, "the damaged block has been stored again"
+    assert again.loaded_tokens == len(history + TURNS[2] + new_tokens) - 1, "the damaged block has been stored again"
     again.close()
 
 
@@ -152,38 +148,38 @@ def test_forks_are_independent(tmp_path: Path) -> None:
     twin = session.fork("b")
     with pytest.raises(InputError, match="already"):
         session.fork("b")
-    one, two = answer(session, TURNS[1]), answer(twin, TURNS[2])
+    answer_a, answer_b = answer(session, TURNS[1]), answer(twin, TURNS[2])
     session.close()
     twin.close()
     llm = make_llm(**POLICIES["infinigen"])
-    straight = llm.session("c", tmp_path / "other")
-    answer(straight, TURNS[0])
-    assert answer(straight.fork("d"), TURNS[2]) == two
-    assert answer(straight, TURNS[1]) == one
-    for name, turn in (("a", one), ("b", two)):
+    reference = llm.session("c", tmp_path / "other")
+    answer(reference, TURNS[0])
+    assert answer(reference.fork("d"), TURNS[2]) == answer_b
+    assert answer(reference, TURNS[1]) == answer_a
+    for name, turn in (("a", answer_a), ("b", answer_b)):
         assert llm.session(name, tmp_path).tokens[-12:] == turn
 
 
-def test_the_tokens_of_an_interrupted_answer_are_kept(tmp_path: Path) -> None:
+def test_session_keeps_tokens_of_an_interrupted_answer(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     whole = answer(llm.session("whole", tmp_path), TURNS[0])
     events = session.send(TURNS[0], GREEDY)
-    got = [next(events).token_id for _ in range(7)]
+    new_tokens = [next(events).token_id for _ in range(7)]
     with pytest.raises(InputError, match="is answering"):
         session.send([1])
     events.close()  # type: ignore[attr-defined]
-    assert session.tokens == TURNS[0] + got == TURNS[0] + whole[:7]
+    assert session.tokens == TURNS[0] + new_tokens == TURNS[0] + whole[:7]
     assert answer(session, whole[7:9]) is not None
     session.close()
     with pytest.raises(InputError, match="closed"):
         session.send([1])
 
 
-def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_prefill_does_not_change_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
-    right = talk(session, TURNS[:2])
+    answers = run_turns(session, TURNS[:2])
     session.close()
     llm = make_llm()
     session = llm.session("s", tmp_path)
@@ -202,7 +198,9 @@ def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pyt
                 answer(session, TURNS[2])
             assert session.tokens == before
     plain = make_llm(enable_prefix_caching=False)
-    expected = completed(plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY))[0].token_ids
+    expected = completed(plain.generate([TURNS[0] + answers[0] + TURNS[1] + answers[1] + TURNS[2]], GREEDY))[
+        0
+    ].token_ids
     assert answer(session, TURNS[2]) == expected
     session.close()
 
@@ -232,34 +230,38 @@ def test_unsupported_sessions_are_refused(tmp_path: Path) -> None:
     make_llm().session("t", tmp_path).close()
 
 
-def test_a_full_store_never_exceeds_its_limit(tmp_path: Path) -> None:
+def test_full_store_never_exceeds_its_limit(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path, limit="300KiB")
-    right = talk(session, TURNS[:2])
+    answers = run_turns(session, TURNS[:2])
     with pytest.warns(UserWarning, match="not saved completely"):
         session.close()
     assert (
         sum(path.stat().st_size for path in tmp_path.rglob("*") if path.name != "lock" and path.is_file()) <= 300 << 10
     )
     session = make_llm().session("s", tmp_path)
-    assert session.tokens == TURNS[0] + right[0] + TURNS[1] + right[1]
-    plain = completed(make_llm(enable_prefix_caching=False).generate([session.tokens + TURNS[2]], GREEDY))[0].token_ids
-    assert answer(session, TURNS[2]) == plain and session.loaded_tokens > 0
+    assert session.tokens == TURNS[0] + answers[0] + TURNS[1] + answers[1]
+    expected = completed(make_llm(enable_prefix_caching=False).generate([session.tokens + TURNS[2]], GREEDY))[
+        0
+    ].token_ids
+    assert answer(session, TURNS[2]) == expected and session.loaded_tokens > 0
     session.close()
 
 
 # --------------------------------------------------------------------------------------------------------- truncation
 
 
-def cut_reference(llm: LLM, tokens: list[int], kept: list[int], more: list[int], turned: int = 0) -> torch.Tensor:
+def truncated_reference_logits(
+    llm: LLM, tokens: list[int], kept: list[int], new_tokens: list[int], rotation: int = 0
+) -> torch.Tensor:
     """Compute reference logits of a truncated session with transformers.
 
     Args:
         llm: Provides the adapter that rotates keys.
         tokens: Tokens before the truncation.
         kept: Indices of the kept tokens.
-        more: New tokens, whose positions continue after `tokens`.
-        turned: Number of positions by which the first four keys are rotated.
+        new_tokens: New tokens, whose positions continue after `tokens`.
+        rotation: Number of positions by which the first four keys are rotated.
 
     Returns:
         Logits after the last new token.
@@ -270,48 +272,45 @@ def cut_reference(llm: LLM, tokens: list[int], kept: list[int], more: list[int],
     cache = DynamicCache()
     with torch.inference_mode():
         model(torch.tensor([tokens]), past_key_values=cache)
-        picked = DynamicCache()
+        kept_cache = DynamicCache()
         for layer in range(3):
             k, v = cache.layers[layer].keys[:, :, kept], cache.layers[layer].values[:, :, kept]
-            if turned:
+            if rotation:
                 k = k.clone()
-                k[0, :, :4] = llm.runner.adapter.rotate_keys(layer, k[0, :, :4], turned)
-            picked.update(k, v, layer)
-        positions = torch.arange(len(tokens), len(tokens) + len(more))[None]
-        mask = torch.ones(1, len(kept) + len(more), dtype=torch.long)
-        out = model(torch.tensor([more]), past_key_values=picked, position_ids=positions, attention_mask=mask)
+                k[0, :, :4] = llm.runner.adapter.rotate_keys(layer, k[0, :, :4], rotation)
+            kept_cache.update(k, v, layer)
+        positions = torch.arange(len(tokens), len(tokens) + len(new_tokens))[None]
+        mask = torch.ones(1, len(kept) + len(new_tokens), dtype=torch.long)
+        out = model(torch.tensor([new_tokens]), past_key_values=kept_cache, position_ids=positions, attention_mask=mask)
     return out.logits[0, -1]
 
 
 @pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("how", ["keep_last", "drop"])
-def test_truncation_keeps_kv_and_positions(how: str, restart: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["keep_last", "drop"])
+def test_truncation_keeps_kv_and_positions(method: str, restart: bool, tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     computed = len(session.tokens) - 1
     tokens, last = session.tokens[:computed], session.tokens[computed:]
-    kept = [*range(4), *range(computed - 70, computed)] if how == "keep_last" else [*range(30), *range(60, computed)]
+    kept = [*range(4), *range(computed - 70, computed)] if method == "keep_last" else [*range(30), *range(60, computed)]
     if restart:
         session.close()
         llm = make_llm()
         session = llm.session("s", tmp_path)
-    gone = session.truncate(keep_last=70) if how == "keep_last" else session.truncate(drop=range(30, 60))
-    assert gone == computed - len(kept) and session.tokens == [tokens[i] for i in kept] + last
+    removed = session.truncate(keep_last=70) if method == "keep_last" else session.truncate(drop=range(30, 60))
+    assert removed == computed - len(kept) and session.tokens == [tokens[i] for i in kept] + last
     if restart:
         session.close()
         llm = make_llm()
         session = llm.session("s", tmp_path)
-    expected = int(cut_reference(llm, tokens, kept, last + TURNS[1]).argmax())
+    expected = int(truncated_reference_logits(llm, tokens, kept, last + TURNS[1]).argmax())
     assert answer(session, TURNS[1])[0] == expected
     assert session.loaded_tokens == (len(kept) if restart else session.loaded_tokens)
     session.close()
 
 
-def test_sinks_are_rotated_once_beyond_the_trained_context(tmp_path: Path) -> None:
-    """After a truncation, the trained context length is exceeded. The sinks' original keys are then
-    rotated by the gap.
-    """
+def test_sink_keys_are_rotated_by_the_gap_beyond_the_trained_context(tmp_path: Path) -> None:
     model = tiny_model("llama", dtype=torch.float32, max_position_embeddings=200)
     llm = LLM(model, dtype="float32", policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
@@ -320,19 +319,18 @@ def test_sinks_are_rotated_once_beyond_the_trained_context(tmp_path: Path) -> No
     tokens, last = session.tokens[:computed], session.tokens[computed:]
     kept = [*range(4), *range(computed - 70, computed)]
     session.truncate(keep_last=70)
-    more = last + TURNS[2]
-    expected = cut_reference(llm, tokens, kept, more, turned=computed - 74)
+    new_tokens = last + TURNS[2]
+    expected = truncated_reference_logits(llm, tokens, kept, new_tokens, rotation=computed - 74)
     assert session.history.sink_shift == 0
     assert answer(session, TURNS[2])[0] == int(expected.argmax())
     assert session.history.sink_shift == computed - 74
     session.close()
-    again = LLM(model, dtype="float32", policy="full", host_memory="16MiB").session("s", tmp_path)
-    assert len(answer(again, [5])) == 12 and again.loaded_tokens > 100
-    again.close()
+    restored = LLM(model, dtype="float32", policy="full", host_memory="16MiB").session("s", tmp_path)
+    assert len(answer(restored, [5])) == 12 and restored.loaded_tokens > 100
+    restored.close()
 
 
-def test_fifty_truncations_in_a_row_do_not_drift(tmp_path: Path) -> None:
-    """After fifty rotations, the sinks' keys equal the original keys rotated once by the sum."""
+def test_fifty_truncations_rotate_sink_keys_without_drift(tmp_path: Path) -> None:
     model = tiny_model("llama", max_position_embeddings=200)
     llm = LLM(model, policy="full", host_memory="16MiB")
     session = llm.session("s", tmp_path)
@@ -373,13 +371,10 @@ def test_unsupported_truncations_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ order of events
 
 
-def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
+def test_layers_load_during_computation_and_saving_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a read buffer of one layer, layer l + 1 is loaded while layer l is computed, not earlier.
-
-    All layers are computed while the saver thread is blocked.
-    """
+    """With a read buffer of one layer, layer l + 1 is loaded while layer l is computed."""
 
     llm = make_llm()
     session = llm.session("s", tmp_path)
@@ -408,7 +403,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     generation = session.send(TURNS[2], GREEDY)
     next(generation)
     computed = [layer for event, layer in events if event == "compute"]
-    assert computed == [0, 1, 2] and not [e for e in events if e[0] == "save"], "saving is still shut"
+    assert computed == [0, 1, 2] and not [e for e in events if e[0] == "save"], "saving is still blocked"
     assert session.context.saver._waiting > 0
     at = {event: i for i, event in enumerate(events)}
     for layer in range(3):
@@ -422,7 +417,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
     session.close()
 
 
-def test_the_read_buffer_has_the_size_of_the_paper(tmp_path: Path) -> None:
+def test_read_buffer_size_equals_the_paper(tmp_path: Path) -> None:
     """S_buf = B (T_load L_hist - T_pref L_new), in layers (CachedAttention)."""
     assert read_buffer_layers(8.0, 8.0, 32) == 1 and read_buffer_layers(0.0, 1.0, 32) == 1
     assert read_buffer_layers(8.0, 2.0, 32) == 24 and read_buffer_layers(8.0, 0.0, 32) == 32
@@ -431,7 +426,7 @@ def test_the_read_buffer_has_the_size_of_the_paper(tmp_path: Path) -> None:
 def test_prefetch_loads_kv_before_the_turn(tmp_path: Path) -> None:
     llm = make_llm()
     session = llm.session("s", tmp_path)
-    right = talk(session, TURNS[:2])
+    answers = run_turns(session, TURNS[:2])
     session.close()
     llm = make_llm()
     session = llm.session("s", tmp_path)
@@ -439,46 +434,48 @@ def test_prefetch_loads_kv_before_the_turn(tmp_path: Path) -> None:
     loader = session.kv.loader
     assert loader is not None
     loader._thread.join(5)
-    assert loader._done == 3, "unmeasured, the buffer has all layers"
+    assert loader._done == 3, "without measurements, the buffer has all layers"
     plain = make_llm(enable_prefix_caching=False)
-    expected = completed(plain.generate([TURNS[0] + right[0] + TURNS[1] + right[1] + TURNS[2]], GREEDY))[0].token_ids
+    expected = completed(plain.generate([TURNS[0] + answers[0] + TURNS[1] + answers[1] + TURNS[2]], GREEDY))[
+        0
+    ].token_ids
     assert answer(session, TURNS[2]) == expected and loader.stall_seconds < 0.05
     session.close()
 
 
-def test_decoded_ranges_before_a_gap_are_kept() -> None:
+def test_forget_from_keeps_earlier_decoded_ranges() -> None:
     history = History("s", "m", tokens=list(range(200)), computed=200, decoded=[(64, 100), (150, 180)])
     history.forget_from(90)
     assert (history.computed, history.decoded) == (90, [(64, 90)])
 
 
-def test_a_truncation_waits_for_pending_write_backs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncation_waits_for_pending_write_backs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, calls = make_llm(), []
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
     storage, settle, copy = llm.runner.transfer.storage, llm.runner.transfer.storage.settle, truncation.copy_kv
 
-    def settled(blocks: Any) -> None:
+    def recording_settle(blocks: Any) -> None:
         if threading.current_thread() is threading.main_thread():  # the saver thread calls `settle` too
             calls.append(("settle", id(blocks)))
         settle(blocks)
 
-    monkeypatch.setattr(storage, "settle", settled)
+    monkeypatch.setattr(storage, "settle", recording_settle)
 
-    def copied(pool: Any, source: Any, target: Any, kept: Any) -> None:
+    def recording_copy(pool: Any, source: Any, target: Any, kept: Any) -> None:
         calls.append(("copy", id(source)))
         copy(pool, source, target, kept)
 
-    monkeypatch.setattr(truncation, "copy_kv", copied)
+    monkeypatch.setattr(truncation, "copy_kv", recording_copy)
     session.truncate(keep_last=64)
-    at = next(i for i, (what, _) in enumerate(calls) if what == "copy")
-    assert ("settle", calls[at][1]) in calls[:at], "the source of the copy is waited for"
+    at = next(i for i, (name, _) in enumerate(calls) if name == "copy")
+    assert ("settle", calls[at][1]) in calls[:at], "the copy waits for its source"
     session.close()
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}])
-def test_a_session_of_another_dtype_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    """The session would otherwise start empty, for example if the default dtype has changed."""
+def test_session_of_another_dtype_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    """Without this error, a changed default dtype would start an empty session."""
     model = tiny_model("llama", dtype=torch.float64)
 
     def load(**options: Any) -> LLM:
@@ -504,5 +501,5 @@ def test_extend_after_another_turn_keeps_the_other_turn(tmp_path: Path) -> None:
     events = session.extend(TURNS[1], GREEDY)
     answer(session, TURNS[2])
     before = session.tokens
-    made = [event.token_id for event in events]
-    assert session.tokens == [*before, *TURNS[1], *made]
+    new_tokens = [event.token_id for event in events]
+    assert session.tokens == [*before, *TURNS[1], *new_tokens]

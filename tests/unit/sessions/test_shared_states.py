@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
 def assert_continues(folder: Path, name: str) -> None:
-    """Continue a session after a restart. Check its tokens, and that only the last block is recomputed."""
+    """Check that a session continues after a restart and recomputes at most its last block."""
     model, llm = make("qwen3_5")
     with llm.session(name, folder) as session:
         before = session.tokens
@@ -30,36 +30,36 @@ def assert_continues(folder: Path, name: str) -> None:
         assert computed(session) <= len(TURN) + BLOCK_SIZE
 
 
-def grow(session: Session) -> None:
-    """Run turns until the session no longer needs its present snapshots."""
+def replace_snapshots(session: Session) -> None:
+    """Run turns until the session needs none of its present snapshots."""
     before = set(session.history.states)
     for seed in (2, 3):
         answer(session, prompt_of(200, seed))
     assert before and not before & set(session.history.states)
 
 
-def test_a_session_that_grows_keeps_the_states_of_another_one(tmp_path: Path) -> None:
+def test_growing_session_keeps_states_of_another_session(tmp_path: Path) -> None:
     _, llm = make("qwen3_5")
-    with llm.session("a", tmp_path) as grown:
+    with llm.session("a", tmp_path) as growing:
         with llm.session("b", tmp_path) as other:
-            assert answer(grown, TEXT) == answer(other, TEXT)
-        grow(grown)
+            assert answer(growing, TEXT) == answer(other, TEXT)
+        replace_snapshots(growing)
     assert_continues(tmp_path, "b")
 
 
-def test_a_session_that_grows_keeps_the_states_of_a_prompt(tmp_path: Path) -> None:
+def test_growing_session_keeps_states_of_a_prompt(tmp_path: Path) -> None:
     async def serve(*prompts: tuple[list[int], str | None]) -> RequestOutput:
         async with AsyncLLM(make("qwen3_5")[1], store=tmp_path) as engine:
             for ids, session in prompts:
                 output = [one async for one in engine.generate(ids, GREEDY, session=session)][-1]
             return output
 
-    longer = [TEXT + prompt_of(200 * turns, 2) for turns in (1, 2, 3)]
-    asyncio.run(serve((TEXT, None), (TEXT, "a"), *((ids, "a") for ids in longer)))
+    turns_of_a = [TEXT + prompt_of(200 * turns, 2) for turns in (1, 2, 3)]
+    asyncio.run(serve((TEXT, None), (TEXT, "a"), *((ids, "a") for ids in turns_of_a)))
     assert asyncio.run(serve((TEXT, None))).num_cached_tokens == len(TEXT) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_an_undone_turn_keeps_the_states_of_a_fork(tmp_path: Path) -> None:
+def test_undo_keeps_states_of_a_fork(tmp_path: Path) -> None:
     _, llm = make("qwen3_5")
     with llm.session("a", tmp_path) as session:
         answer(session, TEXT)
@@ -70,13 +70,12 @@ def test_an_undone_turn_keeps_the_states_of_a_fork(tmp_path: Path) -> None:
     assert_continues(tmp_path, "a")
 
 
-def test_a_fork_owns_the_newest_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session is forked before its last snapshot is on disk, and then deleted."""
-    own = StoredStates._write
+def test_fork_keeps_a_pending_state_of_a_deleted_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_write = StoredStates._write
 
-    def write(*given: Any, **named: Any) -> None:
+    def write(*args: Any, **named: Any) -> None:
         time.sleep(0.2)
-        own(*given, **named)
+        real_write(*args, **named)
 
     monkeypatch.setattr(StoredStates, "_write", write)
     _, llm = make("qwen3_5")
@@ -88,7 +87,7 @@ def test_a_fork_owns_the_newest_state(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_continues(tmp_path, "b")
 
 
-def test_a_state_without_a_free_slot_is_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_turn_loads_a_state_that_found_no_free_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, llm = make("qwen3_5")
     with llm.session("a", tmp_path) as session:
         answer(session, TEXT)

@@ -46,24 +46,23 @@ def make_llm(blocks: int = 400, **options: Any) -> LLM:
 
 
 def turn(name: str, number: int) -> list[int]:
-    """Return the prompt of a turn. Sessions differ from the first token on."""
     return tiny_prompt(70 + 10 * number, seed=1000 * NAMES.index(name) + number)
 
 
-def alone(folder: Path, names: tuple[str, ...], turns: int, **options: Any) -> dict[str, list[list[int]]]:
-    """Return the answers of each session without other sessions or interruptions. They are cached in `ALONE`."""
+def isolated_answers(folder: Path, names: tuple[str, ...], turns: int, **options: Any) -> dict[str, list[list[int]]]:
+    """Return the answers of each session without other sessions or interruptions, cached in `ANSWERS`."""
     assert turns <= 3
-    found = {}
+    answers = {}
     for name in names:
-        if (key := f"{name} {options}") not in ALONE:
+        if (key := f"{name} {options}") not in ANSWERS:
             session = make_llm(**options).session(name, folder / name)
-            ALONE[key] = [[e.token_id for e in session.send(turn(name, i), SHORT)] for i in range(3)]
+            ANSWERS[key] = [[e.token_id for e in session.send(turn(name, i), SHORT)] for i in range(3)]
             session.close()
-        found[name] = ALONE[key][:turns]
-    return found
+        answers[name] = ANSWERS[key][:turns]
+    return answers
 
 
-ALONE: dict[str, list[list[int]]] = {}
+ANSWERS: dict[str, list[list[int]]] = {}
 
 
 def drain(queue: TurnQueue) -> Iterator[None]:
@@ -75,33 +74,31 @@ def drain(queue: TurnQueue) -> Iterator[None]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [*POLICIES][::-1])
-def test_concurrent_turns_equal_turns_alone(policy: str, tmp_path: Path) -> None:
-    """Four sessions of three turns run in batches of three, in a pool too small for all sessions."""
+def test_concurrent_turns_equal_isolated_turns(policy: str, tmp_path: Path) -> None:
     options = POLICIES[policy]
-    right = alone(tmp_path / "alone", NAMES, 3, **options)
+    expected = isolated_answers(tmp_path / "alone", NAMES, 3, **options)
     queue = make_llm(21, **options).turns(tmp_path / "q", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), SHORT) for i in range(3) for name in NAMES}
     for _ in drain(queue):
         pass
-    for (name, i), one in queued.items():
-        assert one.token_ids == right[name][i] and one.finish_reason == "length", (name, i)
+    for (name, i), queued_turn in queued.items():
+        assert queued_turn.token_ids == expected[name][i] and queued_turn.finish_reason == "length", (name, i)
     stats = queue.stats
     assert stats.turns >= 12 and stats.computed_tokens == 0 and stats.host_tokens + stats.disk_tokens > 0
     queue.close()
     session = make_llm(**options).session("bob", tmp_path / "q")
-    assert session.tokens[-12:] == right["bob"][2]
+    assert session.tokens[-12:] == expected["bob"][2]
     session.close()
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_preempted_turns_restart_with_the_same_answers(options: dict[str, Any], tmp_path: Path) -> None:
-    """Three turns together exceed the pool. The preempted turn restarts without changed or repeated tokens."""
     names, lengths = NAMES[:3], [SHORT, SamplingParams(max_tokens=40, temperature=0)]
-    right = {}
+    expected = {}
     for name in names:
         session = make_llm(**options).session(name, tmp_path / name)
-        right[name] = [[e.token_id for e in session.send(turn(name, i), lengths[i])] for i in range(2)]
+        expected[name] = [[e.token_id for e in session.send(turn(name, i), lengths[i])] for i in range(2)]
         session.close()
     queue = make_llm(11, **options).turns(tmp_path / "q", max_num_seqs=3)
     queued = {(name, i): queue.add(name, turn(name, i), lengths[i]) for i in range(2) for name in names}
@@ -111,23 +108,21 @@ def test_preempted_turns_restart_with_the_same_answers(options: dict[str, Any], 
             seen.setdefault(event.request_id, []).append(event.token_id)
         queue.check_integrity()
     assert queue._engine.scheduler.preemptions > 0
-    for (name, i), one in queued.items():
-        assert one.token_ids == right[name][i] == seen[one.number], (name, i)
+    for (name, i), queued_turn in queued.items():
+        assert queued_turn.token_ids == expected[name][i] == seen[queued_turn.number], (name, i)
     queue.close()
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])
-def test_look_ahead_prefetches_and_evicts_the_last_turn(policy: str, tmp_path: Path) -> None:
-    """Turns are round-robin, with host memory for two or three of four sessions.
-
-    LRU and FIFO always evict the session of the next turn, look-ahead that of the last one. Look-ahead also prefetches
-    evicted sessions before their turns.
+def test_look_ahead_prefetches_turns_and_evicts_the_last_one(policy: str, tmp_path: Path) -> None:
+    """With round-robin turns, LRU and FIFO evict the session of the next turn. Look-ahead evicts the session of the
+    last turn.
     """
     llm = make_llm(9)
     queue = llm.turns(tmp_path, max_num_seqs=1, policy=policy)
     starts = []
 
-    def wait_for_reading(session: Session) -> None:
+    def wait_for_prefetch(session: Session) -> None:
         """Wait until the prefetch is complete, as if computation took longer than loading."""
         loader = session.kv.loader
         if loader is not None and loader._ahead == queue.store.context.storage.layers:
@@ -147,13 +142,13 @@ def test_look_ahead_prefetches_and_evicts_the_last_turn(policy: str, tmp_path: P
                 queue.add(name, turn(name, i)[:64], SHORT)
         for _ in drain(queue):
             for session in queue._opened.values():
-                wait_for_reading(session)
+                wait_for_prefetch(session)
     stats, later, last = queue.stats, starts[len(NAMES) :], starts[-len(NAMES) :]
     if policy == "lookahead":
-        assert all(there and arrived for _, there, arrived in later), later
+        assert all(in_memory and loaded for _, in_memory, loaded in later), later
         assert stats.disk_tokens == 0 and stats.fetched > 0 and stats.fetched_tokens > 0
     else:
-        assert not any(there for _, there, _ in last) and stats.fetched == 0 and stats.disk_tokens > 0
+        assert not any(in_memory for _, in_memory, _ in last) and stats.fetched == 0 and stats.disk_tokens > 0
     assert stats.evicted > 0 and stats.computed_tokens == 0
     queue.close()
 
@@ -168,22 +163,21 @@ def test_look_ahead_windows_equal_the_paper(tmp_path: Path) -> None:
     pool, sessions = llm.runner.pool, [queue.store.session(name) for name in NAMES]
     for session, blocks in zip(sessions, (2, 4, 6, 8), strict=True):
         session.history.tokens = [1] * 64 * blocks
-    rows = [session.kv for session in sessions]
+    session_kv = [session.kv for session in sessions]
     capacity = pool.block_count
-    assert queue.store.host.windows(rows) == (capacity // 5, (capacity + 80) // 5)
+    assert queue.store.host.windows(session_kv) == (capacity // 5, (capacity + 80) // 5)
     table = pool.new_block_table(64 * (capacity - 12))
-    assert queue.store.host.windows(rows)[0] == 12 // 5
+    assert queue.store.host.windows(session_kv)[0] == 12 // 5
     pool.release(table)
     for session in sessions:
         session.history.tokens = []
     queue.close()
-    endless = llm.turns(tmp_path / "endless")
-    assert endless.store.host.windows(rows)[1] == 4, "without a limit the whole queue is spared"
-    endless.close()
+    unlimited = llm.turns(tmp_path / "endless")
+    assert unlimited.store.host.windows(session_kv)[1] == 4, "without a limit, the eviction window is the whole queue"
+    unlimited.close()
 
 
-def test_a_part_of_host_memory_stays_free(tmp_path: Path) -> None:
-    """Parked sessions are evicted early, so that the fraction `free_host` of the pool is free before a turn."""
+def test_free_host_evicts_parked_sessions_before_a_turn(tmp_path: Path) -> None:
     llm = make_llm(20)
     queue = llm.turns(tmp_path, max_num_seqs=1, free_host=0.5)
     for name in NAMES:
@@ -213,28 +207,27 @@ def test_parked_sessions_are_evicted_after_their_time_to_live(tmp_path: Path) ->
     now = 61.0
     session.host.look_ahead(())
     assert session.kv.sequence is None and session.host.stats.evicted == 1
-    right = alone(tmp_path / "alone", ("ada",), 2)["ada"]
-    assert [e.token_id for e in session.send(turn("ada", 1), SHORT)] == right[1]
+    expected = isolated_answers(tmp_path / "alone", ("ada",), 2)["ada"]
+    assert [e.token_id for e in session.send(turn("ada", 1), SHORT)] == expected[1]
     session.close()
 
 
-def test_idle_sessions_are_evicted_for_a_running_one(tmp_path: Path) -> None:
-    """The turn runs without a queue."""
+def test_idle_sessions_are_evicted_for_a_turn_without_a_queue(tmp_path: Path) -> None:
     llm = make_llm(10)
     sessions = [llm.session(name, tmp_path) for name in NAMES]
-    right = alone(tmp_path / "alone", NAMES, 2)
+    expected = isolated_answers(tmp_path / "alone", NAMES, 2)
     for i in range(2):
         for name, session in zip(NAMES, sessions, strict=True):
-            assert [e.token_id for e in session.send(turn(name, i), SHORT)] == right[name][i]
+            assert [e.token_id for e in session.send(turn(name, i), SHORT)] == expected[name][i]
             session.check_integrity()
     assert sessions[0].host.stats.evicted > 0
     for session in sessions:
         session.close()
 
 
-@pytest.mark.parametrize("found", ["before the turn", "meanwhile"])
-def test_damaged_blocks_restart_the_turn(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = alone(tmp_path / "alone", NAMES[:2], 2)
+@pytest.mark.parametrize("detected", ["before the turn", "meanwhile"])
+def test_damaged_blocks_restart_the_turn(detected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = isolated_answers(tmp_path / "alone", NAMES[:2], 2)
     queue = make_llm().turns(tmp_path / "q")
     for name in NAMES[:2]:
         queue.add(name, turn(name, 0), SHORT)
@@ -245,7 +238,7 @@ def test_damaged_blocks_restart_the_turn(found: str, tmp_path: Path, monkeypatch
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    if found == "before the turn":
+    if detected == "before the turn":
         real = SessionKV.fetch
 
         def fetch(self: SessionKV, *, all_layers: bool) -> None:
@@ -258,12 +251,14 @@ def test_damaged_blocks_restart_the_turn(found: str, tmp_path: Path, monkeypatch
     queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
     for _ in drain(queue):
         pass
-    assert {name: one.token_ids for name, one in queued.items()} == {name: right[name][1] for name in queued}
+    assert {name: queued_turn.token_ids for name, queued_turn in queued.items()} == {
+        name: expected[name][1] for name in queued
+    }
     assert queue.stats.computed_tokens > 0
     queue.close()
 
 
-def test_a_turn_that_can_never_fit_leaves_the_queue(tmp_path: Path) -> None:
+def test_turn_that_can_never_fit_leaves_the_queue(tmp_path: Path) -> None:
     queue = make_llm(10).turns(tmp_path)
     queue.add("ada", tiny_prompt(2000, seed=1), SHORT)
     other = queue.add("bob", turn("bob", 0), SHORT)
@@ -271,12 +266,12 @@ def test_a_turn_that_can_never_fit_leaves_the_queue(tmp_path: Path) -> None:
     with pytest.raises(PoolFullError):
         list(queue.run())
     list(queue.run())
-    right = alone(tmp_path / "alone", NAMES[:2], 1)
-    assert other.token_ids == right["bob"][0] and again.token_ids == right["ada"][0]
+    expected = isolated_answers(tmp_path / "alone", NAMES[:2], 1)
+    assert other.token_ids == expected["bob"][0] and again.token_ids == expected["ada"][0]
     queue.close()
 
 
-def test_an_unexpected_tokenizer_error_ends_all_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_tokenizer_error_ends_all_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = make_llm(10).turns(tmp_path)
     turns = [queue.add(name, turn(name, 0), SHORT) for name in NAMES[:2]]
 
@@ -294,8 +289,8 @@ def test_an_unexpected_tokenizer_error_ends_all_turns(tmp_path: Path, monkeypatc
     queue.close()
 
 
-def test_a_waiting_turn_keeps_its_kv_and_a_failed_one_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = alone(tmp_path / "alone", NAMES[:2], 2)
+def test_waiting_turn_keeps_its_kv_and_failed_turn_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = isolated_answers(tmp_path / "alone", NAMES[:2], 2)
     llm = make_llm()
     queue = llm.turns(tmp_path / "q", max_num_seqs=2)
     for name in NAMES[:2]:
@@ -314,17 +309,19 @@ def test_a_waiting_turn_keeps_its_kv_and_a_failed_one_frees_it(tmp_path: Path, m
         queued = {name: queue.add(name, turn(name, 1), SHORT) for name in NAMES[:2]}
         for _ in drain(queue):
             pass
-    assert refused and {name: one.token_ids for name, one in queued.items()} == {n: right[n][1] for n in queued}
+    assert refused and {name: queued_turn.token_ids for name, queued_turn in queued.items()} == {
+        n: expected[n][1] for n in queued
+    }
     assert queue.stats.disk_tokens == 0, "the KV stayed in host memory"
     with monkeypatch.context() as patch:
         patch.setattr(llm.runner, "adopt", lambda *args, **options: (_ for _ in ()).throw(PoolFullError("never")))
         queue.store.session("ada").kv.evict()
         queue.store.host.unpark(queue.store.session("ada").kv)
-        lost = queue.add("ada", turn("ada", 2), SHORT)
+        failed = queue.add("ada", turn("ada", 2), SHORT)
         with pytest.raises(PoolFullError, match="never"):
             list(queue.run())
     session = queue.store.session("ada")
-    assert lost.finish_reason == "abort" and not session.busy and queue.idle
+    assert failed.finish_reason == "abort" and not session.busy and queue.idle
     session.check_integrity()
     again = queue.add("ada", turn("ada", 2), SHORT)
     list(queue.run())
@@ -332,9 +329,10 @@ def test_a_waiting_turn_keeps_its_kv_and_a_failed_one_frees_it(tmp_path: Path, m
     queue.close()
 
 
-@pytest.mark.parametrize("then", ["waits", "is cancelled"])
-def test_a_dropped_turn_frees_the_cached_prefix(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a turn is dropped before its first layer, its session must free the cached KV of the prompt."""
+@pytest.mark.parametrize("outcome", ["waits", "is cancelled"])
+def test_turn_dropped_before_its_first_layer_frees_the_cached_prefix(
+    outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, prompt = make_llm(), turn("ada", 0)
     llm.generate([prompt], SHORT)
     queue = llm.turns(tmp_path / "q")
@@ -345,7 +343,7 @@ def test_a_dropped_turn_frees_the_cached_prefix(then: str, tmp_path: Path, monke
         prefill = real(self, runner)
         if not dropped:
             assert kv.sequence is not None and kv.sequence.position == 64
-            self.drop(runner) if then == "waits" else self.finish(runner, "abort")
+            self.drop(runner) if outcome == "waits" else self.finish(runner, "abort")
             dropped.append(kv.sequence)
             raise PoolFullError("not now")
         return prefill
@@ -358,33 +356,29 @@ def test_a_dropped_turn_frees_the_cached_prefix(then: str, tmp_path: Path, monke
     kv.check_integrity()
     again = queue.add("ada", prompt, SHORT)
     list(queue.run())
-    assert again.token_ids == alone(tmp_path / "alone", ("ada",), 1)["ada"][0]
+    assert again.token_ids == isolated_answers(tmp_path / "alone", ("ada",), 1)["ada"][0]
     llm.runner.pool.check_integrity()
     queue.close()
 
 
-def test_the_disk_keeps_what_waiting_turns_need(tmp_path: Path) -> None:
-    """Turns are round-robin, with a disk for 2.5 of four sessions and host memory for 1.5.
-
-    LRU always evicts the session of the next turn, and look-ahead recomputes fewer tokens. Answers are equal.
-    """
-    answers, again = {}, {}
+def test_look_ahead_recomputes_fewer_tokens_than_lru_on_a_small_disk(tmp_path: Path) -> None:
+    """Turns are round-robin, so LRU always evicts the session of the next turn."""
+    answers, computed = {}, {}
     for policy in ("lookahead", "lru"):
         queue = make_llm(7).turns(tmp_path / policy, max_num_seqs=1, policy=policy, limit=9 * (BLOCK_BYTES + 4096))
         queued = [queue.add(name, turn(name, i)[:64], SHORT) for i in range(3) for name in NAMES]
         for _ in drain(queue):
             assert queue.store.context.storage.bytes_used <= 9 * (BLOCK_BYTES + 4096)
-        answers[policy] = [one.token_ids for one in queued]
-        again[policy] = queue.stats.computed_tokens
+        answers[policy] = [queued_turn.token_ids for queued_turn in queued]
+        computed[policy] = queue.stats.computed_tokens
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # some session is not saved completely
             queue.close()
     assert answers["lookahead"] == answers["lru"]
-    assert again["lookahead"] < again["lru"], again
+    assert computed["lookahead"] < computed["lru"], computed
 
 
-def test_interrupted_turns_keep_their_tokens(tmp_path: Path) -> None:
-    """A decode step is interrupted between two layers. Resident KV and policy state are rebuilt from the pool."""
+def test_turns_interrupted_between_layers_keep_their_tokens(tmp_path: Path) -> None:
     for options in POLICIES.values():
         llm = make_llm(**options)
         session = llm.session("ada", tmp_path / str(options))
@@ -407,14 +401,14 @@ def test_interrupted_turns_keep_their_tokens(tmp_path: Path) -> None:
         kept = session.tokens
         answer = [e.token_id for e in session.send(turn("ada", 2), SHORT)]
         session.close()
-        straight = make_llm(**options).session("ada", tmp_path / f"{options} straight")
-        list(straight.send(turn("ada", 0), SHORT))
-        got = len(kept) - len(straight.tokens) - len(turn("ada", 1))
-        assert 0 < got < 12
-        list(straight.send(turn("ada", 1), SamplingParams(max_tokens=got, temperature=0)))
-        assert straight.tokens == kept
-        assert [e.token_id for e in straight.send(turn("ada", 2), SHORT)] == answer
-        straight.close()
+        uninterrupted = make_llm(**options).session("ada", tmp_path / f"{options} straight")
+        list(uninterrupted.send(turn("ada", 0), SHORT))
+        new_tokens = len(kept) - len(uninterrupted.tokens) - len(turn("ada", 1))
+        assert 0 < new_tokens < 12
+        list(uninterrupted.send(turn("ada", 1), SamplingParams(max_tokens=new_tokens, temperature=0)))
+        assert uninterrupted.tokens == kept
+        assert [e.token_id for e in uninterrupted.send(turn("ada", 2), SHORT)] == answer
+        uninterrupted.close()
 
 
 def test_invalid_calls_are_refused(tmp_path: Path) -> None:
@@ -442,19 +436,19 @@ def test_invalid_calls_are_refused(tmp_path: Path) -> None:
 
 
 def test_look_ahead_without_waiting_turns_equals_lru(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone: dict[str, list[str]] = {"lookahead": [], "lru": []}
+    evicted: dict[str, list[str]] = {"lookahead": [], "lru": []}
     real = HostTier._evict
 
     def evict(self: HostTier, kv: SessionKV) -> None:
-        gone[self._options.policy].append(kv.history.name)
+        evicted[self._options.policy].append(kv.history.name)
         real(self, kv)
 
     monkeypatch.setattr(HostTier, "_evict", evict)
-    for policy in gone:
+    for policy in evicted:
         llm = make_llm(7)
         sessions = {name: llm.session(name, tmp_path / policy, policy=policy, free_host=0) for name in NAMES}
         for name in ("ada", "bob", "cyd", "ada", "dan", "bob", "cyd"):
             list(sessions[name].send(turn(name, 0)[:64], SHORT))
         for session in sessions.values():
             session.close()
-    assert gone["lookahead"] == gone["lru"] and len(set(gone["lru"])) >= 3
+    assert evicted["lookahead"] == evicted["lru"] and len(set(evicted["lru"])) >= 3
