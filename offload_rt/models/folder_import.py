@@ -35,7 +35,7 @@ _UNUSED = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class FolderImport:
-    """Converts a checkpoint folder in GPTQ, AWQ, compressed-tensors or MXFP4 format to a packed checkpoint."""
+    """`Conversion` of a checkpoint folder in GPTQ, AWQ, compressed-tensors or MXFP4 format."""
 
     source: ModelSource
     config: PreTrainedConfig
@@ -101,15 +101,13 @@ class FolderImport:
 class _Layers:
     """The tensors of a checkpoint, grouped by module.
 
+    Raises CannotPackError for tensors that transformers' model does not have.
+
     Attributes:
         modules: Tensors of each module, by name suffix such as "qweight".
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
-        """Group the tensors of `source` by module.
-
-        Raise CannotPackError if the checkpoint has tensors that transformers' model does not have.
-        """
         method = packing(config)
         assert method is not None
         self._importer: Importer = IMPORTERS[method]

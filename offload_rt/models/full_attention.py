@@ -21,7 +21,7 @@ def keys_and_values(
 ) -> Iterator[KVPart]:
     """Yield k and v `[Hkv, m, d]` of each slice of m tokens.
 
-    For each slice, `inputs` has the attention inputs `[m, D]`, and `positions` the positions `[m]`.
+    `inputs` yields the attention inputs `[m, D]` of the slices, and `positions` their positions `[m]`.
     """
     for attention_input, slice_positions in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, slice_positions))
@@ -35,8 +35,7 @@ def query_and_kv(
     Args:
         inputs: Attention inputs `[T, D]`.
         positions: Positions `[T]`.
-        shared: K and V that later layers use, by layer. Pass the same dictionary, empty at first, for all layers of the
-            tokens.
+        shared: K and V that later layers use, by layer. Pass the same dictionary for all layers, empty at first.
     """
     if (source := adapter.geometry.kv_layer(layer)) != layer:
         return adapter.lone_query(layer, inputs, positions), shared[source]

@@ -12,9 +12,9 @@ def uses_earlier_kv(attention: Any) -> bool:
 
 
 def kv_sources(attentions: Sequence[Any]) -> tuple[int, ...]:
-    """Return `ModelGeometry.kv_from`.
+    """For each layer, return the layer whose K and V it uses (`ModelGeometry.kv_from`); () without sharing.
 
-    A layer without K and V uses those of the last layer of its type (sliding or full attention) that has them.
+    A layer without K and V uses those of the last earlier layer of its type (sliding or full attention).
     """
     if not any(map(uses_earlier_kv, attentions)):
         return ()
