@@ -81,6 +81,7 @@ class Session:
 
     @property
     def history(self) -> History:
+        """Tokens, messages and block keys of the session, as stored on disk."""
         return self.kv.history
 
     @property
