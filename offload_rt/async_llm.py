@@ -234,7 +234,6 @@ class AsyncLLM:
     # -------------------------------------------------------------------------------------------------- engine's thread
 
     def _run(self) -> None:
-        """Run queued calls and engine steps on the engine thread until `close`."""
         while not (self._closed and self._engine.idle and self._calls.empty()):
             try:
                 call = self._calls.get(block=self._engine.idle)
@@ -325,7 +324,6 @@ class AsyncLLM:
             self._calls.put(lambda: self._remove(client))
 
     def _remove(self, client: Client) -> None:
-        """Remove a client and cancel its request. A second call has no effect."""
         request = client.request
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
@@ -340,7 +338,6 @@ class AsyncLLM:
         self._totals.add(request, stored=isinstance(request, StoredRequest))
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Send an error to the client of a request, and end all completions of the request."""
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._remove(client)
             self._send(client, error)

@@ -73,7 +73,6 @@ class RowShape:
     planes: int = 2
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the size in bytes of K and V of one token."""
         return self.planes * self.kv_heads * self.head_dim * dtype.itemsize
 
 

@@ -169,7 +169,6 @@ class Results:
         self._file.truncate(whole)
 
     def add(self, results: Iterable[Mapping[str, Any]]) -> None:
-        """Append results, and wait until they are on disk."""
         lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
         # Requests may contain lone surrogates. "backslashreplace" writes them as JSON escapes.
         self._file.write("".join(lines).encode(errors="backslashreplace"))

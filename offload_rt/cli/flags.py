@@ -84,7 +84,6 @@ def _default_text(field: Field[Any], help: str) -> str:
 
 
 def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> dict[str, Any]:
-    """Return the values of the fields of `owner` that the user has set."""
     return given(args, [field.name for field in fields(owner)], prefix)
 
 
@@ -107,7 +106,6 @@ def _reader(kind: Any) -> Any:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Parse layer numbers: "0,1", or "none" for no layer."""
     try:
         return () if text == "none" else tuple(int(number) for number in text.split(","))
     except ValueError:
@@ -170,7 +168,6 @@ def flag_of(field: Field[Any]) -> str:
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
-    """Return the options of the policies by name, as pairs (class, field)."""
     found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
     for policy in policies:
         owner = options_class(policy)

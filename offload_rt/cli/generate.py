@@ -151,7 +151,6 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
 
 
 def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
-    """Return the token ids of a chat prompt. `--truncate` shortens a `text` that is too long."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     _, ids = llm.chat_prompt([*system, {"role": "user", "content": text}])
     available = llm.geometry.max_positions - max_tokens

@@ -36,7 +36,6 @@ class ServerRequest:
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> ServerRequest:
-        """Convert a line to a request. Raises ConfigError if it is invalid."""
         id, path, body = line.get("custom_id"), line.get("url"), line.get("body")
         check(isinstance(id, str) and bool(id), "its custom_id must be a non-empty string")
         check(line.get("method", "POST") == "POST", "its method must be POST")

@@ -148,7 +148,6 @@ class RequestTracer:
         self._selected += np.bincount(found[found < size], minlength=size)
 
     def trace(self, request: Request) -> RequestTrace:
-        """Return the trace up to now. This may wait for the device."""
         for sequence in request.sequences[:1]:  # before its start and after its end, a request has no sequence
             self._trace = sequence.trace
         trace = self._trace

@@ -231,7 +231,6 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
 
 def _skew_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
-    """Return the skewing method in the policy's options or preset, or None to use that of the artifact."""
     found: SkewMethod | None = options_class(policy).with_preset(options).get("skew")
     return found
 

@@ -12,8 +12,6 @@ from ..utils.config_fields import check_choice
 
 
 class Listed(Protocol):
-    """An object with `tolist`, such as a tensor or an array."""
-
     def tolist(self) -> Any: ...
 
 

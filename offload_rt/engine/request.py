@@ -128,7 +128,6 @@ class Request(ABC):
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the KV slots for the next decode step. Raises PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
 
@@ -137,7 +136,6 @@ class Request(ABC):
         return 0
 
     def draft_sampler(self) -> Sampler:
-        """Return a copy of the sampler for choosing draft tokens."""
         raise NotImplementedError
 
     @abstractmethod

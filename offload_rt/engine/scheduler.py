@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 class Scheduler(PoolMember):
     """Decides which requests prefill, decode, wait or are preempted, first come, first served.
 
-    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. A request
-    that does not fit in an empty pool fails immediately. If the pool runs out of memory, the youngest request is
-    preempted: it goes back to the head of the queue, and its KV is later read from disk (`swap`) or computed again. The
-    oldest request is never preempted for a younger one, so every request ends.
+    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. It fails
+    immediately if it does not fit in an empty pool. If the pool runs out of memory, the youngest request is preempted:
+    it goes back to the head of the queue, and its KV is later read from disk (`swap`) or computed again. The oldest
+    request is never preempted for a younger one, so every request ends.
 
     Attributes:
         waiting, prefilling, running: A request is in at most one of these. `running` is in the order of admission.

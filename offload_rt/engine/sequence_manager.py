@@ -101,7 +101,6 @@ class SequenceManager:
         return sequence
 
     def check_fits(self, tokens: int) -> None:
-        """Raise ModelError or PoolFullError if a sequence of `tokens` tokens can never fit."""
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
@@ -327,7 +326,6 @@ class SequenceManager:
 
     @property
     def scoring_bytes(self) -> int:
-        """Size in bytes of all scoring keys and approximate KV on the device."""
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:

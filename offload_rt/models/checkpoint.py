@@ -99,7 +99,6 @@ def _names_of_classes() -> set[str]:
 
 
 def _multimodal_class(config: PreTrainedConfig) -> Any:
-    """Return the class that loads only the language model of a multimodal model, or None for other models."""
     if not is_multimodal(config):
         return None
     candidates = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]

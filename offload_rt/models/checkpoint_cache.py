@@ -53,7 +53,7 @@ class CheckpointCache:
 
         Args:
             name: Name of the result, for example "fingerprints".
-            arguments: Everything that the result depends on, except the files. It is converted to JSON.
+            arguments: Everything except the files that the result depends on, as JSON types.
             compute: Computes the result.
             parse: Converts text to the result. For damaged text, it raises LookupError, TypeError, ValueError or
                 AttributeError.

@@ -216,10 +216,10 @@ class Projections:
     """The q, k, v and output projections of one layer. Queries, keys and values are `[heads, T, d]`, after RoPE.
 
     If keys and values have different widths, the narrower vectors are padded with zeros, which do not change scores.
-    `output` removes the padding from attention outputs.
+    `output` removes the padding.
 
-    Some models multiply attention outputs by an output gate. The gate is computed by `q_proj` (Qwen 3.5, after the
-    query of each head) or by `g_proj` (LFM3, one number per head).
+    Some models multiply attention outputs by an output gate from `q_proj` (Qwen 3.5, after the query of each head) or
+    from `g_proj` (LFM3, one number per head).
     """
 
     value_dim: int | None = None  # values are not part of keys (`ModelGeometry.value_dim`)
@@ -267,7 +267,6 @@ class Projections:
         self._check_widths(attention)
 
     def pad_to(self, head_dim: int) -> None:
-        """Pad queries, keys and values with zeros to `head_dim` elements."""
         assert head_dim >= max(self._key_dim, self._value_dim)
         self.head_dim = head_dim
         self._query_norm, self._key_norm, self._value_norm = (self._padded(norm) for norm in self._norms)

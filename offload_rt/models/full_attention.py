@@ -30,12 +30,9 @@ def keys_and_values(
 def query_and_kv(
     adapter: ModelAdapter, layer: int, inputs: torch.Tensor, positions: torch.Tensor, shared: dict[int, KVPart]
 ) -> tuple[torch.Tensor, KVPart]:
-    """Return q `[H, T, d]` of a layer, and the K and V `[Hkv, T, d]` that it attends to.
+    """Return q `[H, T, d]` for attention inputs `[T, D]`, and the K and V `[Hkv, T, d]` that it attends to.
 
-    Args:
-        inputs: Attention inputs `[T, D]`.
-        positions: Positions `[T]`.
-        shared: K and V that later layers use, by layer. Pass the same dictionary for all layers, empty at first.
+    `shared` holds K and V that later layers use, by layer. Pass the same dictionary for all layers, empty at first.
     """
     if (source := adapter.geometry.kv_layer(layer)) != layer:
         return adapter.lone_query(layer, inputs, positions), shared[source]
@@ -80,7 +77,6 @@ def residual_after_attention(
         hidden: The layer's input `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
         kv: K and V of n >= stop tokens, each `[Hkv, n, d]`.
-        stop: Index in `kv` after the last query token. Later tokens are not attended to.
         position: Position of the first query. Required if `kv` does not begin at the first token.
     """
     part = KVPart(kv.k[:, :stop], kv.v[:, :stop])

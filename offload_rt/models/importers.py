@@ -52,7 +52,6 @@ class Importer(ABC):
     suffixes: ClassVar[tuple[str, ...]]
 
     def split(self, name: str) -> tuple[str, str]:
-        """Split a tensor's name into module and suffix, such as "qweight"."""
         module, _, part = name.rpartition(".")
         return module, part
 

@@ -7,7 +7,6 @@ from typing import Any
 
 
 def uses_earlier_kv(attention: Any) -> bool:
-    """Return whether an attention module has no K and V of its own."""
     return bool(getattr(attention, "is_kv_shared_layer", False))
 
 

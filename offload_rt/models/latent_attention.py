@@ -57,7 +57,6 @@ class LatentProjections:
         return self.query(x, rotate), *self.key_value(x, rotate)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return queries in absorbed form, `[H, T, d]`."""
         for project in self._query_modules:
             x = project(x)
         q_nope, q_rope = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._nope_dim, self._rope_dim], dim=-1)

@@ -78,12 +78,10 @@ class LoadedModel:
     Attributes:
         fingerprint: Digest of configuration and weights.
         name: Name for messages.
-        eos_token_ids: Tokens that end a text.
         weight_bytes: Size in bytes of parameters and buffers. Tied weights count once.
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
-        embedding: The embedding module if it stays in host memory, else None.
-        host_table: The table of `LayerEmbeddings` if it stays in host memory, else None.
+        embedding, host_table: The embedding module, and the table of `LayerEmbeddings`, if they stay in host memory.
         weight_changes: Detects changes of the weights. None unless the caller loaded the model.
     """
 
@@ -127,20 +125,17 @@ def load_model(
     max_model_len: int | None = None,
     quantize: Quantize = "auto",
 ) -> LoadedModel:
-    """Load a model, or prepare a loaded transformers model.
+    """Load a model, or prepare a loaded transformers model. For device, dtype and quantize, see `EngineConfig`.
 
     Args:
         model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file. A GGUF file is a path, a
             folder with one GGUF file, or "owner/name/file.gguf" on the hub. A loaded model is put into eval mode and
             keeps its device and dtype.
         tokenizer: A tokenizer, or the name or folder of one. None uses the tokenizer of the checkpoint, if it has one.
-        device: See `EngineConfig`.
-        dtype: See `EngineConfig`. May also be a torch dtype.
         placement: Weights that stay in host memory. The caller copies them to the device when they are used.
         verify: See `EngineConfig`. If any weights stay in host memory, the model is verified on the CPU.
         hub: Options for fetching the checkpoint and a named tokenizer.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
-        quantize: See `EngineConfig`.
 
     Raises:
         ModelError: The model is unsupported, missing, incomplete or damaged, or fails verification.

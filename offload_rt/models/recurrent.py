@@ -83,8 +83,8 @@ class StateSlots:
         """Return the state of the sequences in `slots`, in this order, for one step.
 
         Args:
-            on_finished: Called with the index of a decoder layer after its new state has been stored.
-            counts: Number of tokens of each sequence in the step. None means that all have the same number.
+            on_finished: Called with a decoder layer's index after its new state has been stored.
+            counts: Number of tokens of each sequence. None means that all have the same number.
         """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
         return RecurrentState(self, slots, on_finished, counts=counts)

@@ -109,8 +109,6 @@ class _Observed:
 
 
 class _Verification:
-    """Compares an adapter with transformers on `length` random tokens at positions from `start`."""
-
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
         self._model, self._name = model, type(model).__name__
         self._adapter = adapter.for_new_sequence()

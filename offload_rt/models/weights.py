@@ -196,7 +196,6 @@ def aligned(size: int) -> int:
 
 
 def layer_bytes(layer: nn.Module) -> int:
-    """Return the total size in bytes of a decoder layer's parameters, each aligned."""
     return sum(aligned(tensor.nbytes) for weight in layer.parameters() for tensor in tensors_of(weight))
 
 

@@ -2,9 +2,10 @@
 
 If not all data fits, the plan moves data to host memory in this order:
 
-1. Experts of a mixture of experts. Each layer caches as many experts on the device as fit. 2. Decoder layers. Their
-weights are streamed through two buffers. 3. Scoring keys, if they do not fit together with two decoder layers. The host
-then computes the scores (InfiniGen §6.2), which is slower than any transfer.
+1. Experts of a mixture of experts. Each layer caches as many experts on the device as fit.
+2. Decoder layers. Their weights are streamed through two buffers.
+3. Scoring keys, if they do not fit together with two decoder layers. The host then computes the scores
+   (InfiniGen §6.2), which is slower than any transfer.
 """
 
 from __future__ import annotations
@@ -177,7 +178,6 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield the placements to try, from the most to the fewest weights on the device."""
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
     if config.experts_on_device is None and experts is not None:

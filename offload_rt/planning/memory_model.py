@@ -115,7 +115,6 @@ class DeviceCosts:
         return rows * geometry.full_rows.bytes(self.shape.dtype)
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return the context lengths of a batch after padding (`model_runner/batched.py`)."""
         if self.shape.device.type == "cpu" or self.keys_on_host or len(self.demand.dense) == self.shape.geometry.layers:
             return contexts
         sequences = padded_batch(len(contexts)) if self.graphs else len(contexts)
@@ -146,7 +145,6 @@ class DeviceCosts:
         )
 
     def _prefill_layer_bytes(self, context: int) -> int:
-        """Return the size of a layer's hidden states, new KV, merged KV and temporary tensors in a prefill."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._widest_itemsize
         rows = context * (2 * self._largest_rows.bytes(self.shape.dtype) + geometry.hidden * size + 16)
         # KV that later layers use stays in memory until the last layer.
@@ -299,8 +297,6 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """Free memory of the system in bytes."""
-
     host_free: int
     pool_limit: int  # maximum size of the KV cache in host memory
     device: str | None = None  # name of a device with separate memory

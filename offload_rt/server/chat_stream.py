@@ -40,9 +40,9 @@ async def prepare(
     """Render and tokenize a conversation, and check the token limits.
 
     Args:
-        max_tokens: Maximum number of new tokens that the client requested, or None.
+        max_tokens: Maximum number of new tokens that the client requested.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Format of the response, or None. It overrides a required tool call.
+        structured: Format of the response. It overrides a required tool call.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = {} if structured else forced_call(conversation)

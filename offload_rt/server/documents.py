@@ -66,7 +66,6 @@ class DocumentCache:
             self._scan()
 
     def _clean(self, folder: Path) -> None:
-        """Remove temporary files of killed servers, and make all documents private."""
         for path in folder.iterdir():
             with contextlib.suppress(OSError):
                 if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _STALE:
@@ -75,7 +74,6 @@ class DocumentCache:
                     make_private(path)
 
     def _scan(self) -> None:
-        """Read the heads of files that other servers added, and drop the heads of files they removed."""
         if self._folder is None:
             return
         found = {}
@@ -263,9 +261,8 @@ class StoredResponse:
 
     Attributes:
         owner: Digest of the API key.
-        response: JSON of the response.
         messages: Messages of the conversation, including the response.
-        session: Id of the engine session with the KV. All responses of a conversation have the same.
+        session: Id of the engine session, the same for all responses of a conversation.
         prefill: Beginning of the last message, if the response continues it, else "".
     """
 

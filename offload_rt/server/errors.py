@@ -64,7 +64,6 @@ class RefusedError(Exception):
 
     @property
     def kind(self) -> str:
-        """Error type in the response, the same for OpenAI and Anthropic."""
         return _KINDS.get(self.status, "invalid_request_error")
 
 

@@ -50,7 +50,7 @@ class Usage:
     """Token counts of a request so far.
 
     Attributes:
-        cached: Prompt tokens whose KV was in the prefix cache.
+        cached: Prompt tokens whose KV was cached.
         recomputed: Prompt tokens that a hybrid model computed although their KV was cached.
     """
 

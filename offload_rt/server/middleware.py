@@ -106,7 +106,6 @@ class RequestMiddleware:
             )
 
     def _authenticate(self, headers: Headers) -> str:
-        """Check the API key. Return its digest, or "" if the server has no keys."""
         if not self._digests:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -122,7 +121,6 @@ class RequestMiddleware:
         return given.hex()
 
     async def _body(self, headers: Headers, receive: Receive, deadline: float) -> bytes | None:
-        """Return the complete body, or None if the client disconnects. Raises RefusedError."""
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
         if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MAX_HEAD_BYTES:

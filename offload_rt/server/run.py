@@ -105,10 +105,7 @@ def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
 
 
 def bind_socket(options: ServerOptions) -> socket.socket:
-    """Return a socket that is bound to the server's address. Raises ConfigError if the address cannot be used.
-
-    Call this before the model is loaded, to report an invalid address at once.
-    """
+    """Return a socket for the server's address, before the model is loaded. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only for sockets that name their protocol. Without it, each response waits for the
     # acknowledgement of its head, which Linux delays by 40 ms.

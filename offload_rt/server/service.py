@@ -250,13 +250,6 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Add the statistics of one prompt to the log record of its request.
-
-        Args:
-            last: Last output, if there was one.
-            reason: Finish reason, or why the request ended early.
-            first: Seconds until the first token, if there was one.
-        """
         notes: dict[str, Any] = request.state.notes
         for name, count in asdict(usage).items():
             notes[f"{name}_tokens"] = notes.get(f"{name}_tokens", 0) + count

@@ -284,7 +284,6 @@ class OpenStores:
     def open(
         self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], *, read_only: bool = False
     ) -> SessionStore:
-        """Return the store in the folder `store`. For arguments and errors, see `LLM.session_store`."""
         folder = check_folder_path("store", store).resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:

@@ -61,7 +61,6 @@ class StoredRequest(SampledRequest):
         """
 
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
-        """Return how many of the first `tokens` have KV of earlier requests."""
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod

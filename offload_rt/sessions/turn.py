@@ -54,8 +54,7 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
     """Check that the session can compute a turn with these tokens and `max_tokens` generated tokens.
 
     Raises:
-        InputError: A parameter is not supported in sessions, or the conversation is too long, and no truncation is
-            possible because the turn replaces earlier turns.
+        InputError: A parameter is not supported in sessions, or earlier turns would be both replaced and truncated.
         ModelError: The conversation would exceed the model's positions.
         PoolFullError: The conversation does not fit in the pool.
     """

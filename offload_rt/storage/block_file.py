@@ -171,7 +171,7 @@ class StoredBlock:
         return False
 
     def extent(self) -> StoredExtent | None:
-        """Return the location from which a KV pool on disk can read the KV without a copy.
+        """Return the location of the KV in the file, so that a KV pool on disk can read it without a copy.
 
         The extent stays readable after the block is evicted. Return None if the block is partial, shares its file with
         other blocks, or cannot be opened.
@@ -238,7 +238,7 @@ class BlockWriter:
         self._checksums[layer] = checksum(block)
 
     def extent(self) -> StoredExtent | None:
-        """Return the location to which a KV pool on disk can write the layers instead of `write`.
+        """Return the location of the layers in the file, so that a KV pool on disk can write them instead of `write`.
 
         The extent stays readable after the block is evicted. Return None if the file contains other blocks, or if disk
         space cannot be allocated.

@@ -23,20 +23,19 @@ class DiskStore:
     """Stores KV blocks and small documents in a folder of at most `options.limit` bytes. Thread-safe.
 
     Each namespace (model, KV data type, layout) has a subfolder. The file name of a block is its key. Damaged files,
-    files with another key in their header, and files that vanish between two calls count as missing. The writing
-    process removes damaged files.
+    files with another key in their header, and files that vanish between two calls count as missing.
 
     Only one process writes, and any number of processes read. A file has its final name only when it is complete, so
     readers need no lock. Only an extent keeps a file open between calls.
 
     Args:
         namespace: Text that identifies the model, the KV data type and the layout.
-        layers: Number of layers per block: of the model, or of a layer group (`kv_cache.layer_groups`).
+        layers: Number of layers per block: those of the model, or of a layer group (`kv_cache.layer_groups`).
         read_only: Open the folder without the write lock. No file is written or evicted.
         clock: Returns the time in nanoseconds since 1970.
 
     Attributes:
-        root: Parent key of the first block of every sequence. It depends on the namespace.
+        root: Parent key of the first block of every sequence in the namespace.
         documents: Documents of the namespace, such as session histories.
 
     Raises:

@@ -210,9 +210,7 @@ class DocumentStore:
         return found
 
     def delete(self, name: str, summarise: Summarise | None = None) -> list[str]:
-        """Delete all generations and copies of a document. Raises StoreError.
-
-        The newest generation is deleted last, so the document exists until all other files are deleted.
+        """Delete all generations and copies of a document, the newest generation last. Raises StoreError.
 
         Args:
             name: Name of the document, or "namespace digest/name".

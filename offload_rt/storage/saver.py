@@ -36,7 +36,7 @@ class PendingBlock:
     Attributes:
         pool_block: Id of the block in the pool when it was registered.
         cost: Recomputation cost of the block in tokens.
-        extent: Location in the store to which the KV pool writes the block directly, or None.
+        extent: Location in the store, if the KV pool writes the block there directly, or None.
         refused: Whether the store refused the block.
         moved: Whether the block table has replaced the block, which is then not committed.
     """
@@ -80,16 +80,15 @@ class Saver:
     while the next layer is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
     The owner must keep the blocks in the pool until `flush` or `wait_for`, and call `cancel_replaced` if blocks are
-    replaced. At most `WRITE_BUFFER` bytes wait to be written: `begin` accepts as many blocks as fit, and the caller
-    must pass all others again later.
+    replaced. `begin` accepts blocks up to `WRITE_BUFFER` pending bytes. The caller must pass all others again later.
 
     For a pool on disk, blocks are saved after their last layer. If the store has a separate file per block, the pool
     writes full blocks directly to this file and reads them there (*stored extent*, `kv_cache.disk.extents`):
 
     * A block whose KV is not computed yet gets a stored extent in `begin`.
     * A complete block that is still in memory is written to a stored extent after its last layer.
-    * All other blocks are copied to the store: partial blocks, blocks in the pool's own file, blocks beyond the limit
-    of open files, and blocks that have left their stored extent.
+    * All other blocks are copied: partial blocks, blocks in the pool's own file, blocks beyond the limit of open files,
+    and blocks that have left their stored extent.
 
     If a write fails, the block is not committed: its file has no name, but the pool can still use the stored extent.
     Call all methods except `notify` on the compute thread.

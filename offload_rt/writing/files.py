@@ -67,7 +67,6 @@ class TextFile:
 
     @property
     def ahead(self) -> bool:
-        """Whether the file has text after the current position."""
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
@@ -90,7 +89,6 @@ class TextFile:
         os.lseek(self._handle, at + len(data) - known, os.SEEK_SET)
 
     def _replace_rest(self) -> None:
-        """Save a copy of the file, and truncate the file at the current position."""
         assert self._handle is not None
         copy = self.path.with_name(f"{self.path.name}.before")
         replace_file(copy, self.path.read_bytes(), private=False)
@@ -129,8 +127,6 @@ class Settings:
 
 @dataclass
 class Written:
-    """The tokens of a document so far, and its progress."""
-
     # The prompt and the beginning, then headings and generated tokens.
     tokens: list[int] = field(default_factory=list)
     given: int = 0  # number of tokens in the prompt and the beginning

@@ -126,8 +126,6 @@ def _fingerprint(llm: LLM) -> str:
 
 
 class _Writer:
-    """Writes one document. `close` saves its progress."""
-
     def __init__(
         self, llm: LLM, draft: Draft, max_tokens: int, chapters: int, on_progress: Callable[[WritingProgress], None]
     ) -> None:
@@ -183,7 +181,6 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------ resuming
 
     def _restore(self) -> Written:
-        """Return the progress of the stored session, and append missing text to the file."""
         written = self._draft.written
         written.tokens = self._all_tokens(written.tokens)
         # The heading of an interrupted turn is written again.
@@ -244,7 +241,6 @@ class _Writer:
         self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
 
     def _check_fits(self) -> None:
-        """Raise PoolFullError or ModelError if the document exceeds the memory or the context length."""
         length = len(self._written.tokens) or len(self._context())
         longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
         self._llm.runner.check_fits(longest if self._llm.geometry.absolute_positions else min(longest, self._positions))
@@ -369,7 +365,6 @@ def _has_heading(tokens: Sequence[int], place: int, ends: frozenset[int]) -> boo
 
 
 def _to_boundary(length: int) -> int:
-    """Return how many tokens a turn adds to `length` tokens."""
     # A turn ends when the number of tokens is one more than a multiple of the block size.
     more = BLOCK_SIZE * (length // LONGER_TURNS)
     return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

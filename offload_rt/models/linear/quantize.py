@@ -37,8 +37,8 @@ The device then has no weights yet, so that memory plans need not count these 50
 def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -> None:
     """Quantise the linear layers of `model` to packed weights with 4 or 8 bits, in place.
 
-    Codes are computed on `device` (default: the device of the weights). The head always gets 8 bits. On the meta
-    device, only the sizes of tensors are used. The following layers are not quantised:
+    `device` computes the codes. The head always gets 8 bits. On the meta device, only sizes are used. The following
+    layers are not quantised:
 
     * a head that is tied to the embedding,
     * routers of experts, and stacked experts,
@@ -65,7 +65,6 @@ def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -
 
 
 def _quantized(weight: torch.Tensor, form: PackedFormat, device: torch.device) -> torch.Tensor:
-    """Return `weight` rounded to the nearest codes, as packed rows. `device` computes them."""
     rows = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return rows

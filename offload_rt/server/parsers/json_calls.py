@@ -63,7 +63,6 @@ class Hermes(Scanner):
         return found
 
     def _fenced_calls(self) -> Scan[bool]:
-        """Read JSON calls up to the end of a fence. Emit none if the fence has other content."""
         calls: list[ToolCall] = []
         while (yield from self.peek()) == "{":
             start = self._at

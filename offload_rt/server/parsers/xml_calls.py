@@ -88,7 +88,6 @@ class Glm(XmlCalls):
 
 
 def _value(text: str, kind: Any) -> str:
-    """Return a parameter as JSON text. Invalid JSON becomes a string."""
     text = text.strip(WHITESPACE)
     named = {"True": "true", "False": "false", "None": "null"}
     try:
