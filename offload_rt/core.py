@@ -196,9 +196,7 @@ class ModelGeometry:
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether a decoder layer from attention layer `layer` to the last one before the next has recurrent
-        state.
-        """
+        """Return whether attention layer `layer`, or a decoder layer from it to the next, has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:

@@ -259,7 +259,7 @@ class OffloadedCache(Cache):
     def _prefill_rows(self, columns: int, keep: int) -> torch.Tensor:
         """Compute all tokens without KV with full attention. Return float32 logits `[B, keep, V]`.
 
-        `columns` is the number of new columns, of which `crop` can later remove up to `keep`.
+        `columns` is the number of new columns. `crop` can later remove up to `keep` of them.
         """
         # Earlier tokens may be shared with other sequences, so they cannot be cropped.
         kept = [min(keep, len(row.tokens)) for row in self._rows]

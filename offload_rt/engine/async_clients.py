@@ -58,7 +58,7 @@ class EngineLoad:
     store_bytes: int = 0
 
     def add(self, request: Request, *, stored: bool) -> None:
-        """Add a finished request to the totals. `stored`: it used a session store."""
+        """Add a finished request to the totals. `stored` tells whether it used a session store."""
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
         self.host_hit_tokens += 0 if stored else request.cached_tokens  # a store counts its hits itself

@@ -176,9 +176,10 @@ class Scheduler(PoolMember):
                     self.fail(request, error)
 
     def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
-        """Let the only started request wait for memory of other engines. If none may free any, fail it with `error`.
+        """Let the only started request wait for memory of other engines. If no engine may free memory, fail it with
+        `error`.
 
-        It keeps its memory if `keep` is True and the pool is reserved for it. Otherwise, it is preempted.
+        The request keeps its memory if `keep` is True and the pool is reserved for it. Otherwise, it is preempted.
         """
         if not self.wait_for_others():
             self.fail(request, self.add_hint(error))

@@ -43,7 +43,7 @@ class SnapshotKeeper:
         return sequence.snapshots.get(position, self._table.slot_of(sequence.blocks.ids[position // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Reserve and page-lock a slot. Return None if there is none."""
+        """Reserve and page-lock a slot. Return None if no slot can be used."""
         if (slot := self._table.take()) is None:
             return None
         # Lock now: in the first `save`, an error would fail the step, or a slot without data could be published.
@@ -57,7 +57,7 @@ class SnapshotKeeper:
         return slot
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Copy the current state of a sequence to a new slot. Return the slot, or None if there is none."""
+        """Copy the current state of a sequence to a new slot. Return None if no slot can be used."""
         if (slot := self.take()) is not None:
             try:
                 self._save(sequence, slot)
@@ -72,7 +72,7 @@ class SnapshotKeeper:
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
         """Return an object that takes snapshots during a prefill of the tokens [position, stop).
 
-        Return None if no snapshot is needed, or if there is no slot.
+        Return None if no snapshot is needed, or if no slot can be used.
         """
         start, path = sequence.position, self._path(sequence)
         # left by a cancelled prefill

@@ -31,7 +31,7 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of the context, as means over layers and tokens; `sparse_...`: only over sparse layers.
+    """Fractions of the context, as means over layers and tokens. `sparse_...` covers only sparse layers.
 
     Attributes:
         fetched: Tokens whose KV was copied to the device.

@@ -65,7 +65,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _after_drop(self, *, untouched: bool) -> None:
-        """Free the memory of a dropped request. `untouched`: no layer was computed, and the KV is unchanged."""
+        """Free the memory of a dropped request. If `untouched`, no layer was computed and the KV is unchanged."""
 
     @abstractmethod
     def _store_kv(self, runner: Runner) -> None:

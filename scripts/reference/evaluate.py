@@ -81,7 +81,7 @@ def bits_per_byte(nats: NDArray[np.float64], sizes: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one question. `right`: greedy decoding would generate the answer."""
+    """Result of one question. `right` tells whether greedy decoding would generate the answer."""
 
     kind: str
     distance: int
