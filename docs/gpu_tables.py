@@ -56,7 +56,7 @@ def _cells(times: dict[int, float], contexts: tuple[int, ...]) -> list[str]:
 
 
 def gpu_sessions() -> str:
-    """Time to the first token of a session's next turn on an H100, by source of the KV."""
+    """Time to the first token of a session's next turn on an H100, by source of the KV (recomputed or stored)."""
     found: dict[int, dict[str, float]] = {}
     for row in _results("gpu/sessions")["rows"]:
         found.setdefault(row["history"], {})[row["source"]] = row["seconds"]

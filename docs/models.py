@@ -52,7 +52,7 @@ def _limits(geometry: ModelGeometry) -> str:
 
 
 def refused() -> str:
-    """One row for each kind of model that the tests see refused."""
+    """One row for each kind of model that must be refused, according to the tests."""
     rows = [[f"`{kind.config}Config`", f"`{reason}`", why] for kind, reason, why in REFUSED.values()]
     return table(("configuration", "`ModelError.reason`", "reason"), rows)
 

@@ -24,7 +24,7 @@ def perplexity() -> str:
 
 
 def _with_share(name: str, share: str) -> str:
-    """Append the measured `share` of tokens if `name` contains no share."""
+    """Append the measured `share` of tokens, if `name` contains none."""
     return f"{name} ({share})" if name == DEFAULT or "preset" in name else name
 
 

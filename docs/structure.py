@@ -34,7 +34,7 @@ def layers() -> list[list[str]]:
 
 
 def folder_of(parts: tuple[str, ...]) -> str:
-    """Return the folder of a module, given its name below `offload_rt`."""
+    """Return the folder of a module with the name `parts` below `offload_rt`."""
     return "/".join(parts[:2]) if parts[0] == "eval" and len(parts) > 1 else parts[0]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     return "\n".join((lines[0], "|---" * len(head) + "|", *lines[1:]))
 

@@ -46,8 +46,7 @@ class AsyncLLM:
         store: Folder for sessions and for the KV of all prompts. Later prompts with the same beginning reuse stored KV,
             even after a restart. None stores no KV and allows no sessions.
         store_options: Options of the store.
-        read_only: Reuse stored KV, but store no KV and refuse sessions. Another process may write to the store at the
-            same time.
+        read_only: Reuse stored KV, but store no KV and refuse sessions. Another process may write to the store.
 
     Raises:
         ConfigError, StoreError: The store cannot be used. See `LLM.session`.
@@ -89,7 +88,7 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """The `LLM` that is served, for example for its tokenizer and configuration."""
+        """The served `LLM`, for example for its tokenizer and configuration."""
         return self._llm
 
     # --------------------------------------------------------------------------------------------------------- clients
@@ -140,7 +139,7 @@ class AsyncLLM:
                 self._calls.put(lambda: self._remove(client))
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request. Its iterator ends with finish reason "abort". No-op if there is no such request."""
+        """Abort a request, if it exists. Its iterator ends with finish reason "abort"."""
         self._calls.put(lambda: self._abort(request_id))
 
     async def delete_session(self, name: str) -> bool:
@@ -170,7 +169,7 @@ class AsyncLLM:
         return load if self._sessions is None else self._sessions.add_load(load)
 
     async def close(self) -> None:
-        """Abort running requests, stop the engine thread and close the runtime. Closing twice has no effect."""
+        """Abort running requests, stop the engine thread and close `llm`. A second call has no effect."""
         atexit.unregister(self._end)
         await asyncio.to_thread(self._end)
         self._llm.close()
@@ -224,7 +223,6 @@ class AsyncLLM:
             self._arriving -= 1
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Queue a call for the engine thread. Raise InputError after `close`."""
         with self._lock:
             self._check_open()
             self._calls.put(call)
@@ -236,7 +234,6 @@ class AsyncLLM:
     # -------------------------------------------------------------------------------------------------- engine's thread
 
     def _run(self) -> None:
-        """Engine thread: execute queued calls and engine steps until `close`."""
         while not (self._closed and self._engine.idle and self._calls.empty()):
             try:
                 call = self._calls.get(block=self._engine.idle)
@@ -309,7 +306,7 @@ class AsyncLLM:
         return output if client.tracer is None else replace(output, trace=client.tracer.trace(client.request))
 
     def _report(self, client: Client) -> None:
-        """Send the output so far to the client. Remove a finished request."""
+        """Send the output so far to the client. Remove the client of a finished request."""
         output = self._output(client)
         written = sum(len(completion.token_ids) for completion in output.outputs)
         self._totals.generated_tokens += written - client.counted
@@ -327,7 +324,6 @@ class AsyncLLM:
             self._calls.put(lambda: self._remove(client))
 
     def _remove(self, client: Client) -> None:
-        """Remove a client and cancel its request. A second call has no effect."""
         request = client.request
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
@@ -342,7 +338,6 @@ class AsyncLLM:
         self._totals.add(request, stored=isinstance(request, StoredRequest))
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Send an error to the client of a request, and end all completions of the request."""
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._remove(client)
             self._send(client, error)

@@ -35,8 +35,8 @@ class EvictionOptions:
     Attributes:
         policy: "fifo", "lru", or "counter". "counter" evicts the tokens with the lowest selection rate: a saturating
             count of selections, divided by the number of steps in which the token could be selected.
-        protect: Tokens that are never evicted. "window": sinks and recent tokens. "none": only recent tokens, as in
-            the paper's FIFO policy.
+        protect: Tokens that are never evicted. "window": sinks and recent tokens. "none": only recent tokens, as in the
+            paper's FIFO policy.
     """
 
     policy: EvictionName = option("counter", help="token eviction policy for a full KV cache", flag="--eviction")
@@ -49,16 +49,16 @@ class EvictionOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Options for proposing draft tokens in lossless mode (`exact`).
+    """Options for generating draft tokens in lossless mode (`exact`).
 
     Attributes:
-        method: Source of the drafts. "sparse": decode with the policy. "lookup": find the last n-gram earlier in the
+        method: Source of draft tokens. "sparse": decode with the policy. "lookup": find the last n-gram earlier in the
             text and copy its continuation (prompt lookup). "model": decode with a draft model. "both": "lookup" or
             "sparse". "lookup+model": "lookup" or "model". The last two choose the source that is expected to give more
             tokens per second, or with `adaptive=False` lookup whenever there is a match.
         tokens: Maximum number of draft tokens.
-        adaptive: Choose the number of draft tokens by the acceptance rate and the measured times. If False, always
-            draft `tokens` tokens.
+        adaptive: Choose the number of draft tokens by the acceptance rate and the measured times. If False, always use
+            `tokens`.
         ngram: Maximum length in tokens of the n-gram that is looked up. At least two tokens must match.
         model: The draft model, as accepted by `LLM`. It must use the same tokenizer. It runs on the same device, in the
             same dtype and with full attention, and its KV cache counts towards `host_memory`. Setting it changes the

@@ -39,7 +39,7 @@ class StateShape:
 
     Attributes:
         layer: Index of the decoder layer.
-        after: Index of the nearest attention layer at or before the decoder layer, or -1 if there is none.
+        after: Nearest attention layer at or before the decoder layer, or -1 if there is none.
         conv: Shape (channels, kernel size) of the last inputs of the convolution, in the model's dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
@@ -73,15 +73,12 @@ class RowShape:
     planes: int = 2
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the size in bytes of K and V of one token."""
         return self.planes * self.kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Dimensions of a model.
-
-    `layers` counts attention layers. In hybrid models, decoder layers without attention run between them.
+    """Dimensions of a model. `layers` counts attention layers, between which hybrid models have other decoder layers.
 
     Attributes:
         kv_heads: Hkv of full-attention layers.
@@ -91,8 +88,8 @@ class ModelGeometry:
         max_positions: Number of positions that the model was trained for.
         absolute_positions: Whether positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
         default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
-        softcap: Value c of logit soft-capping: scaled scores s become c tanh(s / c) before the softmax. None means no
-            soft-capping.
+        softcap: Value c of logit soft-capping: scaled scores s become c tanh(s / c) before the softmax. None disables
+            it.
         sinks: Whether layers have learned attention sinks, which add to the softmax denominator.
         chunked: Whether attention is chunked instead of sliding: windows begin at multiples of their length, and a
             token attends only to earlier tokens of the same window.
@@ -145,22 +142,20 @@ class ModelGeometry:
 
     @property
     def group(self) -> int:
-        """Number of query heads per KV head in full-attention layers (G)."""
+        """G, the number of query heads per KV head in full-attention layers."""
         return self.heads // self.kv_heads
 
     @property
     def planes(self) -> int:
-        """Number of stored vectors per token and KV head (`RowShape.planes`)."""
         return 2 if self.value_dim is None else 1
 
     @property
     def full_rows(self) -> RowShape:
-        """Shape of KV in full-attention layers."""
         return RowShape(self.kv_heads, self.head_dim, self.planes)
 
     @property
     def window_ratio(self) -> int:
-        """Head dimension of full-attention layers divided by that of sliding-window layers."""
+        """Head dimension of full-attention layers, divided by the head dimension of sliding-window layers."""
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def rows(self, layer: int) -> RowShape:
@@ -176,7 +171,6 @@ class ModelGeometry:
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that store K and V."""
         return tuple(layer for layer in range(self.layers) if self.kv_layer(layer) == layer)
 
     @cached_property
@@ -186,7 +180,7 @@ class ModelGeometry:
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """Index of one layer for each window length. Visible tokens depend only on the window."""
+        """One layer for each window length, because visible tokens depend only on the window."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
@@ -202,14 +196,14 @@ class ModelGeometry:
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether a decoder layer from `layer` up to the next attention layer (excluded) has recurrent state."""
+        """Return whether attention layer `layer`, or a decoder layer from it to the next, has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """Return the number of first tokens and the number of last tokens that are resident in `layer`."""
+        """Return how many first tokens and how many last tokens are resident in `layer`."""
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
 
@@ -225,10 +219,10 @@ class ModelGeometry:
 
 @dataclass(frozen=True)
 class VisibleTokens:
-    """Token indices that the newest token of a sequence can attend to in one layer, as three adjacent ranges.
+    """Tokens that the newest token of a sequence can attend to in one layer, as three adjacent ranges of indices.
 
-    The tokens in `sinks` and `recent` are resident on the device and always attended to. A policy selects from the
-    `candidates` between them. The newest token is the last one of `recent`.
+    The tokens in `sinks` and `recent` are resident and always attended to. A policy selects from the `candidates`
+    between them. The newest token is the last one of `recent`.
     """
 
     sinks: range
@@ -239,7 +233,7 @@ class VisibleTokens:
     def of(cls, length: int, *, sinks: int, recent: int, window: int | None, floor: int = 0) -> VisibleTokens:
         """Return the ranges for a context of `length` tokens, including the newest.
 
-        In a layer with a sliding `window`, tokens outside of the window or before `floor` are not visible.
+        In a layer with a sliding `window`, tokens outside of it or before `floor` are not visible.
         """
         assert length >= 1 and sinks >= 0 and recent >= 1
         first = 0 if window is None else max(floor, length - window)
@@ -293,7 +287,7 @@ class KVPart:
 
     @classmethod
     def of(cls, planes: torch.Tensor, dim: int = 0, counts: torch.Tensor | None = None) -> KVPart:
-        """Return K and V as views of `planes`, where dimension `dim` has K at index 0 and V at index 1.
+        """Return views of `planes`: K at index 0 of dimension `dim`, and V at index 1.
 
         If dimension `dim` has only one element, v is k.
         """
@@ -318,7 +312,7 @@ class KVPart:
 
     @property
     def runs(self) -> list[KVPart]:
-        """The entries as parts that are contiguous in memory, in order."""
+        """The entries, split into parts that are contiguous in memory."""
         return [self]
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
@@ -335,7 +329,7 @@ class BlockTable:
         length: Number of tokens whose K and V are complete in every layer.
         windows: Blocks of sliding-window layers. `windows[i]` has the block ids for tokens [64 i, 64 (i + 1)), one per
             group of sliding-window layers (`layer_groups`). Blocks outside of all windows are removed.
-        floor: First token that sliding-window layers attend to. In a truncated conversation, it is the first token
+        floor: First token that sliding-window layers attend to. In a truncated conversation, this is the first token
             after the truncated part.
     """
 
@@ -346,7 +340,6 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Number of token slots."""
         return len(self.ids) * BLOCK_SIZE
 
 
@@ -363,7 +356,7 @@ class Prompt:
 
 
 def ranges_of(numbers: Iterable[int]) -> list[range]:
-    """Convert ascending numbers to the fewest possible ranges."""
+    """Convert ascending numbers to as few ranges as possible."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:
@@ -374,14 +367,14 @@ def ranges_of(numbers: Iterable[int]) -> list[range]:
 
 
 def padded_batch(sequences: int) -> int:
-    """Round a batch size up to a power of two or a multiple of 8, so that few CUDA graphs are captured."""
+    """Round a batch size up to a power of two or a multiple of 8, to capture few CUDA graphs."""
     return -(-sequences // 8) * 8 if sequences > 8 else 1 << (sequences - 1).bit_length()
 
 
 def bucket(context: int) -> int:
-    """Round a context length up, so that few CUDA graphs are captured.
+    """Round a context length up to one of eight values per power of two, to capture few CUDA graphs.
 
-    Between two powers of two, there are eight equally spaced results. All are multiples of `BLOCK_SIZE`.
+    All values are multiples of `BLOCK_SIZE`.
     """
     step = max(BLOCK_SIZE, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // step) * step

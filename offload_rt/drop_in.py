@@ -1,9 +1,9 @@
 """Run transformers' `generate` with the KV cache in host memory: `with offload(model, host_memory="64GiB"):`.
 
-In this context, forward calls with a cache are computed by this package: prompts with full attention, and each
-following token as a decode step with the policy. Other calls run the model's original forward. Generation modes, logits
-processors, stopping criteria, streamers and pipelines come from transformers. Greedy tokens equal those of `LLM`, and
-with policy "full" also those of transformers.
+In this context, this package computes forward calls with a cache: prompts with full attention, and each following token
+as a decode step with the policy. Other calls run the model's original forward. Generation modes, logits processors,
+stopping criteria, streamers and pipelines come from transformers. Greedy tokens equal those of `LLM`, and with policy
+"full" also those of transformers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def offload(
 ) -> Iterator[LLM]:
     """Context in which `model.generate` keeps its KV cache in host memory and decodes with the policy.
 
-    To keep the cache between calls, for example in a conversation, pass `past_key_values=OffloadedCache(llm)` to
-    `generate`.
+    To keep the cache between calls, pass `past_key_values=OffloadedCache(llm)` to `generate`.
 
     Args:
         model: A loaded transformers model.
@@ -53,7 +52,7 @@ def offload(
         **fields: Fields of `EngineConfig` that override `config`.
 
     Yields:
-        An `LLM` with the same weights. Its methods can also be used in this context.
+        An `LLM` with the same weights, whose methods can be used in this context.
 
     Raises:
         InputError: `model` is not a transformers model, or is already offloaded.
@@ -82,7 +81,7 @@ def offload(
 def _offloaded_forward(original: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
     """Return a `forward` for calls with an `OffloadedCache`, or with the empty cache that `generate` creates.
 
-    Other calls run the `original` forward of the model. Used caches are added to `caches`.
+    Other calls run the `original` forward. Used caches are added to `caches`.
     """
     signature = inspect.signature(original)
 
@@ -151,7 +150,7 @@ class OffloadedCache(Cache):
         return -1  # not limited
 
     def activate_past_recording(self) -> None:
-        """Do nothing. transformers calls this method before assisted decoding, but `crop` needs no recorded states."""
+        """Do nothing: `crop` needs no recorded states. transformers calls this method before assisted decoding."""
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         # Attention layers of an offloaded model never call this method.
@@ -214,8 +213,7 @@ class OffloadedCache(Cache):
     def compute(self, ids: torch.Tensor, mask: torch.Tensor | None, keep: int) -> torch.Tensor:
         """Compute the next tokens of all rows.
 
-        If `ids` has one token per row, compute a decode step. Otherwise, compute the tokens with full attention, like a
-        prompt.
+        One token per row is a decode step. More tokens are computed with full attention, like a prompt.
 
         Args:
             ids: Token ids `[B, T]`.
@@ -261,7 +259,7 @@ class OffloadedCache(Cache):
     def _prefill_rows(self, columns: int, keep: int) -> torch.Tensor:
         """Compute all tokens without KV with full attention. Return float32 logits `[B, keep, V]`.
 
-        `columns` is the number of new columns. Afterwards, `crop` can remove up to `keep` tokens.
+        `columns` is the number of new columns. `crop` can later remove up to `keep` of them.
         """
         # Earlier tokens may be shared with other sequences, so they cannot be cropped.
         kept = [min(keep, len(row.tokens)) for row in self._rows]
@@ -271,7 +269,6 @@ class OffloadedCache(Cache):
         return _stacked(logits, keep)
 
     def _prefill_row(self, row: Sequence, keep: int) -> torch.Tensor:
-        """Compute the tokens of one row whose KV is missing, with full attention. Return float32 logits `[keep, V]`."""
         runner, stop = self._runner, len(row.tokens) - keep
         runner.expect(row, len(row.tokens) + _AHEAD)
         runner.retry_after_reclaim(partial(runner.pool.reserve, row.blocks, len(row.tokens)))
@@ -323,7 +320,6 @@ def _padding(mask: Seq[int]) -> int:
 
 
 def _stacked(logits: Seq[torch.Tensor], keep: int) -> torch.Tensor:
-    """Stack the logits `[n, V]` of all rows to `[B, keep, V]`, with zeros in front of shorter rows."""
     return torch.stack([torch.nn.functional.pad(row, (0, 0, keep - len(row), 0)) for row in logits])
 
 

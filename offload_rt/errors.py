@@ -49,7 +49,7 @@ class ModelError(OffloadError, ValueError):
 
 
 class LogitsError(ModelError):
-    """The model's logits are NaN or infinite. The cause is the model's weights or dtype, not the request."""
+    """The model's logits are NaN or infinite, because of its weights or dtype, not because of the request."""
 
 
 class ArtifactError(OffloadError, ValueError):
@@ -65,11 +65,11 @@ class PoolFullError(MemoryLimitError):
 
 
 class DeviceFullError(PoolFullError):
-    """A sequence could need more device memory than `device_memory` leaves. Waiting for other requests may help."""
+    """A sequence could need more device memory than `device_memory` leaves. It may fit after other requests end."""
 
 
 class QueueFullError(OffloadError):
-    """The request queue is full. The same request can be sent again later."""
+    """The request queue is full. Send the request again later."""
 
 
 class StoreError(OffloadError, OSError):

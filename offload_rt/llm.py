@@ -52,8 +52,8 @@ class LLM:
         model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers
             model.
         config: Engine options; None uses the defaults.
-        tokenizer: Tokenizer of a loaded model, or a replacement for the checkpoint's tokenizer: an object, a folder or
-            a hub id. Without a tokenizer, prompts are lists of token ids.
+        tokenizer: Replacement for the checkpoint's tokenizer, or the tokenizer of a loaded model: an object, a folder
+            or a hub id. Without a tokenizer, prompts are lists of token ids.
         **fields: Fields of `EngineConfig` that override `config`, such as `host_memory="200GiB"`.
 
     Attributes:
@@ -107,13 +107,10 @@ class LLM:
         return f"LLM({self.name!r}, {made}, host_memory={format_size(pool.limit_bytes)!r})"
 
     def close(self) -> None:
-        """Cancel running requests. Then save and close all sessions, so that another process can open them.
+        """Cancel running requests, and save and close all sessions, so that another process can open them.
 
         Later calls of other methods raise InputError. A second `close` has no effect. Memory is freed with the last
-        reference to this object.
-
-        Raises:
-            StoreError: A session could not be saved. All other sessions were saved.
+        reference to this object. Raises StoreError if a session could not be saved, after all others were saved.
         """
         self._closed = True
         with ExitStack() as ends:
@@ -133,7 +130,7 @@ class LLM:
         Args:
             policy: Name of the policy.
             policy_options: Options of the policy.
-            exact: New value of the option `exact`. None keeps its current value, False disables lossless mode.
+            exact: New value of the option `exact`. None keeps it, and False disables lossless mode.
 
         Raises:
             ConfigError: An option is invalid, or `device_memory` is set.
@@ -149,7 +146,7 @@ class LLM:
         """Return the sampling parameters that are used if none are given.
 
         They come from the model's `generation_config.json` (temperature, top_k, top_p, min_p, repetition_penalty,
-        max_new_tokens). `fields` of `SamplingParams` override them. Raises ConfigError for invalid values.
+        max_new_tokens), and `fields` of `SamplingParams` override them. Raises ConfigError for invalid values.
         """
         return configured(SamplingParams, self.runner.model.sampling, fields)
 
@@ -162,7 +159,7 @@ class LLM:
     def last_stats(self) -> Stats | None:
         """Statistics of the latest `stream`, even while it runs or after it was interrupted.
 
-        None before the first `stream`, and after `generate` or `score`, which return statistics with their results.
+        None before the first `stream`, and after `generate` or `score`, whose results contain statistics.
         """
         return self._last.stats(self.runner) if self._last is not None else None
 
@@ -276,7 +273,7 @@ class LLM:
         return [request_output(request, ids, text) for request, ids, text in given]
 
     def make_engine(self, **callbacks: Any) -> Engine:
-        """Return an engine, for programs that add requests and run steps themselves. For `callbacks`, see `Engine`."""
+        """Return an engine for programs that add requests and run steps themselves. For `callbacks`, see `Engine`."""
         self._check_open()
         return Engine(self.runner, max_num_seqs=self.config.max_num_seqs, swap=self._swap, **callbacks)
 
@@ -351,7 +348,7 @@ class LLM:
     ) -> TurnQueue:
         """Return a queue for turns of many sessions in one folder.
 
-        The KV of a session with a queued turn is loaded from disk in advance. At most `max_num_seqs` turns are decoded
+        The KV of sessions with queued turns is loaded from disk in advance. At most `max_num_seqs` turns are decoded
         together; None uses the configured value. For other arguments and errors, see `session`.
         """
         with self.runner.pool.lock:
@@ -363,8 +360,7 @@ class LLM:
     ) -> SessionStore:
         """Return the session store of a folder, for programs that manage sessions themselves.
 
-        The store is closed when its last session is closed. For the arguments, see `session` and
-        `SessionStore.on_disk`.
+        It is closed with its last session. For the arguments, see `session` and `SessionStore`.
         """
         self._check_open()
         return self._stores.open(store, options, fields, read_only=read_only)
@@ -376,10 +372,9 @@ class LLM:
             return self.runner.pool.drop_prefixes()
 
     def encode(self, prompt: PromptLike | object, *, special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. If `prompt` already is a list of ids, return it.
+        """Return the token ids of a text. A list of token ids is returned unchanged.
 
-        Raises:
-            InputError: `prompt` is empty, is neither text nor token ids, or contains an id that is not in the
-                vocabulary.
+        Raises InputError if `prompt` is empty, is neither text nor token ids, or has an id that is not in the
+        vocabulary.
         """
         return self._encoder.encode(prompt, special_tokens=special_tokens)

@@ -48,7 +48,7 @@ class TokenOutput:
         text: New text. It may be empty, and may contain text of earlier tokens that was held back until now.
         token_id: Id of the token.
         index: Position of the token in the completion, from 0.
-        finish_reason: Reason for the end of the completion, in its last item. None in all earlier items.
+        finish_reason: Reason for the end of the completion, in its last item. Otherwise None.
         sample: Index of the completion among the request's `n` completions.
         stop_reason: Stop string or stop token that ended the completion, in its last item. Otherwise None.
         logprobs: Log-probabilities, if requested.
@@ -96,10 +96,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of one prompt with all its completions, in seconds since the epoch.
-
-    A time is None if the event has not happened.
-    """
+    """Times of one prompt with all its completions, in seconds since the epoch; None before the event."""
 
     arrival_time: float = field(default_factory=time.time)
     first_scheduled_time: float | None = None
@@ -300,7 +297,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Fraction of draft tokens that were accepted; None if no token was drafted."""
+        """Fraction of draft tokens that were accepted; None without draft tokens."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     @property

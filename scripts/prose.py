@@ -80,7 +80,7 @@ def part_of(path: Path) -> str:
 
 
 def files() -> Iterator[Path]:
-    """Yield the Python and Markdown files of the project. Linked folders are visited once, at the top."""
+    """Yield the Python and Markdown files of the project, those of linked folders only once."""
     for top in ("offload_rt", "kernels", "skewing", "eval", "scripts", "tests", "docs"):
         for path in sorted((ROOT / top).rglob("*")):
             generated = path.name == "commands.md" or "results" in path.parts
@@ -90,7 +90,7 @@ def files() -> Iterator[Path]:
 
 
 def count() -> tuple[Counter[str], dict[str, list[str]]]:
-    """Return the number of words and the matches of each part."""
+    """Return the number of words and the matches of each folder or page."""
     words: Counter[str] = Counter()
     found: dict[str, list[str]] = {}
     for path in files():

@@ -1,8 +1,7 @@
 """The command line `offload-rt`: its subcommands and exit codes.
 
-An error of the user is reported as one line on stderr with exit code 2. After Ctrl-C the exit code is 130.
-
-torch and transformers are imported only when a command runs, so that `--help` and usage errors are fast.
+A user error is reported as one line on stderr with exit code 2. After Ctrl-C, the exit code is 130. torch and
+transformers are imported only when a command runs, so that `--help` and usage errors are fast.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Suppress warnings of libraries. Print each warning of this package once, as one line on stderr."""
+    """Suppress warnings of libraries. Print each warning of this package once, in one line on stderr."""
     quiet_transformers()
     package = str(Path(__file__).parents[1])
     shown = set[str]()  # one request may create several sequences, which warn of the same
@@ -90,7 +89,7 @@ def _positional(action: argparse.Action) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose options cannot be abbreviated, so that a new option never changes the meaning of an old command."""
+    """Parser without abbreviations of options, so that a new option never changes the meaning of a command."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **arguments})

@@ -92,7 +92,7 @@ class BatchRequest:
 
     @property
     def beginning(self) -> str:
-        """Sort key, which brings requests with a common prefix together."""
+        """Key for sorting, by which requests with a common prefix are adjacent."""
         return json.dumps(self.messages if self.prompt is None else self.prompt)
 
 
@@ -101,14 +101,9 @@ R = TypeVar("R", BatchRequest, ServerRequest)
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[AnyRequest]:
-    """Read the requests of a file.
+    """Read the requests of a JSON-lines file. Raises InputError if a line is invalid, or an id occurs twice.
 
-    Args:
-        path: JSON-lines file.
-        defaults: Fields of `SamplingParams` for requests that do not set them.
-
-    Raises:
-        InputError: A line is invalid, or an id occurs twice.
+    `defaults` are fields of `SamplingParams` for requests that do not set them.
     """
     try:
         # `splitlines()` would also split at other line separators, which JSON strings may contain.
@@ -144,7 +139,7 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 class Results:
     """The output file of a batch. `done` contains the ids of requests with a result.
 
-    Opening the file removes an incomplete last line. InputError is raised if the file cannot be written, is locked by
+    Opening the file removes an incomplete last line. Raises InputError if the file cannot be written, is locked by
     another process, or contains other data.
     """
 
@@ -174,7 +169,6 @@ class Results:
         self._file.truncate(whole)
 
     def add(self, results: Iterable[Mapping[str, Any]]) -> None:
-        """Append results, and wait until they are on disk."""
         lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
         # Requests may contain lone surrogates. "backslashreplace" writes them as JSON escapes.
         self._file.write("".join(lines).encode(errors="backslashreplace"))
@@ -203,7 +197,7 @@ def process(
 ) -> Iterator[list[dict[str, Any]]]:
     """Process requests in groups of at most `at_once`. Yield the results (or errors) of each group.
 
-    `defaults` are sampling parameters for requests that do not set them.
+    `defaults` are sampling parameters that requests do not set.
     """
     for group in group_requests([one for one in requests if isinstance(one, BatchRequest)], at_once):
         yield process_group(llm, group, defaults)
@@ -212,7 +206,7 @@ def process(
 
 
 def group_requests(requests: Sequence[R], at_once: int) -> list[list[R]]:
-    """Divide requests into groups of at most `at_once`, with common prefixes in the same group."""
+    """Divide requests into groups of at most `at_once`. Those with a common prefix are adjacent."""
     left = sorted(requests, key=lambda one: one.beginning)
     return [left[first : first + at_once] for first in range(0, len(left), at_once)]
 
@@ -242,7 +236,7 @@ def _generate_group(llm: Any, requests: Sequence[BatchRequest], defaults: Mappin
 
 
 class Worker:
-    """Ray Data actor with one engine. A row is one group of requests, and the result one group of results, as JSON."""
+    """Ray Data actor with one engine. Converts rows of requests to rows of results, one group each, as JSON."""
 
     def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:
         from ..llm import LLM
@@ -264,10 +258,9 @@ def process_on_ray(
 ) -> Iterator[list[dict[str, Any]]]:
     """Process requests with `workers` engines on a Ray cluster. Yield the results of each group.
 
-    The environment variable RAY_ADDRESS has the address of the cluster. Without it, a local cluster is started. If an
-    actor dies, Ray Data assigns its group to another actor.
-
-    Raises ConfigError if Ray Data is not installed or the engines fail.
+    The environment variable RAY_ADDRESS has the address of the cluster. Without it, a local cluster is started. Ray
+    Data assigns the group of a dead actor to another actor. Raises ConfigError if Ray Data is not installed or the
+    engines fail.
     """
     if not all(importlib.util.find_spec(name) for name in ("ray", "pyarrow", "pandas")):
         raise ConfigError(f"--ray needs Ray Data: {install_command('ray')}")

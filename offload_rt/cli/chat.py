@@ -78,10 +78,10 @@ def add(commands: Any) -> None:
 
 
 class Chat:
-    """Conversation in the terminal: read lines until /quit or the end of the input.
+    """Conversation in the terminal, until /quit or the end of the input.
 
     Responses go to stdout, and all other text to `console` (stderr). A user error prints one line and leaves the
-    session unchanged. If `saved` is false, the session is deleted at the end.
+    session unchanged. Unless `saved`, the session is deleted at the end.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Chat:
         self._print(f"session {self._session.name!r} is saved")
 
     def _lines(self) -> Iterator[str]:
-        """Yield the non-empty input lines. Join a line that ends with a backslash with the next line.
+        """Yield the non-empty input lines. A backslash at the end of a line joins it with the next one.
 
         Ctrl-C discards the line that is being typed.
         """
@@ -194,7 +194,7 @@ class Chat:
     # ------------------------------------------------------------------------------------------------------- commands
 
     def _read(self, rest: str) -> None:
-        """Send the content of a file as a message. A file name that contains spaces must be in double quotes."""
+        """Send the content of a file as a message. A file name with spaces must be in double quotes."""
         path, _, words = rest[1:].partition('"') if rest.startswith('"') else rest.partition(" ")
         if not path:
             raise InputError("/read needs a file: write /read FILE [words]")

@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def print_list(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: str, *, left: int) -> None:
-    """Print a table on stdout, or the text `empty` if it has no rows. Align the first `left` columns to the left."""
+    """Print a table on stdout, or `empty` if it has no rows. The first `left` columns are left-aligned."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -69,7 +69,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a subcommand. The docstring of `run` becomes its description in `--help`.
 
-    If `model` is true, the subcommand gets the argument MODEL and the flag `--dtype`.
+    With `model`, the subcommand gets the argument MODEL and the flag `--dtype`.
     """
     summary = " ".join((run.__doc__ or "").split())
     head = summary.split(". ")[0].split(";")[0].rstrip(".")
@@ -96,7 +96,7 @@ def token_count(text: str) -> int:
 def check_before_loading(model: str, config: EngineConfig, *, text: bool = True) -> None:
     """Raise an error if the model does not exist, or if `host_memory` exceeds the available memory.
 
-    With `text`, a tokenizer is required too. The check is fast, because it imports neither torch nor transformers.
+    With `text`, it also needs a tokenizer. This is fast, because it imports neither torch nor transformers.
     """
     memory_limit(config.host_memory, at_most=1 << 62)
     hub = hub_of(config)
@@ -112,7 +112,6 @@ def check_before_loading(model: str, config: EngineConfig, *, text: bool = True)
 
 
 def check_store(folder: str | Path) -> Path:
-    """Create the folder of a store if it does not exist, and return its path. Raises StoreError if this fails."""
     path = Path(folder).expanduser()
     try:
         make_private_folder(path)
@@ -151,8 +150,8 @@ def stderr_console(quiet: bool) -> Console:
 def recorded_interrupts() -> Iterator[Callable[[], None]]:
     """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed.
 
-    The function must be called often, because Python loses a KeyboardInterrupt that is raised in a destructor or in a
-    weak reference callback. Outside the main thread, the function does nothing.
+    Call it often, because Python loses a KeyboardInterrupt in a destructor or a weak reference callback. Outside the
+    main thread, it does nothing.
     """
     pressed = False
 

@@ -53,7 +53,7 @@ def add_option(
     suffix: str = "",
     metavar: str | None = None,
 ) -> None:
-    """Add a flag for one field of the configuration class `owner`. Its value is None if the user does not set it.
+    """Add a flag for a field of the configuration class `owner`. Its value is None if the user does not set it.
 
     Args:
         prefix: Prefix of the name in the parsed arguments.
@@ -84,12 +84,11 @@ def _default_text(field: Field[Any], help: str) -> str:
 
 
 def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of the dataclass `owner` that the user has set, with their values."""
     return given(args, [field.name for field in fields(owner)], prefix)
 
 
 def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return the arguments `names` that the user has set, with their values. In `args`, names have the `prefix`."""
+    """Return the values of the arguments `names` that the user has set. In `args`, names have the `prefix`."""
     values = ((name, getattr(args, prefix + name, None)) for name in names)
     return {name: value for name, value in values if value is not None}
 
@@ -101,14 +100,12 @@ def _without_none(kind: Any) -> Any:
 
 
 def _reader(kind: Any) -> Any:
-    """Return the function that parses the text of a flag for a value of type `kind`."""
     if get_origin(kind) is tuple:
         return _layers
     return kind if kind in (int, float, Path) else str  # the configuration parses other types, such as `config.Size`
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Parse layer numbers: "0,1", or "none" for no layer."""
     try:
         return () if text == "none" else tuple(int(number) for number in text.split(","))
     except ValueError:
@@ -120,7 +117,7 @@ def add_engine_flags(
 ) -> None:
     """Add flags for all fields of `config` that have a group, and for all policy options.
 
-    With `plan`, add only flags that affect the memory requirements.
+    With `plan`, add only flags that affect memory requirements.
     """
     groups: Groups = {}
     common = group_of(parser, groups, "common engine options")
@@ -144,7 +141,7 @@ def add_engine_flags(
 
 
 def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
-    """Return a configuration from the user's flags and the fields `more`. Raises ConfigError for invalid values."""
+    """Return a configuration from the user's flags and the fields `more`. Raises ConfigError."""
     options = given(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
     eviction, exact = given_options(args, EvictionOptions, "eviction_"), given_options(args, DraftOptions, "exact_")
     if "protect" in eviction and "policy" not in eviction:
@@ -171,7 +168,6 @@ def flag_of(field: Field[Any]) -> str:
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
-    """Return the options of the policies by name, with the class and the field that define them."""
     found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
     for policy in policies:
         owner = options_class(policy)
@@ -239,9 +235,9 @@ def store_options(args: argparse.Namespace) -> StoreOptions:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_tokens: str | None = None) -> None:
-    """Add the sampling flags. `several` also adds flags for several outputs per prompt.
+    """Add the sampling flags. With `several`, add flags for several outputs per prompt.
 
-    `max_tokens` is the help text of `--max-new-tokens`, or None for the default text.
+    `max_tokens` replaces the help text of `--max-new-tokens`.
     """
     group = parser.add_argument_group("sampling")
 
@@ -271,7 +267,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_to
 def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters `given`, with `SAMPLED` if neither user nor checkpoint chooses how to sample.
 
-    Small models give poor texts if they sample from the unchanged distribution, which is the default in Python.
+    Small models give poor texts if they sample without filters, which is the default in Python.
     """
     known, unchanged = llm.get_default_sampling_params(), SamplingParams()
     filters = ("temperature", "top_k", "top_p", "min_p")
@@ -280,7 +276,7 @@ def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling parameters that the user has set. Raises ConfigError for invalid values."""
+    """Return the sampling parameters that the user has set. Raises ConfigError."""
     found = given_options(args, SamplingParams, SAMPLING)
     SamplingParams(**found)
     return found

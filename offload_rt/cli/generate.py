@@ -134,7 +134,7 @@ def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]
 def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
     """Return the token ids of the prompt: the first `--prompt-tokens` tokens of the text, or all.
 
-    Raise InputError if the prompt is longer than the context and `--truncate` is not set.
+    Raise InputError if the prompt does not fit in the context and `--truncate` is not set.
     """
     ids, wanted = llm.encode(text), args.prompt_tokens
     available = llm.geometry.max_positions - max_tokens
@@ -151,7 +151,6 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
 
 
 def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
-    """Return the token ids of a chat prompt. If `text` is too long, `--truncate` shortens it."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     _, ids = llm.chat_prompt([*system, {"role": "user", "content": text}])
     available = llm.geometry.max_positions - max_tokens
@@ -168,7 +167,7 @@ def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) ->
 def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> tuple[list[int], bool]:
     """Show the end of the prompt on stderr, then stream the new text to stdout.
 
-    Return the new tokens, and whether the text is complete (False after Ctrl-C).
+    Return the new tokens, and False if Ctrl-C ended the text.
     """
     written: list[int] = []
     end = "" if console.is_terminal else "\n"  # without colours, a line end separates the new text from the prompt
@@ -216,9 +215,9 @@ def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, A
 def _compare(
     llm: LLM, prompt: list[int], written: list[int], params: SamplingParams, plot: str | None, console: Console
 ) -> dict[str, Any]:
-    """Generate the continuation again with full attention and show how the texts differ.
+    """Generate the continuation again with full attention, and show how the texts differ.
 
-    Return the comparison as a dictionary. If `plot` is given, also write a plot to this PNG file.
+    Return the comparison. If `plot` is given, write a plot to this PNG file.
     """
     from ..eval.quality.comparison import compare
     from .tables import comparison_table, texts_table, verdict

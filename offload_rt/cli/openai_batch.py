@@ -36,7 +36,6 @@ class ServerRequest:
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> ServerRequest:
-        """Check a line and convert it to a request. Raises ConfigError if it is invalid."""
         id, path, body = line.get("custom_id"), line.get("url"), line.get("body")
         check(isinstance(id, str) and bool(id), "its custom_id must be a non-empty string")
         check(line.get("method", "POST") == "POST", "its method must be POST")
@@ -54,7 +53,7 @@ class ServerRequest:
 def process_openai(
     llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Process groups of requests with the server's application in this process. Yield the result lines of each group.
+    """Process groups of requests with the server's application in this process. Yield the results of each group.
 
     Raises ConfigError if the server's packages are not installed.
     """

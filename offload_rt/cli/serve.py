@@ -74,15 +74,12 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Store:
-    """The session store that the user's flags select."""
-
     folder: Path | None  # None if nothing is stored on disk
     options: StoreOptions
     chosen: bool  # the user has set `--store` or `--no-store`
 
     @property
     def documents(self) -> Path | None:
-        """Folder of conversations and responses, or None if nothing is stored on disk."""
         from ..storage.folder import SERVER_FOLDER
 
         return None if self.folder is None else self.folder / SERVER_FOLDER
@@ -106,8 +103,8 @@ def _store(args: argparse.Namespace) -> _Store:
 def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path | None]:
     """Return the engine, and the folder for conversations and responses.
 
-    If another process writes to the default store, the store is opened read-only. If the default store cannot be used,
-    the server starts without a store.
+    If another process writes to the default store, it is opened read-only. If it cannot be used, the server starts
+    without a store.
     """
     from ..async_llm import AsyncLLM
 

@@ -183,7 +183,7 @@ def stats_table(stats: Stats) -> Table:
 def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequence[int], full: Sequence[int]) -> Table:
     """Return a table with two texts side by side: `written` by the policy, and `full` by full attention.
 
-    The text after the first token that differs is bold.
+    Text after the first different token is bold.
     """
     same = next(
         (i for i, (a, b) in enumerate(zip(written, full, strict=False)) if a != b), min(len(written), len(full))
@@ -330,7 +330,7 @@ def requirements_table(
     disk: DiskPlan | None = None,
     shape: ModelShape | None = None,
 ) -> Table:
-    """Return a table of the memory that one sequence needs, the free memory, and the plan of the device memory."""
+    """Return a table of the memory that one sequence needs, the free memory, and the device memory plan."""
     free = [("host memory", f"{format_size(machine.host_free)}, for KV {format_size(machine.pool_limit)}")]
     if machine.device_free is not None:
         free.append((f"on {machine.device}", format_size(machine.device_free)))

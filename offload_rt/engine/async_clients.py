@@ -35,9 +35,9 @@ class EngineLoad:
         h2d_bytes: KV copied from host to device for finished requests.
         device_kv_bytes: KV on the device after the latest step.
         kept_bytes: Cached KV in host memory that no request uses now.
-        host_hit_tokens: Prompt tokens whose KV was found in host memory.
-        disk_hit_tokens: Prompt tokens whose KV was loaded from disk.
-        lost_tokens: Tokens of named sessions whose stored KV was missing or damaged and was computed again.
+        host_hit_tokens: Prompt tokens with KV in host memory.
+        disk_hit_tokens: Prompt tokens with KV loaded from disk.
+        lost_tokens: Tokens of named sessions that were computed again, because their stored KV was missing or damaged.
         store_bytes: Files of the session store.
     """
 
@@ -58,7 +58,7 @@ class EngineLoad:
     store_bytes: int = 0
 
     def add(self, request: Request, *, stored: bool) -> None:
-        """Add a finished request to the totals. `stored` tells whether the request used a session store."""
+        """Add a finished request to the totals. `stored` tells whether it used a session store."""
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
         self.host_hit_tokens += 0 if stored else request.cached_tokens  # a store counts its hits itself
@@ -66,7 +66,7 @@ class EngineLoad:
         self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def at_present(self, engine: Engine, arriving: int) -> EngineLoad:
-        """Return the totals with the current load of `engine`. `arriving` counts prompts that are not queued yet."""
+        """Return the totals with the current load of `engine`. `arriving` prompts are not queued yet."""
         scheduler, pool = engine.scheduler, engine.runner.pool
         return replace(
             self,
@@ -108,7 +108,7 @@ async def call_in_thread(post: Callable[[Callable[[], None]], None], function: C
 class Mailbox:
     """Passes outputs of a request to the event loop of its client. Only the latest output is kept.
 
-    Each output contains the text of all earlier outputs, so a slow client may skip some.
+    Each output contains all earlier text, so a slow client may skip some outputs.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,6 @@ class Mailbox:
         self._arrived.set()
 
     async def take(self) -> RequestOutput:
-        """Wait for the next output. If it is an error, raise it."""
         await self._arrived.wait()
         self._arrived.clear()
         latest, self._latest = self._latest, None
@@ -149,7 +148,6 @@ class RequestTracer:
         self._selected += np.bincount(found[found < size], minlength=size)
 
     def trace(self, request: Request) -> RequestTrace:
-        """Return the trace up to now. This may wait for the device."""
         for sequence in request.sequences[:1]:  # before its start and after its end, a request has no sequence
             self._trace = sequence.trace
         trace = self._trace
@@ -167,8 +165,8 @@ class Client:
     """A caller of `AsyncLLM` that waits for outputs of one request.
 
     Attributes:
-        request: The engine's request; None before it is queued.
-        counted: Number of generated tokens that are already in the totals.
+        request: The engine's request, or None before it is queued.
+        counted: Generated tokens that are already in the totals.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """Beam search: beams are forks of one sequence and share its full blocks.
 
-`Beams` searches over token ids and gives the scores and tokens of transformers' `generate(num_beams=...)`.
-`BeamSearchRequest` forks and frees the sequences with the KV of the beams.
+`Beams` searches over token ids, with the scores and tokens of transformers' `generate(num_beams=...)`.
+`BeamSearchRequest` forks and frees the sequences of the beams.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
 class Beams:
     """The `num_beams` best running beams and the `num_beams` best finished beams, as token ids.
 
-    Scores are sums of log-probabilities in float32. Scores of finished beams are divided by `length ** length_penalty`.
+    Scores are sums of log-probabilities in float32, divided by `length ** length_penalty` for finished beams.
     """
 
     def __init__(
@@ -59,9 +59,8 @@ class Beams:
         self.done = False
 
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
-        """Extend the running beams by one token, from logits `[num_beams, V]`.
-
-        Set `done` if the finished beams cannot change.
+        """Extend the running beams by one token, from logits `[num_beams, V]`. Set `done` if finished beams cannot
+        change.
 
         Returns:
             The new running beams, best first, as pairs (index of the parent beam, token).
@@ -99,9 +98,9 @@ class Beams:
         return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
-        """Merge complete candidates (`ends`) with the finished beams, and keep the best `num_beams`.
+        """Merge the candidates that end (`ends`) with the finished beams, and keep the best `num_beams`.
 
-        `grown` are the candidates, best first. Only the first `num_beams` candidates can finish.
+        `grown` are the candidates, best first. Only the first `num_beams` of them can finish.
         """
         params, width = self._params, self._params.num_beams
         ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf: forbidden
@@ -169,7 +168,6 @@ class BeamSearchRequest(Request):
         return []  # clients get outputs at the end of the search
 
     def _continue_with(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Replace the sequences of the beams by one sequence for each pair (parent beam, token) in `chosen`."""
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
         for i, sequence in enumerate(before):  # free blocks before forks need them
             if i not in parents:
@@ -235,7 +233,6 @@ class BeamSearchRequest(Request):
         return text[: at + len(stop) * keep]
 
     def _stops(self, tokens: list[int]) -> list[tuple[int, str]]:
-        """Return pairs (position in the text, stop string). The first `min_tokens` tokens are not searched."""
         text, least = self._decode(tokens), self.params.min_tokens
         early = len(self._decode(tokens[:least])) if least else 0
         return [(at, stop) for stop in self.params.stop if (at := text.find(stop, early)) >= 0]

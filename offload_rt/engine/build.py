@@ -60,8 +60,8 @@ LIMITLESS = 1 << 62
 def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | str | None = None) -> Runner:
     """Return a runner for `model`. For errors, see `LLM`.
 
-    `runner.config.policy_options` contains all policy options in effect, including options that `offload-rt tune` saved
-    in the folder `config.skew`.
+    `runner.config.policy_options` contains all options in effect, including those that `offload-rt tune` saved in the
+    folder `config.skew`.
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
     check_device_kv(config, device)
@@ -126,7 +126,7 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
     """Return a runner of the draft model, and the fraction of the configured memory for its KV cache.
 
-    With this fraction, the KV caches of both models hold the same number of tokens.
+    The fraction is chosen so that the KV caches of both models hold the same number of tokens.
     """
     assert config.exact is not None
     if config.exact.model is None:
@@ -147,8 +147,8 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
 def build_with_policy(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
     """Return a runner with another policy that shares the model and the KV cache of `runner`.
 
-    `exact` replaces the option of `runner`, unless it is None. Raises ConfigError for invalid options, or if
-    `device_memory` is set.
+    `exact` replaces the option of `runner`, unless it is None. Raises ConfigError for invalid options or with
+    `device_memory`.
     """
     if runner.plan is not None:
         raise ConfigError("device_memory is planned for one policy only: create another LLM instead")
@@ -170,7 +170,6 @@ def build_with_policy(runner: Runner, name: str, options: Mapping[str, Any], exa
 
 
 def _plan_memory(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
-    """Return the device memory plan (None without `device_memory`) and the placement of the weights."""
     quantised = config.quantize in ("int4", "int8") and isinstance(model, (str, os.PathLike))
     placed = config.experts_on_device is not None or config.embedding_on_host
     if config.device_memory is None and not placed and not quantised:
@@ -200,7 +199,7 @@ def build_policy(
     """Return the policy `name` for a loaded model. Raises ConfigError if the name or the options are invalid.
 
     Args:
-        artifact: Function that loads the skew artifact, called only if the policy needs one.
+        artifact: Loads the skew artifact. Called only if the policy needs one.
         keys_on_host: Keep scoring keys in host memory, because device memory is too small.
         idle: Context in which no engine of the process computes, for measurements of speed.
     """
@@ -232,7 +231,6 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
 
 def _skew_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
-    """Return the skewing method in the policy's options or preset. None means the method of the artifact."""
     found: SkewMethod | None = options_class(policy).with_preset(options).get("skew")
     return found
 
@@ -242,7 +240,7 @@ def build_transfer(
 ) -> Transfer:
     """Return the object that copies KV between the pool and the device.
 
-    On a CPU without a working set, unquantised KV is read in place.
+    On a CPU without a working set, it reads unquantised KV in place.
 
     Args:
         working_set: Number of fetched KV entries per layer and KV head that stay on the device.
@@ -291,7 +289,7 @@ def _reads_in_place(pool: HostPool) -> bool:
 
 
 def _stream_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
-    """Create the streams for weights in host memory. Return the model with an adapter that waits for the copies."""
+    """Create the streams for weights in host memory. The returned model waits for their copies."""
     if not placement:
         return loaded, None
     device, adapter, stream = loaded.adapter.device, loaded.adapter, None

@@ -53,11 +53,10 @@ class CacheManager:
 
     @property
     def evicts(self) -> bool:
-        """Whether a sequence evicts its own tokens if the pool is full."""
         return self._config.eviction is not None
 
     def check(self, prompt: int, total: int) -> None:
-        """Raise PoolFullError if a sequence of `total` tokens does not fit in an empty pool.
+        """Raise PoolFullError if a sequence of `total` tokens can never fit in the pool.
 
         With eviction, only the `prompt` tokens and one new token must fit.
         """
@@ -87,7 +86,7 @@ class CacheManager:
         """Return the index of the first token whose exact KV is not cached.
 
         None means that all tokens are cached, or that prefixes are not shared. `provenance` is the part of the KV
-        provenance key that describes weights and cache salt.
+        provenance key for weights and cache salt.
         """
         if not self.shares or self._policy.wants_queries:
             return None
@@ -95,7 +94,7 @@ class CacheManager:
         return known if known < len(tokens) else None
 
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
-        """Return a block table that begins with the cached blocks of `known` and has slots for `capacity` tokens.
+        """Return a block table with the cached blocks of `known`, and slots for `capacity` tokens.
 
         For `stop` and errors, see `reserve_slots`. For `provenance`, see `first_uncached`.
         """
@@ -109,7 +108,7 @@ class CacheManager:
     def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
         """Reserve slots for `capacity` tokens in `blocks`, and return `blocks`. On PoolFullError, release `blocks`.
 
-        Sliding layers get slots only for the shortest possible first part of a prefill of the tokens [start, stop).
+        In sliding layers, only the shortest possible first part of a prefill of the tokens [start, stop) gets slots.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
@@ -119,7 +118,7 @@ class CacheManager:
 
     @contextmanager
     def released_on_error(self, blocks: BlockTable) -> Iterator[None]:
-        """Context that releases `blocks`, which no sequence owns yet, if an error is raised in it."""
+        """Context that releases `blocks`, which no sequence owns yet, after an error."""
         try:
             yield
         except BaseException:
@@ -129,8 +128,8 @@ class CacheManager:
     def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, before_window: int = 0) -> None:
         """Move the windows of sliding layers to the tokens [position, stop) of a sequence.
 
-        Slots are reserved for the new tokens, and blocks outside of the windows are freed. If blocks are free, up to
-        `before_window` new tokens before the last window also get slots. Raises PoolFullError.
+        Slots are reserved for the new tokens, and blocks outside of the windows are freed. Up to `before_window` new
+        tokens before the last window also get slots if blocks are free. Raises PoolFullError.
         """
         # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows on the device,
         # and the first token after a prefill is sampled before another sequence gets blocks.
@@ -178,7 +177,7 @@ MAX_LISTED = 8  # maximum number of users listed in an error message
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Host memory of one session or request that cannot be reclaimed now, for error messages.
+    """Host memory of a session or request that cannot be reclaimed now, for error messages.
 
     A block that several sequences share is counted for each of them.
     """
@@ -189,15 +188,13 @@ class MemoryUse:
 
 
 class Reclaimable(Protocol):
-    """An object that keeps memory between requests and can free it on demand, such as a session store."""
+    """An object, such as a session store, that keeps memory between requests and can free it on demand."""
 
     def reclaim(self) -> bool:
         """Free some memory without losing data. Return False if there is none."""
         ...
 
-    def memory_in_use(self) -> list[MemoryUse]:
-        """Return the sessions or requests whose memory cannot be freed now."""
-        ...
+    def memory_in_use(self) -> list[MemoryUse]: ...
 
 
 def describe_memory_use(uses: list[MemoryUse]) -> str:

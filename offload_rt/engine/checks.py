@@ -85,7 +85,6 @@ def check_evictable(policy: Policy) -> None:
 
 
 def describe_value(value: object) -> str:
-    """Return a value and its type for an error message."""
     return f"{value!r:.80} is {type(value).__name__}"
 
 
@@ -115,7 +114,7 @@ def check_salt(cache_salt: object) -> str:
 
 
 def check_sampling_params(given: object, default: SamplingParams) -> SamplingParams:
-    """Return `given`, or `default` if `given` is None. Raise InputError for other types."""
+    """Return `given`, or `default` if it is None. Raise InputError for other types."""
     if given is None:
         return default
     if not isinstance(given, SamplingParams):
@@ -126,7 +125,7 @@ def check_sampling_params(given: object, default: SamplingParams) -> SamplingPar
 def sampling_params_per_prompt(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
     """Return the sampling parameters of each of `prompts` prompts. Raises InputError.
 
-    `given` is one SamplingParams for all prompts, a list with one per prompt, or None for `default`.
+    `given` is one SamplingParams, a list with one per prompt, or None for `default`.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [check_sampling_params(given, default)] * prompts
@@ -136,7 +135,6 @@ def sampling_params_per_prompt(given: object, prompts: int, default: SamplingPar
 
 
 def check_folder_path(name: str, value: object) -> Path:
-    """Return `value` as a path with "~" expanded. Raise InputError for other types."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
         raise InputError(f"{name}={describe_value(value)}; it must be a path")

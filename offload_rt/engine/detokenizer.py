@@ -39,7 +39,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | N
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of `prompt` that affect the text of the next token, without special tokens."""
+    """Return the last tokens of `prompt`, without special tokens, that affect the text of the next token."""
     if tokenizer is None:
         return []
     has_text: dict[int, bool] = {}
@@ -56,7 +56,6 @@ def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence
 
 
 def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> int:
-    """Return the index of the first token that begins a whole character, or 0 if none does."""
     counts = range(_INCOMPLETE + 1)  # the last character may be incomplete, too
     ranges = ((start, len(tokens) - missing) for missing in counts for start in counts)
     whole = (start for start, stop in ranges if not decode(tokenizer, tokens[start:stop]).startswith(_PENDING))
@@ -70,9 +69,10 @@ def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
 def known_texts(
     tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False
 ) -> list[str]:
-    """Return the texts that `tokens` can have at the start of a longer text, for `added_text`.
+    """Return the possible texts of `tokens` at the start of a longer text, for `added_text`.
 
-    Later tokens may change an incomplete last character. The texts without the last 1 to 3 tokens are then included.
+    If the last character is incomplete, later tokens may change it. The texts without the last 1 to 3 tokens are then
+    included.
     """
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
@@ -80,7 +80,7 @@ def known_texts(
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Remove the text of the earlier tokens from `both`, the text of all tokens.
+    """Return `both`, the text of all tokens, without the text of the earlier tokens.
 
     `known` is the result of `known_texts` for the earlier tokens.
     """
@@ -91,8 +91,8 @@ def added_text(known: Sequence[str], both: str) -> str:
 class TextStream:
     """Converts the generated tokens of one sequence to text, in constant time per token.
 
-    An incomplete UTF-8 character or a possible beginning of a stop string is held back until its end is known. Without
-    a tokenizer, the text is empty and no stop string is found.
+    An incomplete character or a possible beginning of a stop string is held back. Without a tokenizer, the text is
+    empty and no stop string is found.
 
     Args:
         keep_stop: Include the stop string in the text.
@@ -121,20 +121,18 @@ class TextStream:
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Add a token. Return the new text that can no longer change.
 
-        If `may_stop` is True, cut the text at the first stop string and set `stopped`.
+        With `may_stop`, cut the text at the first stop string and set `stopped`.
         """
         fresh = self._completed(token)
         return self._release(self._held_back + fresh) if may_stop else fresh
 
     def flush(self) -> str:
-        """Return the text that is still held back. Call this after the last token."""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
         held_back, self._held_back = self._held_back + tail, ""
         return held_back if self.stopped is None else ""
 
     def _completed(self, token: int) -> str:
-        """Append a token to the window of tokens that are decoded together. Return the text that is now final."""
         window = self._window
         window.append(token)
         text = self._decode(window)
@@ -153,7 +151,7 @@ class TextStream:
         return fresh
 
     def _incomplete_tokens(self, text: str) -> int:
-        """Return how many of the window's last tokens may form an incomplete character. `text` is the window's text."""
+        """Return how many of the last tokens of the window, whose text is `text`, may form an incomplete character."""
         if not text.endswith(_PENDING):
             return 0
         window = self._window

@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Serves requests on one runner.
 
-    A prefill runs layer by layer between decode steps. While other requests run, `max_num_batched_tokens` of the
-    configuration limits the number of layers per step. An exception in one request ends only this request.
+    A prefill runs layer by layer between decode steps. While other requests run, `max_num_batched_tokens` limits the
+    number of layers per step. An exception in one request ends only this request.
 
     Args:
         max_num_seqs: Maximum number of sequences that are decoded together.
         on_prefill: Called as `on_prefill(request, layers_done)` after each layer of a prefill.
-        swap: Writes the KV of preempted requests to disk. None computes it again instead.
+        swap: Writes the KV of preempted requests to disk. None means that their KV is computed again.
         on_failure: Called with a failed request and its error. If None, `step` raises the error.
         waited_for: Returns whether a client waits for the step to end. Called after each layer of a prefill.
     """
@@ -65,7 +65,7 @@ class Engine:
         self._suspects = Suspects()
 
     def next_id(self) -> int:
-        """Return the id of a request that is created outside the engine."""
+        """Return an id for a request that is created outside the engine."""
         return next(self._ids)
 
     def add(
@@ -74,7 +74,7 @@ class Engine:
         """Queue a prompt of at least one token, and return its request.
 
         Args:
-            recorder: Receives the tokens that each layer selects for the first completion. Unused for beam search.
+            recorder: Receives the tokens that each layer selects for the first completion, except with beam search.
             cache_salt: See `LLM.generate`.
 
         Raises:
@@ -95,7 +95,7 @@ class Engine:
     def submit(self, request: Request, *, swaps: bool = False) -> None:
         """Queue a request that was created outside the engine, such as a turn of a session.
 
-        `swaps` tells whether the request's KV may be swapped to disk. It is False if a session owns the KV.
+        `swaps` allows swapping the request's KV to disk. It is False if a session owns the KV.
         """
         with self.runner.pool.lock:  # engines on other threads read the queue
             self.scheduler.add(request, swaps=swaps)
@@ -125,13 +125,12 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests and no unreported errors."""
         return self.scheduler.idle and not self.scheduler.failed and not self.scheduler.ended
 
     def step(self) -> list[TokenOutput]:
         """Run one decode step for all running requests, and some layers of the prefill of at most one request.
 
-        If the pool has no memory for any of the engine's requests, the call waits briefly for other engines. Results of
+        If no request of the engine gets memory from the pool, the call waits briefly for other engines. Results of
         ended requests are written to disk before their last output is returned.
 
         Returns:
@@ -158,7 +157,6 @@ class Engine:
                 scheduler.failed.extend(self._persist())
 
     def _persist(self) -> list[tuple[Request, Exception]]:
-        """Write the results of ended requests to disk. Return the requests and errors for which this failed."""
         ended, lost = self.scheduler.ended, list[tuple[Request, Exception]]()
         while ended:
             try:
@@ -176,10 +174,7 @@ class Engine:
             self._on_failure(request, error)
 
     def cancel(self, request: Request) -> None:
-        """End a request and all its completions.
-
-        Raises StoreError or EngineError if its results cannot be written to disk.
-        """
+        """End a request and all its completions. Raises StoreError or EngineError if its results cannot be written."""
         with self.runner.pool.lock:
             for sample in request.samples:
                 if sample.finish_reason is None:
@@ -211,7 +206,6 @@ class Engine:
                 self._decode_failed(group, error, self._speculative.rejected)
 
     def _compute_logits(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
-        """Return each request with its next logits, several with speculative decoding."""
         if self._speculative is not None:
             speculative = self._speculative
             return [(draft.request, speculative.accepted(draft)) for draft in speculative.round(group)]
@@ -223,8 +217,8 @@ class Engine:
     def _decode_failed(self, group: list[Request], error: Exception, lost: list[Request] | None = None) -> None:
         """Handle an exception in a decode step of `group`.
 
-        A single request fails. Of several requests, each may be the cause. The requests `lost` (None: all) have an
-        incomplete state. They start again and are decoded alone (`Suspects`).
+        A single request fails. Any of several requests may be the cause, so the requests `lost` (None: all), whose
+        state is incomplete, start again and are decoded alone (`Suspects`).
         """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)
@@ -268,7 +262,7 @@ class Engine:
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
-        """Let a request sample a token from each of its logits. Return the outputs before the first error."""
+        """Let a request sample tokens from its logits. Return the outputs before the first error."""
         request, each = step
         events: list[TokenOutput] = []
         try:
@@ -302,17 +296,16 @@ class Suspects:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Add a request and its position. Call this before the sequences of the request are freed."""
+        """Add a request and its position. Call this before its sequences are freed."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:
-        """Split `running` into groups that are decoded together. If it contains a suspect, each request is alone."""
+        """Split `running` into groups that are decoded together. If one request is a suspect, each is decoded alone."""
         if any(request in self._positions for request in running):
             return [[request] for request in running]
         return [list(running)] if running else []
 
     def decoded(self, request: Request) -> None:
-        """Remove a request from the suspects if it has passed the position of the failure."""
         failed_at = self._positions.get(request)
         if failed_at is not None and request.sequences and request.sequences[0].position > failed_at:
             del self._positions[request]

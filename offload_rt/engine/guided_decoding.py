@@ -39,7 +39,11 @@ class GuidedDecoder:
         vocab: int,
         ends: Collection[int],
     ) -> None:
-        """Compile the grammar. `ends` are the tokens that may end a complete output, `vocab` is the number of logits.
+        """Compile the grammar.
+
+        Args:
+            vocab: Number of logits.
+            ends: Tokens that may end a complete output.
 
         Raises:
             InputError: The grammar is invalid, or the model has no fast tokenizer.
@@ -118,7 +122,7 @@ def _check_size(spec: StructuredOutputs) -> None:
 
 
 def _nesting(schema: Any) -> tuple[int, int]:
-    """Return the depth of a JSON schema, and an upper bound on the number of different schemas that it refers to."""
+    """Return the depth of a JSON schema, and an upper bound on the number of schemas it refers to."""
     depth, references, bases, level = 0, set[str](), 0, [schema]
     while level:
         depth += 1

@@ -26,7 +26,7 @@ from .guided_decoding import GuidedDecoder
 
 
 class NewTokenPenalties(LogitsProcessor):
-    """Presence and frequency penalties as in OpenAI's API and vLLM: only generated tokens count, not the prompt."""
+    """Presence and frequency penalties of generated tokens, not of the prompt, as in OpenAI's API and vLLM."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
@@ -38,8 +38,6 @@ class NewTokenPenalties(LogitsProcessor):
 
 
 class AllowedTokens(LogitsProcessor):
-    """Forbids all tokens except `tokens`."""
-
     def __init__(self, tokens: Collection[int], device: torch.device) -> None:
         self._tokens = torch.tensor(sorted(set(tokens)), device=device)
 
@@ -92,7 +90,7 @@ def check_logits(logits: torch.Tensor) -> None:
 def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return logits `[B, V]` after `processors`. `history` contains the earlier tokens `[B, T]`.
 
-    Raises InputError if the result of a processor is not a tensor of logits `[B, V]`.
+    Raises InputError if a processor does not return logits `[B, V]`.
     """
     found: Any = scores
     for processor in processors:

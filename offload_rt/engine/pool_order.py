@@ -1,8 +1,8 @@
 """Order the requests of engines that share a KV pool, so that engines never wait for each other in a cycle.
 
-All requests of a pool are ordered by the time they were added. If an engine runs out of memory, it preempts its
-requests and waits until engines with older requests free memory. The engine with the oldest request keeps its memory.
-While this engine waits, no other engine admits requests. The oldest request therefore always finishes.
+Requests are ordered by the time they were added. An engine that runs out of memory preempts its requests and waits
+until engines with older requests free memory. The engine with the oldest request keeps its memory. While this engine
+waits, no other engine admits requests, so the oldest request always finishes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sessions free memory without waking up the engine, and other engines may be aban
 
 
 class PoolOrder:
-    """Order of the requests of all engines with one KV pool. The runners of these engines share this object."""
+    """Order of the requests of all engines with one KV pool. Their runners share this object."""
 
     def __init__(self) -> None:
         self._members: WeakSet[PoolMember] = WeakSet()
@@ -50,7 +50,6 @@ class PoolOrder:
             self._members.add(member)
 
     def arrival(self) -> int:
-        """Return the arrival number of a new request."""
         return next(self._arrivals)
 
     def members(self) -> list[PoolMember]:
@@ -58,7 +57,7 @@ class PoolOrder:
             return list(self._members)
 
     def freed(self, *, ended: bool) -> None:
-        """Wake up engines that wait for memory, after a request has ended or was preempted."""
+        """Wake up engines that wait for memory, after a request has ended (`ended`) or was preempted."""
         with self.changed:
             self.times_freed += 1
             self.requests_ended += ended
@@ -80,7 +79,7 @@ class PoolMember(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Mark this engine as active in this thread during the `with` statement and for `PATIENCE` seconds after it."""
+        """Mark this engine as active during the `with` statement and for `PATIENCE` seconds after it."""
         self._thread, self._in_step, self._seen = threading.get_ident(), True, None
         try:
             yield
@@ -90,7 +89,7 @@ class PoolMember(ABC):
     @property
     @abstractmethod
     def uses_memory(self) -> bool:
-        """Whether a request of this engine has started, so that it uses memory of the pool."""
+        """Whether a request of this engine has started, so that it uses the pool."""
 
     @property
     @abstractmethod
@@ -99,13 +98,13 @@ class PoolMember(ABC):
 
     @property
     def reserves_pool(self) -> bool:
-        """Whether the pool is reserved for this engine's oldest request. Other engines then admit no requests."""
+        """Whether the pool is reserved for this engine's oldest request, so that other engines admit none."""
         return self._reserved_for is not None and self.oldest is not None and self.oldest <= self._reserved_for
 
     def wait_for_others(self) -> bool:
         """Return whether another engine may free memory. If so, `wait` waits for it after this step.
 
-        If no other engine has an older request, the pool is reserved for this engine (`reserves_pool`).
+        Without older requests in other engines, the pool is reserved for this engine (`reserves_pool`).
         """
         others = self._active_others()
         older = self._older(others)
@@ -117,7 +116,7 @@ class PoolMember(ABC):
         return True
 
     def pause_admission(self) -> None:
-        """Admit no requests until a request of the pool has ended. Admitted requests would be preempted again."""
+        """Admit no requests, which would be preempted again, until a request of the pool has ended."""
         self._paused_at, self._seen = self.order.requests_ended, self.order.times_freed
 
     def may_admit(self) -> bool:
@@ -130,7 +129,7 @@ class PoolMember(ABC):
         return True
 
     def add_hint(self, error: PoolFullError) -> PoolFullError:
-        """Add a hint to the message if other engines use memory of the pool."""
+        """Add a hint to the message if other engines use the pool."""
         users = sum(one is not self and one.uses_memory for one in self.order.members())
         if not users:
             return error
@@ -149,7 +148,7 @@ class PoolMember(ABC):
                 self.order.changed.wait_for(lambda: self.order.times_freed != seen, RECHECK_SECONDS)
 
     def _active_others(self) -> list[PoolMember]:
-        """Return the engines of other threads that are in a step, or ended one within the last `PATIENCE` seconds."""
+        """Return engines of other threads that are in a step, or were within the last `PATIENCE` seconds."""
         now, thread = time.monotonic(), threading.get_ident()
         return [
             one

@@ -12,8 +12,6 @@ from ..utils.config_fields import check_choice
 
 
 class Listed(Protocol):
-    """An object with `tolist`, such as a tensor or an array."""
-
     def tolist(self) -> Any: ...
 
 
@@ -35,13 +33,10 @@ def one_prompt(prompt: object) -> str | list[int]:
 
 
 def each_prompt(prompts: object) -> list[str | list[int]]:
-    """Return one or several prompts as a list of texts or token ids.
+    """Return one or several prompts as a list of texts or token ids. Raises InputError for other types.
 
     One prompt is a text, token ids `[T]`, or a tokenizer's output for one text. Several prompts are a list of these,
-    token ids `[B, T]`, or a tokenizer's output for several texts. Padding in a tokenizer's output is removed.
-
-    Raises:
-        InputError: `prompts` has another type.
+    token ids `[B, T]`, or a tokenizer's output for several texts, whose padding is removed.
     """
     if isinstance(prompts, (str, UserString)):
         return [str(prompts)]
@@ -69,12 +64,10 @@ def token_ids(ids: object) -> list[int]:
 
 
 def shortened(ids: Sequence[int], max_tokens: int, truncate: str | None, what: str) -> list[int]:
-    """Return token ids, shortened to `max_tokens`.
+    """Return at most `max_tokens` token ids, without the part `truncate` ("head", "tail" or "middle").
 
-    `truncate` is the part to remove: "head", "tail" or "middle". `what` names the text in errors.
-
-    Raises:
-        InputError: The text is too long and `truncate` is None, or `max_tokens` is below 1.
+    Raise InputError if the text is too long and `truncate` is None, or if `max_tokens` is below 1. `what` names the
+    text in errors.
     """
     if len(ids) <= max_tokens:
         return list(ids)

@@ -1,4 +1,4 @@
-"""Requests that the engine serves: the base class, and the request that samples tokens."""
+"""Base class of the requests that the engine serves, and the request that samples tokens."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
-    """A prefill cannot continue, but its request can start again immediately."""
+    """A prefill cannot continue. Its request can start again immediately."""
 
 
 class Request(ABC):
     """A prompt with its sampling parameters, from the time it is queued to its end.
 
-    A request owns sequences from `start` to `drop` or `finish`. After `drop`, it can start again without losing
+    A request owns sequences from `start` to `drop` or `finish`. After `drop`, it can start again and keeps its
     generated tokens. Subclasses choose the tokens.
 
     Attributes:
@@ -86,12 +86,12 @@ class Request(ABC):
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and generated tokens. None if tokens are not enough to continue the request, as with beam search."""
+        """Prompt and generated tokens. None if these cannot continue the request, as with beam search."""
         return None
 
     @abstractmethod
     def start(self, runner: Runner) -> Prefill:
-        """Create the sequence and return its prefill. Raises PoolFullError, InputError or ModelError."""
+        """Create the sequence. Return its prefill. Raises PoolFullError, InputError or ModelError."""
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
         """Return the next part of the prefill, or None after the last part. Raises PoolFullError."""
@@ -107,7 +107,7 @@ class Request(ABC):
         return runner.begin_prefill(self.sequences[0], self._stop, want_logits=True, on_logits=self._on_logits)
 
     def layers_prefilled(self, prefill: Prefill) -> int:
-        """Return how many layers of the whole prefill are complete. `prefill` is the current part."""
+        """Return how many layers of the whole prefill are complete. `prefill` is its current part."""
         position = prefill.sequence.position
         done = (position - self._start) * prefill.layers + (prefill.stop - position) * prefill.finished_layers
         return done // (self._stop - self._start)
@@ -124,21 +124,18 @@ class Request(ABC):
         raise NotImplementedError
 
     def take_pending(self) -> list[SampledRequest]:
-        """Return the completions that must be forked from this one after its prefill. A second call returns none."""
+        """Return the completions to fork after the prefill, only once."""
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the KV slots for the next decode step. Raises PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
 
     @property
     def max_draft_tokens(self) -> int:
-        """Maximum number of draft tokens in the next step."""
         return 0
 
     def draft_sampler(self) -> Sampler:
-        """Return a copy of the sampler, for choosing draft tokens."""
         raise NotImplementedError
 
     @abstractmethod
@@ -149,13 +146,13 @@ class Request(ABC):
         """
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequences, for example after a preemption. The request can start again later."""
+        """Free the sequences, for example at a preemption. The request can start again."""
         while self.sequences:
             runner.free(self.sequences[-1])
             self.sequences.pop()
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """End the request and free its sequences. An existing finish reason is kept."""
+        """End the request and free its sequences. A finish reason that is already set is kept."""
         self.finish_reason = self.finish_reason or reason
         self._final = self.stats(runner)
         self.drop(runner)
@@ -167,7 +164,7 @@ class Request(ABC):
         """
 
     def stats(self, runner: Runner) -> Stats | None:
-        """Return the statistics of the first sequence up to now, or None before the start."""
+        """Return the statistics of the first sequence so far, or None before the start."""
         return sequence_stats(runner, self.sequences[0]) if self.sequences else self._final
 
     @abstractmethod
@@ -175,7 +172,7 @@ class Request(ABC):
 
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
-    """Return the output of a request up to now.
+    """Return the output of a request so far.
 
     Args:
         ids: Token ids of the prompt. All outputs of a request share this list.
@@ -294,7 +291,6 @@ class SampledRequest(Request):
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
-        """Start with a fork of the first completion's sequence. Raises PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     @property

@@ -94,8 +94,8 @@ class Runner(SequenceManager):
     ) -> Prefill:
         """Return a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
 
-        If memory is short, the prefill ends before `stop` (`Prefill.stop`). The caller then begins another prefill for
-        the remaining tokens. Raises PoolFullError.
+        If memory is short, the prefill ends before `stop` (`Prefill.stop`), and the caller begins another one for the
+        remaining tokens. Raises PoolFullError.
 
         Args:
             want_logits: Compute the logits of the last token.
@@ -125,7 +125,7 @@ class Runner(SequenceManager):
     def _reserve_window_slots(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], int]], int]) -> int:
         """Reserve slots in sliding-window layers for the tokens [position, stop), or for fewer if memory is short.
 
-        Return the end of the tokens that have slots. Raises PoolFullError if not even the shortest part fits.
+        Return the end of the tokens with slots. Raises PoolFullError if not even the shortest part fits.
         """
         before_window = KEPT_BEFORE_WINDOW if self.cache_manager.shares else 0
         slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, before_window=before_window)
@@ -181,7 +181,7 @@ class Runner(SequenceManager):
     ) -> torch.Tensor | None:
         """Prefill the tokens [position, stop) in one call. For `on_logits`, see `Prefill`.
 
-        With `want_logits`, return the logits `[V]` of the last token, else None.
+        With `want_logits`, return the logits `[V]` of the last token.
         """
         while True:
             prefill = self.begin_prefill(sequence, stop, want_logits=want_logits, on_logits=on_logits)
@@ -193,7 +193,7 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Compute token `tokens[position]` of each sequence, and advance positions. Return float32 logits `[B, V]`."""
+        """Compute token `tokens[position]` of each sequence, and advance `position`. Return float32 logits `[B, V]`."""
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)
         for sequence in batch:

@@ -35,7 +35,7 @@ Answer = tuple[torch.Tensor, list[int]]
 
 
 def best_tokens(logits: torch.Tensor) -> list[int]:
-    """Return the most likely token of each row of logits `[B, V]`, or `INVALID` for rows that are not finite."""
+    """Return the most likely token of each row of logits `[B, V]`, or `INVALID` if the row is not finite."""
     highest = logits.max(dim=-1)
     # One copy for both: float32 represents all token ids below 2^24.
     values, ids = torch.stack((highest.values, highest.indices.to(logits.dtype))).tolist()
@@ -45,12 +45,12 @@ def best_tokens(logits: torch.Tensor) -> list[int]:
 class Sampler:
     """Chooses the next tokens of one sequence.
 
-    The random numbers of a token depend only on the seed and on the token's position in the text. A seed therefore
-    gives the same text on every device, in every batch and after a preemption. `seed=None` uses a random seed.
-    Completion 0 uses `seed`, and further completions use derived seeds.
+    Random numbers depend only on the seed and the token's position in the text, so a seed gives the same text on every
+    device, in every batch and after a preemption. `seed=None` chooses a random seed. Completion 0 uses `seed`, and
+    further completions use derived seeds.
 
     Args:
-        tokenizer: Tokenizer of the model. Only needed for parameters given as text, such as `bad_words`.
+        tokenizer: Tokenizer of the model, for parameters given as text, such as `bad_words`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Sampler:
         """Return the next token id.
 
         Args:
-            tokens: Tokens of the prompt and all generated tokens.
+            tokens: Prompt and generated tokens.
             prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
             shift: Number of tokens that were truncated from the start of the text.
             best: Most likely token, if `best_tokens` was called for the whole batch, else None.

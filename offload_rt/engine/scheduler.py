@@ -1,4 +1,4 @@
-"""Queues of requests, and decisions about which requests prefill, decode, wait or are preempted."""
+"""Scheduler of the requests of one engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler(PoolMember):
-    """Decides which requests prefill, decode, wait or are preempted. Requests are served first come, first served.
+    """Decides which requests prefill, decode, wait or are preempted, first come, first served.
 
-    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. A request
-    that does not fit in an empty pool fails immediately. If the pool runs out of memory, the youngest request is
-    preempted: it loses its KV, keeps its tokens and goes back to the head of the queue. Later, its KV is read from disk
-    (`swap`) or computed again. The oldest request is never preempted for a younger one, so every request ends.
+    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. It fails
+    immediately if it does not fit in an empty pool. If the pool runs out of memory, the youngest request is preempted:
+    it goes back to the head of the queue, and its KV is later read from disk (`swap`) or computed again. The oldest
+    request is never preempted for a younger one, so every request ends.
 
     Attributes:
         waiting, prefilling, running: A request is in at most one of these. `running` is in the order of admission.
@@ -79,7 +79,7 @@ class Scheduler(PoolMember):
     def admit(self) -> None:
         """Start the prefill of the next waiting request, if memory allows it and no other prefill is running.
 
-        A request whose KV cache is restored from disk needs no prefill and runs immediately.
+        A request whose KV is restored from disk runs immediately.
         """
         if self.prefilling is not None or not self.waiting or self._full or not self.may_admit():
             return
@@ -107,7 +107,6 @@ class Scheduler(PoolMember):
             self.prefilling = request, prefill
 
     def _handle_start_error(self, request: Request, error: Exception) -> None:
-        """Let a request wait if other requests may free memory. Otherwise, it fails."""
         try:
             request.drop(self._runner)
         except Exception as other:
@@ -122,7 +121,7 @@ class Scheduler(PoolMember):
     def _swap_in(self, request: Request, width: int) -> bool:
         """Restore the KV of a preempted request. Return False if it must be computed again.
 
-        Raises PoolFullError if less than one free block per running sequence (`width`) would remain.
+        Raises PoolFullError if fewer free blocks than running sequences (`width`) would remain.
         """
         tokens = request.tokens
         if self._swap is None or tokens is None or request not in self._swapped_out:
@@ -140,9 +139,9 @@ class Scheduler(PoolMember):
             self._swap.discard(swapped)
 
     def finish_prefill(self) -> list[Request]:
-        """Move the request whose prefill is complete to `running`, with the completions that fork from it.
+        """Move the request with a complete prefill to `running`, with its forks. Return these requests.
 
-        A completion goes to `waiting` if there is no memory for its fork. Return all requests that begin to run.
+        A fork that gets no memory goes to `waiting`.
         """
         assert self.prefilling is not None and self.prefilling[1].done
         request, prefill = self.prefilling
@@ -161,7 +160,7 @@ class Scheduler(PoolMember):
         return started
 
     def allocate(self) -> None:
-        """Reserve slots for the next step, oldest request first. If the pool is full, preempt the youngest request."""
+        """Reserve slots for the next step, oldest request first. A full pool preempts the youngest request."""
         self.stalled = False
         for request in list(self.running):
             while request in self.running and not self.stalled:
@@ -177,7 +176,8 @@ class Scheduler(PoolMember):
                     self.fail(request, error)
 
     def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
-        """Let the only started request wait until other engines free memory. If none can, fail with `error`.
+        """Let the only started request wait for memory of other engines. If no engine may free memory, fail it with
+        `error`.
 
         The request keeps its memory if `keep` is True and the pool is reserved for it. Otherwise, it is preempted.
         """

@@ -71,8 +71,8 @@ def score(
 
     Args:
         on_done: Called after each continuation.
-        on_logprobs: Called for each scored token with the index of the continuation and the log-probabilities `[V]` of
-            the vocabulary, on the model's device.
+        on_logprobs: Called for each scored token with the index of the continuation and log-probabilities `[V]` on the
+            model's device.
         recorder: Receives the tokens that each layer selects in decode steps. Allowed only for a single continuation.
 
     Raises:
@@ -96,7 +96,7 @@ def score(
 
 
 class _Batches:
-    """Collects prefilled sequences, and decodes them together when a batch is full or memory runs out."""
+    """Collects prefilled sequences. Decodes them together when a batch is full or memory runs out."""
 
     def __init__(
         self, runner: Runner, size: int, on_done: Callable[[], None], recorder: Recorder | None = None
@@ -107,7 +107,6 @@ class _Batches:
         self._origin: tuple[Sequence, _Task] | None = None
 
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
-        """Prefill `prefix` once, and fork its sequence for each task. The last task uses the sequence itself."""
         groups, last = self._groups, members[-1]
         origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.blocks(last.computed))
         self._origin = origin, last
@@ -121,10 +120,7 @@ class _Batches:
         self._origin = None
 
     def _retry_after_decoding(self, make: Callable[[], Sequence], blocks: int) -> Sequence:
-        """Call `make`. If the pool is full, decode the pending sequences first.
-
-        `blocks` is the maximum number of blocks that `make` needs.
-        """
+        """Call `make`, which needs at most `blocks` blocks. If the pool is full, decode pending sequences first."""
         pool = self._runner.pool
         available = pool.free_blocks + pool.idle_blocks
         crowded = self._groups.sliding > 0 and self._window_blocks_needed + blocks > available
@@ -140,7 +136,6 @@ class _Batches:
 
     @property
     def _window_blocks_needed(self) -> int:
-        """Number of blocks that sliding windows of pending sequences may still need."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         windows = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
         most = sum(

@@ -1,8 +1,8 @@
 """Measure up to which context length full attention is as fast as token selection on this processor.
 
-The engine decodes synthetic KV of two lengths, with full attention and with selection. The difference of the times is
-linear in the length: selection has a higher fixed cost, and full attention reads more bytes per token. The result is
-stored in the user's cache, so that the text of a prompt does not depend on the load of the machine.
+The engine decodes synthetic KV of two lengths with both methods. The difference of their times is linear in the length,
+because full attention reads more bytes per token, and selection has a higher fixed cost. The result is cached, so that
+the text of a prompt does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def measured_dense_until(
 ) -> int | None:
     """Return the longest context, in tokens, for which full attention is as fast as selection with `options`.
 
-    The value is read from the user's cache, or measured and stored. None means that it cannot be stored. In the context
-    `idle`, no engine of the process computes.
+    The value is read from the user's cache, or measured and stored. None means that it cannot be stored. While the
+    context `idle` is active, no engine of the process computes.
     """
     entry = cache_folder() / "selection" / _key(options, geometry, dtype)
     if (stored := _read(entry)) is not None:
@@ -120,8 +120,8 @@ def _measure(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) 
 def crossing(measured: Sequence[tuple[int, float, float]]) -> int:
     """Return the context length at which full attention and selection take equal time, rounded to `ROUNDED_TO`.
 
-    `measured` are two tuples (context length, seconds of full attention, seconds of selection). If selection never
-    becomes faster, the result is very large.
+    `measured` has two tuples (context length, seconds of full attention, seconds of selection). The result is very
+    large if selection never becomes faster.
     """
     (short, *short_times), (long, *long_times) = measured
     behind, ahead = short_times[1] - short_times[0], long_times[0] - long_times[1]
@@ -141,7 +141,7 @@ def layer_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of one layer with full attention, and with selection, in a context of `length` tokens.
 
-    Each is the median over layers of the fastest repeat.
+    For each layer, the fastest repeat counts. The results are medians over layers.
     """
     steps = 2 * REPEATS
     adapter = _TimedAdapter(geometry, dtype, length, clock)

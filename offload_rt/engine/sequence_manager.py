@@ -1,4 +1,4 @@
-"""Sequences of one model with one policy: creating, forking and freeing them."""
+"""Create, fork and free the sequences of one model with one policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if
 
 
 class SequenceManager:
-    """Creates, forks and frees the sequences of one model and policy. The caller must free every sequence.
+    """Creates, forks and frees sequences. The caller must free every sequence.
 
     Between calls, the block table, the resident KV and the policy state of a sequence describe the same tokens.
     """
@@ -83,7 +83,7 @@ class SequenceManager:
 
         Args:
             reuse: Number of leading tokens to look up in the prefix cache. The last of them is never reused.
-            provenance: Part of the KV provenance key that contains the cache salt (`salt_provenance`).
+            provenance: Part of the KV provenance key for the cache salt (`salt_provenance`).
 
         Raises:
             InputError: A token id is not in the vocabulary.
@@ -101,7 +101,6 @@ class SequenceManager:
         return sequence
 
     def check_fits(self, tokens: int) -> None:
-        """Raise ModelError or PoolFullError if a sequence of `tokens` tokens can never fit."""
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
@@ -109,9 +108,9 @@ class SequenceManager:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`. After a PoolFullError, reclaim memory (for example of idle sessions) and call it again.
+        """Call `action`. After a PoolFullError, reclaim memory, for example of idle sessions, and call it again.
 
-        If `action` raises, it must not have changed any state.
+        An `action` that raises must not have changed any state.
         """
         while True:
             try:
@@ -141,7 +140,7 @@ class SequenceManager:
 
     @device_guard
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
-        """Announce that `sequence` and `forks` future forks of it may grow to `tokens` tokens each.
+        """Prepare for `sequence` and `forks` future forks to grow to `tokens` tokens each.
 
         Host memory is allocated and pinned now, so that no decode step waits for it.
         """
@@ -156,9 +155,8 @@ class SequenceManager:
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """Return a sequence that shares the computed tokens of `sequence`, with KV slots for `capacity` tokens.
 
-        Full blocks are shared, and a partly filled last block is copied. With `same_trace`, the fork continues the
-        statistics of `sequence`. Otherwise, they start at zero, and shared tokens count as reused. Raises
-        PoolFullError.
+        Full blocks are shared, and a partly filled block is copied. Without `same_trace`, the statistics of the fork
+        start at zero, and shared tokens count as reused. Raises PoolFullError.
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
@@ -180,8 +178,8 @@ class SequenceManager:
         """Return a block table with cached KV of a session's tokens, except the last token.
 
         Args:
-            provenance: Part of the KV provenance key that describes the cache salt and truncations.
-            floor: Index of the first token that sliding layers can see.
+            provenance: Part of the KV provenance key for the cache salt and truncations.
+            floor: First token that sliding layers can see.
             exact_only: Return only blocks with exact KV.
         """
         if not self.cache_manager.shares:
@@ -203,8 +201,8 @@ class SequenceManager:
     ) -> Sequence:
         """Return a sequence that owns `blocks`, for example blocks of a stored session.
 
-        `blocks` contains the KV of its first `length` tokens. Before the next prefill runs a layer, the caller must
-        load the layer's KV of all other tokens up to `known`. If PoolFullError is raised, `blocks` is released.
+        `blocks` contains the KV of its first `length` tokens. The caller must load the KV of the other `known` tokens
+        in each layer before the next prefill runs this layer. On PoolFullError, `blocks` is released.
 
         Args:
             capacity: Number of tokens to reserve slots for.
@@ -221,11 +219,11 @@ class SequenceManager:
         )
 
     def continues(self, sequence: Sequence) -> bool:
-        """Return whether an idle sequence can continue: KV is readable, and recurrent state is on the device."""
+        """Return whether an idle sequence can continue: its KV is readable, and the device has its recurrent state."""
         return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Free the recurrent state of a sequence on the device at the end of a turn.
+        """Free the recurrent state of a sequence on the device after a turn.
 
         KV after the last full block is discarded, because it has no snapshot.
         """
@@ -298,7 +296,7 @@ class SequenceManager:
     def free(self, sequence: Sequence) -> None:
         """Free a sequence. Its full blocks stay in the prefix tree.
 
-        If this raises an error, call it again to free the remaining memory.
+        After an error, call it again to free the remaining memory.
         """
         self.transfer.storage.close(sequence.blocks)
         try:
@@ -309,7 +307,6 @@ class SequenceManager:
         del self._open[sequence.id]
 
     def _release_state(self, sequence: Sequence) -> None:
-        """Free the recurrent state and the unpublished snapshots of a sequence. A second call has no effect."""
         if self.snapshots is not None:
             self.snapshots.release(sequence)
         if self.rollbacks is not None:
@@ -329,7 +326,6 @@ class SequenceManager:
 
     @property
     def scoring_bytes(self) -> int:
-        """Size in bytes of all scoring keys and approximate KV on the device."""
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:

@@ -14,8 +14,8 @@ from ..models.recurrent import StateSlots
 class SnapshotKeeper:
     """Takes and restores snapshots of the recurrent state of sequences.
 
-    A sequence takes snapshots at `needed_positions`, and at the token where its text begins to differ from cached
-    texts. Snapshots are cached with the blocks in the prefix tree. All runners of the pool share them.
+    A sequence takes snapshots at `needed_positions`, and where its text begins to differ from cached texts. The prefix
+    tree caches them with the blocks, for all runners of the pool.
     """
 
     def __init__(self, slots: StateSlots, pool: HostPool) -> None:
@@ -27,7 +27,7 @@ class SnapshotKeeper:
         sequence.trace.recomputed_tokens = max(0, sequence.shared_tokens - sequence.position)
 
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
-        """Copy a snapshot to the recurrent state of a new sequence. None means the snapshot after its cached blocks."""
+        """Copy a snapshot (None: the one after the cached blocks) to the recurrent state of a new sequence."""
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)
         assert snapshot is not None
@@ -36,7 +36,7 @@ class SnapshotKeeper:
             seen[sequence.state_slot] = sequence.position
 
     def find(self, sequence: Sequence | None, position: int) -> int | None:
-        """Return the slot of the snapshot after `position` tokens (a multiple of 64), or None."""
+        """Return the slot of the snapshot after `position` tokens, a multiple of 64, or None."""
         if sequence is None or not 0 < position <= sequence.blocks.length:
             return None
         assert position % BLOCK_SIZE == 0
@@ -57,7 +57,7 @@ class SnapshotKeeper:
         return slot
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Copy the current state of a sequence to a new slot. Return the slot, or None if no slot can be used."""
+        """Copy the current state of a sequence to a new slot. Return None if no slot can be used."""
         if (slot := self.take()) is not None:
             try:
                 self._save(sequence, slot)
@@ -90,7 +90,7 @@ class SnapshotKeeper:
         return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
 
     def after_step(self, sequence: Sequence) -> None:
-        """If a decode step has filled a block, take a snapshot and free snapshots that are no longer needed."""
+        """After a decode step that filled a block, take a snapshot and free snapshots that are no longer needed."""
         position = sequence.position
         if position % BLOCK_SIZE or position != sequence.blocks.length:
             return
@@ -113,7 +113,6 @@ class SnapshotKeeper:
         self._touch(path, sequence.blocks.length)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the unpublished snapshots of a sequence."""
         while sequence.snapshots:
             self._table.release(sequence.snapshots.popitem()[1])
 

@@ -21,7 +21,7 @@ def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the mean and the maximum missed attention mass of sparse layers. None if it was not measured."""
+    """Return the mean and the maximum missed attention mass of sparse layers, or None if not measured."""
     selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
     if not trace.missed or not selecting:
         return None, None
@@ -31,7 +31,7 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of the context, as means over layers and tokens, and over sparse layers only (`sparse_...`).
+    """Fractions of the context, as means over layers and tokens. `sparse_...` covers only sparse layers.
 
     Attributes:
         fetched: Tokens whose KV was copied to the device.
@@ -80,7 +80,7 @@ def _used_approximate_kv(runner: Runner, sequence: Sequence) -> bool:
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
-    """Return the statistics of a sequence up to now. The sequence must not be freed yet."""
+    """Return the statistics of a sequence so far. The sequence must not be freed yet."""
     trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
     trace.flush_pending()
     shares, (missed, worst) = Fractions.of(trace, dense), layer_means(trace, dense)

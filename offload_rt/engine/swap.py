@@ -31,12 +31,10 @@ FOLDER = "preempted"  # subfolder of the user's folder, so that no other files o
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """Data for restoring a sequence whose KV is on disk, except its tokens.
-
-    Most attributes are those of `Sequence`.
+    """Data for restoring a sequence whose KV is on disk, except its tokens. See `Sequence`.
 
     Attributes:
-        floor: Index of the first token that sliding layers can see.
+        floor: First token that sliding layers can see.
         snapshot: Slot of a snapshot of the recurrent state in host memory. None if the model has no recurrent state.
     """
 
@@ -56,12 +54,9 @@ class SwappedSequence:
 class Swap:
     """Writes the KV of preempted sequences to an unnamed file, and restores it bit for bit.
 
-    If writing or reading fails, the sequence is computed again. KV of a common prompt is stored once, because its
-    blocks are identified by their tokens. KV reveals users' text, so the operating system deletes the file when the
-    process ends.
-
-    Raises:
-        StoreError: The folder cannot be used.
+    If writing or reading fails, the sequence is computed again. Blocks are identified by their tokens, so the KV of a
+    common prompt is stored once. KV reveals users' text, so the operating system deletes the file when the process
+    ends. Raises StoreError if the folder cannot be used.
     """
 
     def __init__(self, runner: Runner, folder: Path, options: StoreOptions | None = None) -> None:
@@ -83,10 +78,10 @@ class Swap:
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
-        """Write the KV of a sequence to disk. Return None if the sequence must be computed again.
+        """Write the KV of a sequence to disk. `batch` is the number of sequences that decode together.
 
-        This is the case if computing is estimated to be faster, if writing fails, or if the sequence cannot be restored
-        exactly. `batch` is the number of sequences that decode together.
+        Return None if writing fails, if the sequence cannot be restored exactly, or if computing it again is estimated
+        to be faster.
         """
         if not self._restorable(sequence):
             return None

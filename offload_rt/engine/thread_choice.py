@@ -22,9 +22,8 @@ CHANGED = 1.3  # if step times change by this factor, the machine's load has cha
 class ThreadChoice:
     """Runs decode steps with all threads or with one, whichever has been faster recently.
 
-    If other processes are busy, several threads can make a step slower. Only the time of a whole step shows this, so
-    the choice is made per step. The slower mode is tried again from time to time, and less often the longer it stays
-    slower.
+    If other processes are busy, several threads can make a step slower. Only the time of whole steps shows this. The
+    slower mode is tried again from time to time, and less often the longer it stays slower.
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
@@ -52,7 +51,7 @@ class ThreadChoice:
             self.record(several, time.perf_counter() - began)
 
     def record(self, several: bool, seconds: float) -> None:
-        """Record the seconds of a step with one or `several` threads, and choose the mode of the next step."""
+        """Record the seconds of a step with `several` threads or one, and choose the mode of the next step."""
         if self._cold:
             self._cold = False
             return

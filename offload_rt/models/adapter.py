@@ -1,4 +1,4 @@
-"""The interface of the runtime to a model: everything in its layers except attention.
+"""The interface between the runtime and a model: everything in a layer except attention.
 
 An adapter calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP. It has neither a
 KV cache nor a loop over layers. The T tokens of a call may belong to different sequences.
@@ -21,8 +21,8 @@ from .recurrent import RecurrentState, Stage, StateSlots
 class ModelAdapter(ABC):
     """Computes the layers of one decoder-only transformer, except attention.
 
-    In all methods, a layer is an attention layer, numbered from 0. Tensors are on `device` and in `dtype`, if no other
-    dtype is stated. Only `run_stages` modifies its arguments.
+    In all methods, a layer is an attention layer, numbered from 0. Tensors are on `device`, and in `dtype` unless
+    noted. Only `run_stages` modifies its arguments.
 
     Attributes:
         sinks: The learned attention sinks of each layer, `[H]` in float32 or wider, or None. A sink is a score that
@@ -42,10 +42,11 @@ class ModelAdapter(ABC):
         self.sinks = sinks or (None,) * geometry.layers
 
     def with_state(self, state: RecurrentState | None) -> ModelAdapter:
-        """Return an adapter that reads and updates `state`, for the sequences of its calls in the order of `state`.
+        """Return an adapter that reads and updates `state`. Its calls must have the sequences of `state`, in the same
+        order.
 
-        Required for hybrid models (layers with and without attention). Every token must then pass through each layer
-        exactly once, in order. Adapters of other models return themselves.
+        Required for hybrid models (layers with and without attention). Every token must pass through each layer exactly
+        once, in order. Adapters of other models return themselves.
         """
         return self
 
@@ -64,7 +65,7 @@ class ModelAdapter(ABC):
         return ()
 
     def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
-        """Replace `hidden` `[T, D]`, the output of attention layer `layer`, by the output of the stages after it.
+        """Replace `hidden` `[T, D]`, the output of attention layer `layer`, by the output of its stages.
 
         To save memory, the tokens of each slice are computed separately.
         """
@@ -83,12 +84,12 @@ class ModelAdapter(ABC):
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the input of layer 0, `[T, D]`, for token ids `[T]` at positions `[T]` (both int64).
 
-        If the model has absolute positions, the caller must check that they are below `geometry.max_positions`.
+        The caller must check that absolute positions are below `geometry.max_positions`.
         """
 
     @abstractmethod
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input `[T, D]` of the q, k and v projections: usually the layer's input after its first norm."""
+        """Return the input `[T, D]` of the q, k and v projections, usually the normalised input of the layer."""
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
@@ -104,9 +105,9 @@ class ModelAdapter(ABC):
         """Like `qkv`, but return only q, `[H, T, d]`."""
 
     def lone_query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return q of the current layer, if the layer uses the K and V of an earlier layer (`geometry.kv_layer`).
+        """Return q `[H, T, d]` of a layer that uses the K and V of an earlier layer (`geometry.kv_layer`).
 
-        In such a layer, it replaces `qkv`. Unlike `query`, it never predicts the query of a later layer.
+        Such layers call it instead of `qkv`. Unlike `query`, it never predicts the query of a later layer.
         """
         return self.query(layer, attention_input, positions)
 
@@ -117,9 +118,9 @@ class ModelAdapter(ABC):
         """Like `qkv`, but return only k and v, both `[Hkv, T, d]`."""
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return cached keys k `[Hkv, n, d]`, moved to positions higher by `offset`. Only for RoPE.
+        """Rotate cached keys k `[Hkv, n, d]` with RoPE to positions higher by `offset`.
 
-        The rotation is computed in float32, with angles in float64. A factor that scales the keys (YaRN) is kept.
+        Angles are computed in float64, and products in float32. The scale of the keys (YaRN) does not change.
 
         Raises:
             ModelError: The model uses absolute positions.
@@ -128,7 +129,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream `[T, D]`: the layer's input `hidden` plus its projected attention.
+        """Return the residual stream `[T, D]`: the layer's input `hidden` plus the projection of `attended`.
 
         If attention and MLP run in parallel, the output of the MLP is added too.
         """
@@ -137,16 +138,16 @@ class ModelAdapter(ABC):
     def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the layer's output `[T, D]`, computed from the residual stream after attention `[T, D]`.
 
-        Only models with an embedding of each token in every layer (Gemma 4 E2B) use the token ids `tokens` `[T]`.
+        The token ids `tokens` `[T]` are used only by models with `LayerEmbeddings`.
         """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[T, V]` in float32 or wider for outputs `[T, D]`, after final norm, head and soft cap."""
+        """Return logits `[T, V]` in float32 or wider, after final norm, head and soft cap."""
 
 
 class ForwardingAdapter(ModelAdapter):
-    """Adapter that forwards every call to the adapter `inner`. Subclasses override individual methods."""
+    """Forwards every call to the adapter `inner`, except methods that a subclass overrides."""
 
     def __init__(self, inner: ModelAdapter) -> None:
         super().__init__(inner.geometry, inner.dtype, inner.device, inner.sinks)

@@ -1,7 +1,7 @@
 """Load a transformers model, its configuration and its tokenizer from a checkpoint.
 
-Weights come from safetensors files or a GGUF file. Incomplete checkpoints are refused. Code that comes with a
-checkpoint runs only with `trust_remote_code`. Errors of transformers are converted to ModelError.
+Weights come from safetensors files or a GGUF file. Incomplete checkpoints are refused. Code in a checkpoint runs only
+with `trust_remote_code`. Errors of transformers become ModelErrors.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def read_config(source: ModelSource) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint, from its config.json or from the header of a GGUF file.
+    """Return the configuration of a checkpoint, from its config.json or the header of a GGUF file.
 
-    Raise ModelError if it is missing or damaged, or if its architecture is unknown to this package and transformers.
+    Raise ModelError if it is missing or damaged, or if neither this package nor transformers knows the architecture.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -68,7 +68,7 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
     if config.model_type == "gemma4_text":
-        # transformers 5.23 uses defaults instead, for which the model runs, and generates wrong text.
+        # transformers 5.23 would use defaults instead, and the model would generate wrong text.
         raise ModelError(
             f"{source} is a GGUF file of Gemma 4, from which transformers does not read the types of layers, the "
             "layers that use earlier KV, and the soft cap; pass the checkpoint with safetensors files, and "
@@ -99,7 +99,6 @@ def _names_of_classes() -> set[str]:
 
 
 def _multimodal_class(config: PreTrainedConfig) -> Any:
-    """Return a class that loads a multimodal model without the modules not used for text, or None for other models."""
     if not is_multimodal(config):
         return None
     candidates = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
@@ -116,7 +115,7 @@ def read_weights(
 ) -> PreTrainedModel:
     """Load the model of a checkpoint to `device`, in eval mode and without gradients.
 
-    Weights in the checkpoint that the model does not use cause a warning.
+    Weights that the model does not use cause a warning.
 
     Args:
         dtype: Dtype of the weights. None keeps the dtype of the file.
@@ -188,7 +187,7 @@ def _format_options(source: ModelSource) -> dict[str, Any]:
 
 
 def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a checkpoint on the meta device. Raise ModelError if the configuration is not valid."""
+    """Build the model of a checkpoint on the meta device. Raises ModelError for an invalid configuration."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -220,7 +219,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device. "auto" is CUDA if available. Raise ConfigError if the device does not exist."""
+    """Return the torch device. "auto" prefers CUDA. Raise ConfigError if the device does not exist."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -238,7 +237,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype | None:
-    """Return the dtype that a configuration declares, or None. For GGUF files it is bfloat16."""
+    """Return the dtype that the configuration declares, or None. GGUF files have bfloat16."""
     declared: Any = config.dtype or text_config(config).dtype  # a torch.dtype, as transformers has read it
     return torch.bfloat16 if source.gguf is not None else declared
 
@@ -248,8 +247,8 @@ def resolve_dtype(
 ) -> torch.dtype | None:
     """Return the torch dtype named `dtype`, or None to keep the dtype of the weights. Raises ConfigError.
 
-    "auto" is the checkpoint's dtype on CUDA. On a CPU, "auto" is bfloat16 for half-precision checkpoints, if bfloat16
-    is fast. For all other checkpoints, it is at least float32.
+    "auto" is the checkpoint's dtype on CUDA. On a CPU, it is bfloat16 for half-precision checkpoints if bfloat16 is
+    fast, else at least float32.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
@@ -267,7 +266,7 @@ def resolve_dtype(
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Convert errors in the body of the `with` statement to a ModelError whose message begins with `what`.
+    """Convert errors in the `with` statement to a ModelError whose message begins with `what`.
 
     Errors of this package are not converted. If the device has too little memory, MemoryLimitError is raised.
     """

@@ -31,11 +31,10 @@ T = TypeVar("T")
 
 
 class CheckpointCache:
-    """A cache on disk for small results that are computed from the files of one checkpoint.
+    """Caches results on disk. A result is valid for the same files, arguments and library versions.
 
-    Create the object before the files are read. If a file changes afterwards, the cache is not used. A cached result is
-    valid for the same files, arguments and versions of the libraries. Results of hub checkpoints and of checkpoints
-    with remote code are not cached.
+    Create the object before the files are read. If a file changes afterwards, the cache is not used. Results of hub
+    checkpoints and of checkpoints with remote code are not cached.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -54,7 +53,7 @@ class CheckpointCache:
 
         Args:
             name: Name of the result, for example "fingerprints".
-            arguments: Everything that the result depends on, except the files. It is converted to JSON.
+            arguments: Everything except the files that the result depends on, as JSON types.
             compute: Computes the result.
             parse: Converts text to the result. For damaged text, it raises LookupError, TypeError, ValueError or
                 AttributeError.
@@ -81,7 +80,7 @@ class CheckpointCache:
 def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
     """Return the `file_identity` of each file that may contain weights.
 
-    Return None if these files are unknown, or if remote code or a PEFT adapter may change the weights.
+    None means that files are unknown, or that remote code or a PEFT adapter may change the weights.
     """
     folder = source.folder
     if folder is None or source.hub.trust_remote_code or (folder / "adapter_config.json").exists():
@@ -99,11 +98,7 @@ def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
 
 
 def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return name, device, inode, size, mtime and ctime of a file. At least one differs after the file has changed.
-
-    Raises:
-        OSError: The file cannot be accessed.
-    """
+    """Return properties of a file, of which at least one differs after any change. Raises OSError."""
     status = path.stat()
     # Copying or restoring a file can preserve its mtime, but not its ctime.
     return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

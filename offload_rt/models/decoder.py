@@ -1,7 +1,7 @@
 """The adapter of most decoders: Llama and models with a similar structure.
 
-The structure is recognised by the names of modules and by the configuration. This module handles geometry, embedding
-and head; `decoder_layer` and `rotary` handle the rest. Models with an unknown structure are refused with a ModelError.
+The names of modules and the configuration determine the structure. Unknown structures are refused with a ModelError.
+This module handles geometry, embedding and head; `decoder_layer` and `rotary` handle layers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROPE_IN_SLIDING_LAYERS_ONLY = ("Cohere2Model", "Exaone4Model")
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """Attention temperature scaling of one layer: keeps the softmax sharp over long texts.
+    """Attention temperature scaling of one layer, which keeps the softmax sharp over long texts.
 
     Queries are multiplied by 1 + rate log(1 + floor((position + position_offset) / step)).
     """
@@ -63,7 +63,6 @@ class AttentionTemperature:
         return None if rate is None else cls(float(rate), float(rope["original_max_position_embeddings"]), 0)
 
     def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the factors `[T]` (float32) of queries at positions `[T]`."""
         return 1 + self.rate * torch.log1p(torch.floor((positions.float() + self.position_offset) / self.step))
 
     def scale_queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -71,10 +70,9 @@ class AttentionTemperature:
 
 
 class DecoderAdapter(ModelAdapter):
-    """`ModelAdapter` for a transformers decoder with rotary positions.
+    """`ModelAdapter` for transformers decoders with rotary positions.
 
-    It calls the decoder's modules except attention. Decoder layers without attention are called as one module
-    (`recurrent`).
+    Decoder layers without attention are called as one module (`recurrent`).
     """
 
     def __init__(self, model: Any) -> None:
@@ -269,10 +267,6 @@ def _projections(config: Any, attention: Any) -> Projections | LatentProjections
 
 
 def _heads(config: Any, attention: Any) -> tuple[int, int]:
-    """Return the numbers of query heads and KV heads of a layer.
-
-    Raise ModelError if the number of query heads is not a multiple of the number of KV heads.
-    """
     heads = int(config.num_attention_heads)
     layer_config = config
     if getattr(config, "is_heterogeneous", False):  # Gemma 4
@@ -292,7 +286,7 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
 def _row_shapes(
     name: str, projections: Sequence[Projections | LatentProjections], windows: tuple[int | None, ...]
 ) -> tuple[RowShape, RowShape | None]:
-    """Return the row shape of full-attention layers, and the row shape of sliding-window layers if it differs.
+    """Return the shapes of KV in full-attention layers and in sliding-window layers (None if equal).
 
     If the larger head dimension is not a multiple of the smaller one, all vectors are padded to the larger one. Raise
     ModelError if layers of the same type have different shapes.
@@ -355,7 +349,7 @@ def _windows(config: Any, decoder: Any, attention_indices: list[int]) -> tuple[i
 def _kinds(
     config: Any, decoder: Any, rotary: Any, attentions: list[Any], attention_indices: list[int]
 ) -> list[str | None]:
-    """Return for each attention layer the layer type whose RoPE frequencies it uses, or None without RoPE."""
+    """For each attention layer, return the layer type that selects its RoPE frequencies; None without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     per_type = isinstance(getattr(rotary, "rope_type", None), dict)

@@ -1,7 +1,6 @@
 """One decoder layer without its attention: norms, MLP, residual stream, and the projections of the attention module.
 
-The structure is recognised by the names of the layer's modules. If a parameter of the layer would not be used, the
-model is refused.
+The names of the layer's modules determine its structure. A model with unused parameters in a layer is refused.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 
 @dataclass(frozen=True)
 class Norms:
-    """Attribute names of a layer's norms before and after attention and MLP, or None if there is no such norm.
+    """Attribute names of a layer's norms before and after attention and MLP; None if there is no such norm.
 
-    If `parallel` is set, attention and MLP both read the layer's input. If the MLP then has no norm, it uses the norm
-    of the attention.
+    With `parallel`, attention and MLP both read the layer's input. An MLP without a norm then uses the norm of the
+    attention.
     """
 
     before_attention: str | None
@@ -72,7 +71,7 @@ class DecoderLayer:
     def __init__(self, module: Any) -> None:
         """Find attention, MLP and norms among the submodules of `module`.
 
-        Raise ModelError if the norms have an unknown placement, or if a submodule with weights would not be used.
+        Raise ModelError if the placement of the norms is unknown, or if a submodule with weights would not be used.
         """
         self.attention = attention_of(module)
         attention_only = self.attention is getattr(module, "mixer", None)
@@ -116,8 +115,8 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Return the residual stream `[T, D]`: the layer's input `hidden` plus its projected attention, both `[T, D]`.
 
-        If attention and MLP run in parallel, the output of the MLP is added too. `run_mixer` runs a Mamba mixer that is
-        parallel to the attention (Falcon-H1).
+        If attention and MLP run in parallel, the output of the MLP is added too. `run_mixer` runs a Mamba mixer in
+        parallel to attention (Falcon-H1).
         """
         if self._mixer is not None:
             mixer_output = run_mixer(self._mixer, self.before_attention(hidden)) * self._mixer_multiplier
@@ -128,8 +127,7 @@ class DecoderLayer:
     def mlp(self, residual: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         """Return the layer's output `[T, D]`, computed from the residual stream after attention.
 
-        `layer_input` returns the embeddings `[T, P]` of the tokens for this layer (`LayerEmbeddings`), if there are
-        any.
+        `layer_input` computes the layer input `[T, P]` of the tokens (`LayerEmbeddings`), or is None.
         """
         if self._parallel or self._mlp is None:
             return residual
@@ -167,7 +165,7 @@ class ParallelExperts:
         return all(hasattr(module, name) for name in cls.MODULES)
 
     def add(self, mlp: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return the sum `[T, D]` of the MLP's output `mlp` and the output of the experts, each after its norm."""
+        """Return the normalised MLP output `mlp` plus the normalised output of the experts, `[T, D]`."""
         layer = self._module  # its experts may be replaced later (`transfer.weights.experts`)
         _, weights, chosen = layer.router(residual)
         experts = layer.experts(layer.pre_feedforward_layernorm_2(residual), chosen, weights)
@@ -201,7 +199,7 @@ def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_llama_norm(module: nn.Module) -> bool:
-    """Return whether `module` computes the same as `LlamaRMSNorm`, which many model files copy."""
+    """Compare the code with `LlamaRMSNorm`, of which many model files have a copy."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
@@ -218,10 +216,10 @@ class Projections:
     """The q, k, v and output projections of one layer. Queries, keys and values are `[heads, T, d]`, after RoPE.
 
     If keys and values have different widths, the narrower vectors are padded with zeros, which do not change scores.
-    `output` removes the padding from attention outputs.
+    `output` removes the padding.
 
-    Some models multiply attention outputs by an output gate. The gate is computed by `q_proj` (Qwen 3.5, after the
-    query of each head) or by `g_proj` (LFM3, one number per head).
+    Some models multiply attention outputs by an output gate from `q_proj` (Qwen 3.5, after the query of each head) or
+    from `g_proj` (LFM3, one number per head).
     """
 
     value_dim: int | None = None  # values are not part of keys (`ModelGeometry.value_dim`)
@@ -269,7 +267,6 @@ class Projections:
         self._check_widths(attention)
 
     def pad_to(self, head_dim: int) -> None:
-        """Pad the vectors of queries, keys and values with zeros to `head_dim` elements."""
         assert head_dim >= max(self._key_dim, self._value_dim)
         self.head_dim = head_dim
         self._query_norm, self._key_norm, self._value_norm = (self._padded(norm) for norm in self._norms)
@@ -281,7 +278,6 @@ class Projections:
         return rotate(self._query_norm(q)), rotate(self._key_norm(k)), self._value_norm(v)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return q `[H, T, d]`. A fused projection also computes k and v, which are discarded."""
         if self._split is not None:
             return rotate(self._query_norm(self._split(self._q(x))[0]))
         rows = self._q(x).view(len(x), self.heads, -1)
@@ -295,7 +291,6 @@ class Projections:
         return rotate(self._query_norm(q)), torch.sigmoid(gate)
 
     def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v `[Hkv, T, d]`. A fused projection also computes q, which is discarded."""
         if self._split is not None:
             _, k, v = self._split(self._q(x))
         else:
@@ -306,7 +301,6 @@ class Projections:
         return rotate(self._key_norm(k)), self._value_norm(v)
 
     def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return cached keys `[Hkv, n, d]` with RoPE at other positions."""
         return rotate(k)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -340,14 +334,14 @@ class Projections:
         return rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
 
     def _norm(self, attention: Any, names: Collection[str], heads: int, used: set[str]) -> Norm:
-        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the first norm in `names`, if any."""
+        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the norm in `names`, if any."""
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
             return _HEADS_FIRST
         module = getattr(attention, name)
         used.add(name)
         shape = tuple(module.weight.shape) if hasattr(module, "weight") else None
-        # one weight for each head
+        # the same weight for every head, or none
         if shape == (self._key_dim,) or getattr(module, "with_scale", True) is False:
             return lambda rows: module(rows.transpose(0, 1))
         if shape == (heads * self._key_dim,):  # one norm over all heads

@@ -1,6 +1,6 @@
 """Fingerprint of a model: a digest of its configuration and weights. Also detects changed weights.
 
-Skew artifacts, the calibration cache and stored KV are valid for one model only, which the fingerprint identifies.
+The fingerprint identifies the model of a skew artifact, a calibration in the cache, or stored KV.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def fingerprint(model: Any) -> str:
     The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of each
     weight and stored buffer. For a multimodal model, it covers only the language model.
 
-    The digest is the same on every device, for every file layout, and in every dtype that represents the weights
-    exactly (such as float32 for a bfloat16 checkpoint). Data that depends on the dtype, such as stored KV, must be
-    marked with the dtype too.
+    It is the same on every device, for every file layout, and in every dtype that represents the weights exactly.
+    Stored KV depends on the dtype, so its name must contain the dtype too.
     """
     digest = hashlib.sha256(f"offload-rt model {VERSION}\n{_architecture(model)}\n".encode())
     unused = unused_modules(model)
@@ -91,7 +90,6 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Return a digest of the elements of `weight`. It is the same in every dtype that represents them exactly."""
     narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start, block in _blocks(weight):
         rounded = block.bfloat16() if block.is_floating_point() else block
@@ -117,7 +115,6 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
-    """Return the fingerprint of a model that was read from the checkpoint of `cache`. Use the cache if possible."""
     weights = _weights(model).items()
     arguments = {
         "version": (VERSION, "with buffers"),
@@ -135,7 +132,7 @@ def _checked(text: str) -> str:
 
 
 class WeightChangeDetector:
-    """Detects changes to the weights of a model that the caller loaded, for example by an optimizer or a LoRA merge."""
+    """Detects changes to the weights of a loaded model, for example by an optimizer or a LoRA merge."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -144,10 +141,7 @@ class WeightChangeDetector:
         self._last_state = self._state()
 
     def changes(self) -> int:
-        """Return the number of changes so far. Each call counts at most one change since the previous call.
-
-        Raise ModelError if a module was replaced.
-        """
+        """Return how many calls so far have found changed weights. Raise ModelError if a module was replaced."""
         if (state := self._state()) != self._last_state:
             self._last_state, self._changes = state, self._changes + 1
         return self._changes

@@ -35,14 +35,11 @@ _UNUSED = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class FolderImport:
-    """Converts a checkpoint folder in GPTQ, AWQ, compressed-tensors or MXFP4 format to a packed checkpoint."""
-
     source: ModelSource
     config: PreTrainedConfig
 
     @functools.cached_property
     def _local(self) -> ModelSource:
-        """The source as a local folder. The first access downloads a checkpoint from the hub."""
         if self.source.folder is not None:
             return self.source
         from huggingface_hub import snapshot_download
@@ -101,15 +98,13 @@ class FolderImport:
 class _Layers:
     """The tensors of a checkpoint, grouped by module.
 
+    Raises CannotPackError for tensors that transformers' model does not have.
+
     Attributes:
         modules: Tensors of each module, by name suffix such as "qweight".
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
-        """Group the tensors of `source` by module.
-
-        Raise CannotPackError if the checkpoint has tensors that transformers' model does not have.
-        """
         method = packing(config)
         assert method is not None
         self._importer: Importer = IMPORTERS[method]
@@ -140,7 +135,6 @@ class _Layers:
             raise CannotPackError(f"{name} lacks {error}") from error
 
     def _shape(self, name: str) -> tuple[int, int] | None:
-        """Return (outputs, inputs) of a linear layer or of one expert, or None for other modules."""
         parent, _, child = name.rpartition(".")
         experts = self._skeleton.get_submodule(parent)
         if is_stacked(experts, child):

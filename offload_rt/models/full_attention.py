@@ -21,7 +21,7 @@ def keys_and_values(
 ) -> Iterator[KVPart]:
     """Yield k and v `[Hkv, m, d]` of each slice of m tokens.
 
-    For each slice, `inputs` has the attention inputs `[m, D]`, and `positions` the positions `[m]`.
+    `inputs` yields the attention inputs `[m, D]` of the slices, and `positions` their positions `[m]`.
     """
     for attention_input, slice_positions in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, slice_positions))
@@ -30,13 +30,9 @@ def keys_and_values(
 def query_and_kv(
     adapter: ModelAdapter, layer: int, inputs: torch.Tensor, positions: torch.Tensor, shared: dict[int, KVPart]
 ) -> tuple[torch.Tensor, KVPart]:
-    """Return q `[H, T, d]` of a layer, and the K and V `[Hkv, T, d]` that it attends to.
+    """Return q `[H, T, d]` for attention inputs `[T, D]`, and the K and V `[Hkv, T, d]` that it attends to.
 
-    Args:
-        inputs: Attention inputs `[T, D]`.
-        positions: Positions `[T]`.
-        shared: K and V that later layers use, by layer. Pass the same dictionary, empty at first, for all layers of the
-            tokens.
+    `shared` holds K and V that later layers use, by layer. Pass the same dictionary for all layers, empty at first.
     """
     if (source := adapter.geometry.kv_layer(layer)) != layer:
         return adapter.lone_query(layer, inputs, positions), shared[source]
@@ -81,7 +77,6 @@ def residual_after_attention(
         hidden: The layer's input `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
         kv: K and V of n >= stop tokens, each `[Hkv, n, d]`.
-        stop: Index in `kv` after the last query token. Later tokens are not attended to.
         position: Position of the first query. Required if `kv` does not begin at the first token.
     """
     part = KVPart(kv.k[:, :stop], kv.v[:, :stop])

@@ -1,7 +1,7 @@
 """Exact conversion of quantised GGUF tensors to packed weights (`PackedFormat`).
 
-Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Scales and minima of Q4_K, Q5_K and Q6_K are whole
-numbers of 6 or 8 bits, with a float16 factor for each 256 weights.
+Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Those of Q4_K, Q5_K and Q6_K are integers of 6 or 8
+bits, with a float16 factor for each 256 weights.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def _q4(blocks: torch.Tensor) -> Parts:
-    """Convert Q4_0 blocks (scale, 4-bit codes) or Q4_1 blocks (scale, minimum, 4-bit codes)."""
     start = blocks.shape[1] - 16
     return _nibbles(blocks[:, start:], 16), *(_float16_at(blocks, at) for at in range(0, start, 2))
 
 
 def _q5(blocks: torch.Tensor) -> Parts:
-    """Convert Q5_0 or Q5_1 blocks: Q4_0 or Q4_1 blocks with the fifth bits of the codes, 4 bytes, before the codes."""
+    """Convert Q5_0 or Q5_1 blocks. They equal Q4_0 or Q4_1 blocks with 4 bytes of fifth bits before the codes."""
     start = blocks.shape[1] - 20
     codes, *parts = _q4(torch.cat((blocks[:, :start], blocks[:, start + 4 :]), dim=1))
     return codes | _fifth_bits(blocks[:, start : start + 4]) << 4, *parts
@@ -57,7 +56,7 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _sub_scales(blocks: torch.Tensor) -> Parts:
-    """Return the scales and minima `[n, 8]` of Q4_K and Q5_K blocks, and their factors `[n, 1]`."""
+    """Return the 6-bit scales and minima `[n, 8]` of Q4_K and Q5_K blocks, and the factor of each `[n, 1]`."""
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)

@@ -1,7 +1,6 @@
 """Read the header of a GGUF file, and check that the file is complete.
 
-transformers uses this reader in place of `gguf.GGUFReader` (`fast_gguf`), which takes about ten seconds for the 300,000
-tokens and merges of a vocabulary.
+transformers uses this reader (`fast_gguf`), because `gguf.GGUFReader` takes about ten seconds for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _PATCHING = threading.RLock()
 
 
 class _EarlyEndError(Exception):
-    """The file ends within its header, or the header is damaged."""
+    pass
 
 
 class GGUFField(NamedTuple):
@@ -52,14 +51,11 @@ class GGUFField(NamedTuple):
 
     @property
     def data(self) -> range:
-        """Indices of the elements in `parts`."""
         return range(len(self.parts))
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a GGUF file. Only its header has been read."""
-
     path: Path
     name: str
     shape: tuple[int, ...]  # lengths of the axes in reverse order: `(in, out)` for a matrix
@@ -75,7 +71,7 @@ class GGUFTensor:
 
     @property
     def data(self) -> npt.NDArray[Any]:
-        """The tensor's data, mapped from the file: numbers, or bytes for quantised types."""
+        """Elements mapped from the file: numbers, or bytes for quantised types."""
         dtype = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
         mapped = np.memmap(self.path, np.uint8, "r", self.start, (self.size,))
         return mapped.view(dtype.get(self.kind, np.uint8)).reshape(*self.shape[:0:-1], -1)
@@ -94,7 +90,7 @@ class GGUFHeader:
         return "" if field is None or field.types != [_STRING] else bytes(field.parts[0]).decode(errors="replace")
 
     def check(self, name: object) -> None:
-        """Raise ModelError if the file has no tensors or does not state its architecture. `name` is the file's name."""
+        """Raise ModelError if tensors or required metadata are missing. The message begins with `name`."""
         if not self.tensors:
             raise ModelError(f"{name} has no tensors, only metadata; expected a GGUF file with the weights of a model")
         required = ["general.architecture", *(f"{self.architecture}.{key}" for key in _REQUIRED if self.architecture)]

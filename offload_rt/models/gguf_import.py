@@ -33,7 +33,6 @@ class GGUFImport:
 
     @functools.cached_property
     def path(self) -> Path:
-        """The local path of the file, which is downloaded on the first access."""
         assert self.source.gguf is not None
         if self.source.folder is not None:
             return self.source.folder / self.source.gguf
@@ -87,10 +86,7 @@ class _TensorMap:
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Map the weights of `skeleton` to the tensors in `header`.
-
-        Raise CannotPackError if no tensor can stay packed, or if transformers merges several tensors.
-        """
+        """Raise CannotPackError if no tensor can stay packed, or if transformers merges several tensors."""
         from transformers import modeling_gguf_pytorch_utils
 
         loader: Any = modeling_gguf_pytorch_utils
@@ -108,10 +104,7 @@ class _TensorMap:
             raise CannotPackError("transformers merges several tensors of the file into one weight")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Apply transformers' conversion of a GGUF tensor, such as reordering its rows.
-
-        Return None if transformers makes several weights of the tensor.
-        """
+        """Apply transformers' conversion of a tensor, such as reordering rows. None if it makes several weights."""
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
         )

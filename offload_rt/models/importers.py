@@ -32,8 +32,7 @@ class PackedLayer:
 
     Attributes:
         rows: Packed rows, uint8 `[out, form.row_bytes]`, or `[experts, out, form.row_bytes]`.
-        order: Order of the inputs, int32 `[ins]`: packed input i is input `order[i]` of the layer. None if the order is
-            unchanged.
+        order: int32 `[ins]`: packed input i is input `order[i]` of the layer. None if the order is unchanged.
     """
 
     form: PackedFormat
@@ -45,32 +44,29 @@ class Importer(ABC):
     """Converts the layers of one kind of checkpoint. All methods raise CannotPackError for unsupported variants.
 
     Attributes:
-        method: The value of `quant_method` in the configurations of these checkpoints.
-        suffixes: Last parts of the names of tensors that are converted. Other tensors are copied.
+        method: `quant_method` in the configuration of these checkpoints.
+        suffixes: Name suffixes of the tensors to convert. Other tensors are copied.
     """
 
     method: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
 
     def split(self, name: str) -> tuple[str, str]:
-        """Split a tensor's name into the module's name and the suffix, such as "qweight"."""
         module, _, part = name.rpartition(".")
         return module, part
 
     @abstractmethod
-    def check(self, options: Options) -> None:
-        """Raise CannotPackError if the configuration states an unsupported variant."""
+    def check(self, options: Options) -> None: ...
 
     @abstractmethod
     def packed_format(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         """Return the packed format of a layer with `ins` inputs, or None if the layer is not packed.
 
-        `pack` may change the exponent and `permuted`, which depend on the values.
+        `pack` may change the format's `exponent` and `permuted`, which depend on the weights.
         """
 
     @abstractmethod
-    def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
-        """Return the packed layer. `form` is the result of `packed_format`."""
+    def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer: ...
 
 
 class GPTQ(Importer):
@@ -259,9 +255,9 @@ IMPORTERS: dict[str, Importer] = {
 
 
 def _format(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat:
-    """Return the format of a layer with `ins` inputs, `bits`-bit codes and `groups` groups per row.
+    """Return the format for `bits`-bit codes in `groups` groups per row. Raise CannotPackError if there is none.
 
-    `permuted` tells whether the inputs are stored in another order. Raise CannotPackError if no format fits.
+    With `permuted`, the inputs are stored in another order.
     """
     group = ins // max(1, groups)
     if groups < 1 or ins % groups:
@@ -288,10 +284,10 @@ def _pack_layer(
     """Pack a layer whose weights are `(code - zero) * scale`. Raise CannotPackError if the values do not fit.
 
     Args:
-        codes: Codes, uint8 `[out, ins]`.
-        scales: Scales `[out, n]` of n groups.
-        zeros: Zeros `[out, n]`, whole numbers.
-        groups: Index of each input's group, `[ins]`. None means groups of adjacent inputs.
+        codes: uint8 `[out, ins]`.
+        scales: `[out, n]` for n groups.
+        zeros: `[out, n]`, whole numbers.
+        groups: Group of each input, `[ins]`. None means groups of adjacent inputs.
     """
     if int(zeros.min()) < 0 or int(zeros.max()) > 255:
         raise CannotPackError("zero points outside 0 to 255")
@@ -308,7 +304,10 @@ def _pack_layer(
 
 
 def _half_scales(scales: torch.Tensor, form: PackedFormat) -> tuple[PackedFormat, torch.Tensor]:
-    """Return `form` with an exponent, and `scales` divided by 2^exponent as float16. Raises CannotPackError."""
+    """Convert scales to float16, divided by 2^exponent if needed. Return `form` with this exponent, and the scales.
+
+    Raise CannotPackError if the conversion is not exact.
+    """
     wide = scales.float()
     if not bool(wide.isfinite().all()):
         raise CannotPackError("scales that are not finite")

@@ -1,7 +1,4 @@
-"""Choose how a quantised checkpoint is loaded: as a packed checkpoint, or by transformers.
-
-A packed checkpoint is made once and kept in a cache folder.
-"""
+"""Choose how a quantised checkpoint is loaded: by transformers, or as a packed checkpoint in a cache folder."""
 
 from __future__ import annotations
 
@@ -39,16 +36,12 @@ class Conversion(Protocol):
     def source(self) -> ModelSource: ...
 
     def files(self) -> list[Path]:
-        """Return the files that determine the result. Files on the hub are downloaded.
-
-        Raise ModelError if a file is missing.
-        """
+        """Return the files that determine the result. Download them if they are on the hub. Raises ModelError."""
 
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
-        """Return the formats of the weights that stay packed, by module name. Only the headers of files are read.
+        """Return the formats of the weights that stay packed, by module name. Only file headers are read.
 
-        `skeleton` is the model on the meta device. Raise CannotPackError if transformers must load the checkpoint, or
-        ModelError if it is damaged.
+        `skeleton` is the model on the meta device. Raise CannotPackError if transformers must load the checkpoint.
         """
 
     def write(self, folder: Path) -> None: ...
@@ -78,7 +71,6 @@ def _folder(conversion: Conversion) -> Path:
 
 
 def converted_source(conversion: Conversion) -> ModelSource | None:
-    """Return the packed checkpoint if it is already in the cache, else None."""
     folder = _folder(conversion)
     return replace(conversion.source, name_or_path=str(folder), gguf=None) if is_complete(folder) else None
 

@@ -7,14 +7,13 @@ from typing import Any
 
 
 def uses_earlier_kv(attention: Any) -> bool:
-    """Return whether an attention module has no K and V of its own."""
     return bool(getattr(attention, "is_kv_shared_layer", False))
 
 
 def kv_sources(attentions: Sequence[Any]) -> tuple[int, ...]:
-    """Return `ModelGeometry.kv_from`.
+    """For each layer, return the layer whose K and V it uses (`ModelGeometry.kv_from`); () without sharing.
 
-    A layer without K and V uses those of the last layer of its type (sliding or full attention) that has them.
+    A layer without K and V uses those of the last earlier layer of its type (sliding or full attention).
     """
     if not any(map(uses_earlier_kv, attentions)):
         return ()

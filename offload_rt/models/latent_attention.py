@@ -1,14 +1,14 @@
 """Projections of multi-head latent attention (MLA, DeepSeek-V2 §2.1) in absorbed form.
 
 K and V of all heads are linear functions of one latent vector c per token. All heads also share one rotated key r. Head
-h has the key (W_UK,h c, r) and the value W_UV,h c. In absorbed form, attention needs only one KV head, with the key (c,
+h has the key (W_UK,h c, r) and the value W_UV,h c. In absorbed form, attention has only one KV head, with the key (c,
 r) and the value c:
 
 * Head h has the query (W_UK,h^T q, r_q). Its product with (c, r) equals the original score.
 * W_UV,h is applied after attention, to the weighted sum of latent vectors.
 
-The attention scale is unchanged. The KV cache stores only keys, which attention also uses as values. `output` ignores
-the part of the sum that belongs to r.
+The KV cache stores only keys. Attention also uses them as values, and `output` ignores the part of the sum that belongs
+to r.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class LatentProjections:
     gated = False
 
     def __init__(self, attention: Any) -> None:
-        """Find the projections of an attention module. Raise ModelError if the module is not supported."""
         self.heads = int(attention.num_heads)
         self._rank, self._rope_dim = int(attention.kv_lora_rank), int(attention.qk_rope_head_dim)
         self._nope_dim, self._value_dim = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
@@ -58,7 +57,6 @@ class LatentProjections:
         return self.query(x, rotate), *self.key_value(x, rotate)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return queries in absorbed form, `[H, T, d]`."""
         for project in self._query_modules:
             x = project(x)
         q_nope, q_rope = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._nope_dim, self._rope_dim], dim=-1)
@@ -74,7 +72,7 @@ class LatentProjections:
         raise AssertionError("latent attention has no output gate")
 
     def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return cached keys `[1, n, d]` after rotating their part with RoPE again."""
+        """Return cached keys `[1, n, d]`, whose part r is rotated again."""
         return torch.cat((k[..., : self._rank], rotate(k[..., self._rank :])), dim=-1)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Embeddings of each token in every layer (Gemma 4 E2B and E4B).
 
-Besides the residual stream, every decoder layer gets a short vector of each of its tokens, the *layer input*. It is the
-sum of a row of a second embedding table and of a projection of the token's ordinary embedding. It depends only on the
-token and the layer, so layers compute it from the token ids instead of keeping it for all tokens of a prefill.
+Besides the residual stream, every decoder layer gets a short vector per token, the *layer input*: a row of a second
+embedding table plus a projection of the ordinary embedding. It depends only on the token and the layer, so each layer
+computes it from the token ids.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from .linear.packed import unpack_rows
 
 
 class LayerEmbeddings:
-    """The model's modules that compute layer inputs `[T, P]` from token ids `[T]`.
+    """Computes layer inputs `[T, P]` from token ids `[T]` with the model's modules.
 
-    The modules compute the vectors of all L layers at once. If their weights are not packed, only the part of one layer
-    is read.
+    The modules compute the vectors of all layers at once. If weights are not packed, only the part of one layer is
+    read.
     """
 
     _MODULES = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 
     def __init__(self, decoder: Any, embedding: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Use the modules of `decoder`, whose ordinary token embedding is `embedding`."""
         self._decoder, self._embed = decoder, embedding
         self._size = int(decoder.hidden_size_per_layer_input)
 
     @classmethod
     def find(cls, decoder: Any, embedding: Callable[[torch.Tensor], torch.Tensor]) -> LayerEmbeddings | None:
-        """Return the layer embeddings of `decoder`, or None if it has none."""
         return cls(decoder, embedding) if all(hasattr(decoder, name) for name in cls._MODULES) else None
 
     @property
@@ -42,7 +40,6 @@ class LayerEmbeddings:
         return tuple(getattr(self._decoder, name) for name in self._MODULES)
 
     def __call__(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the inputs `[T, P]` of decoder layer `layer` for tokens `[T]`."""
         decoder, part = self._decoder, slice(layer * self._size, (layer + 1) * self._size)
         projection, embedded = decoder.per_layer_model_projection, self._embed(tokens)
         if type(projection) is nn.Linear:
@@ -54,7 +51,7 @@ class LayerEmbeddings:
         return found
 
     def _table_part(self, tokens: torch.Tensor, part: slice) -> torch.Tensor:
-        """Return the columns `part` of the table's rows for tokens `[T]`, scaled, on the device of the tokens."""
+        """Return the scaled columns `part` of the table's rows for tokens `[T]`, on the device of the tokens."""
         table = self._decoder.embed_tokens_per_layer
         # A kernel reads a table on the device or in page-locked memory. Otherwise, the host looks up the rows.
         ids = tokens if getattr(table, "in_place", True) else tokens.cpu()

@@ -78,13 +78,11 @@ class LoadedModel:
     Attributes:
         fingerprint: Digest of configuration and weights.
         name: Name for messages.
-        eos_token_ids: Tokens that end a text.
         weight_bytes: Size in bytes of parameters and buffers. Tied weights count once.
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
-        embedding: The embedding module if it stays in host memory, else None.
-        host_table: The table of embeddings of each token in every layer if it stays in host memory, else None.
-        weight_changes: Detects changes of the weights if the caller loaded the model; else None.
+        embedding, host_table: The embedding module, and the table of `LayerEmbeddings`, if they stay in host memory.
+        weight_changes: Detects changes of the weights. None unless the caller loaded the model.
     """
 
     adapter: ModelAdapter
@@ -100,7 +98,7 @@ class LoadedModel:
     weight_changes: WeightChangeDetector | None = None
 
     def weights_provenance(self) -> str:
-        """Return a part of the KV provenance key that changes when the caller changes weights.
+        """Return the part of the KV provenance key that identifies changes of weights by the caller.
 
         It is "" before the first change. Raise ModelError if a module of the model was replaced.
         """
@@ -108,7 +106,6 @@ class LoadedModel:
         return f"weights-{changes} " if changes else ""
 
     def check_weights_unchanged(self) -> None:
-        """Raise ModelError if the weights have changed since the fingerprint was computed."""
         if self.weights_provenance():
             raise ModelError(
                 "the model's weights were changed after this LLM was created, and its sessions belong to the previous "
@@ -128,20 +125,17 @@ def load_model(
     max_model_len: int | None = None,
     quantize: Quantize = "auto",
 ) -> LoadedModel:
-    """Load a model, or prepare a loaded transformers model.
+    """Load a model, or prepare a loaded transformers model. For device, dtype and quantize, see `EngineConfig`.
 
     Args:
         model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file. A GGUF file is a path, a
             folder with one GGUF file, or "owner/name/file.gguf" on the hub. A loaded model is put into eval mode and
             keeps its device and dtype.
         tokenizer: A tokenizer, or the name or folder of one. None uses the tokenizer of the checkpoint, if it has one.
-        device: See `EngineConfig`.
-        dtype: See `EngineConfig`. May also be a torch dtype.
         placement: Weights that stay in host memory. The caller copies them to the device when they are used.
         verify: See `EngineConfig`. If any weights stay in host memory, the model is verified on the CPU.
         hub: Options for fetching the checkpoint and a named tokenizer.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
-        quantize: See `EngineConfig`.
 
     Raises:
         ModelError: The model is unsupported, missing, incomplete or damaged, or fails verification.
@@ -204,7 +198,7 @@ def _read_checkpoint(
 
 
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torch.device) -> None:
-    """Quantise linear layers in place on `device`, if `quantize` is "int4" or "int8".
+    """If `quantize` is "int4" or "int8", quantise the linear layers in place on `device`.
 
     Raise ConfigError if they are already quantised.
     """
@@ -216,7 +210,6 @@ def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torc
 
 
 def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:
-    """Raise ModelError if the architecture of the checkpoint is not supported, before the weights are read."""
     name = architecture_of(config)
     refuse_unverified(name, verify)
     if name not in architectures() or is_multimodal(config):
@@ -226,7 +219,7 @@ def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify,
 
 
 def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> None:
-    """Check a model that the caller loaded, and put it into eval mode. Raises ConfigError or ModelError."""
+    """Put a model that the caller loaded into eval mode. Raise ConfigError or ModelError if it cannot be used."""
     if placement:
         raise ConfigError(
             "weights of a loaded model cannot be placed in host memory, which device_memory, experts_on_device or "
@@ -242,7 +235,7 @@ def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: 
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
-    """Raise an error if a loaded model cannot run as it is.
+    """Raise an error if a model that the caller loaded cannot run.
 
     Raises:
         ConfigError: `model` is not a loaded transformers model.
@@ -275,7 +268,7 @@ def _verify(
     verify: Verify,
     identify: Callable[[Any], str],
 ) -> LoadedModel:
-    """Create the adapter and verify its results, as requested by `verify`. `identify` computes the fingerprint."""
+    """Create the adapter, and verify it unless `verify` is "off". `identify` computes the fingerprint."""
     adapter = adapter_for(model)  # Refuses unsupported models before their weights are digested.
     report("computing the fingerprint of the weights")
     identity = identify(model)
@@ -332,7 +325,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def sampling_defaults(generation_config: Any) -> SamplingParams:
-    """Return the sampling parameters in a generation configuration. Warn of invalid values and ignore them."""
+    """Return the sampling parameters of a generation configuration. Invalid values cause a warning."""
     parameters: dict[str, Any] = {}
     for name, parameter in _SAMPLING.items():
         value = getattr(generation_config, name, None)

@@ -10,7 +10,6 @@ from typing import Any
 
 
 def is_multimodal(config: Any) -> bool:
-    """Return whether a configuration contains a separate configuration of the language model."""
     return config.get_text_config(decoder=True) is not config
 
 
@@ -26,7 +25,7 @@ def text_decoder(model: Any) -> Any:
 
 
 def unused_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of all modules that are not used for text, including modules that were removed."""
+    """Return the names of all modules that text does not need, including modules that were removed."""
     return (*getattr(model, _REMOVED, ()), *(name for name, _, _ in _unused(model)))
 
 
@@ -37,7 +36,7 @@ def belongs_to(module: str, weight: str) -> bool:
 
 
 def without_unused(model_class: type[Any]) -> type[Any]:
-    """Return a subclass of a multimodal transformers class without the modules that are not used for text."""
+    """Return a subclass of a multimodal transformers class without the modules that text does not need."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
@@ -53,7 +52,7 @@ _REMOVED = "_offload_rt_removed"
 
 
 def _unused(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield each module that text-only input does not need: name in the model, parent module, name in the parent."""
+    """Yield the name, the parent module and the name in the parent of each module that text does not need."""
     if not is_multimodal(model.config):
         return
     decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model

@@ -53,10 +53,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> Path:
-    """Return the cached checkpoint `folder`. If it does not exist, create it first with `write`.
+    """Return the checkpoint `folder`. If it is not cached yet, create it with `write`.
 
-    `origin` is the name of the original checkpoint. Only one process writes at a time, and other processes wait. Raise
-    OSError if the folder cannot be written.
+    `origin` is the name of the original checkpoint. One process writes, and other processes wait. Raise OSError if the
+    folder cannot be written.
     """
     if is_complete(folder):
         os.utime(folder)  # the modification time is the time of the last use
@@ -71,7 +71,6 @@ def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> P
 
 
 def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
-    """Write a checkpoint to a temporary folder, and rename the folder when all files are on the disk."""
     new = folder.with_name(f"{_NEW}{folder.name}")
     make_private_folder(new)
     try:
@@ -123,7 +122,6 @@ def _locked(home: Path) -> Iterator[None]:
 
 
 def packed_entries(home: Path) -> list[PackedEntry]:
-    """Return the cached checkpoints in `home`, least recently used first."""
     entries = []
     for folder in home.iterdir() if home.is_dir() else ():
         # the entry was deleted in the meantime, or is a file
@@ -136,7 +134,7 @@ def packed_entries(home: Path) -> list[PackedEntry]:
 
 
 def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
-    """Delete the least recently used checkpoints until at most `limit` bytes remain. Return the deleted ones.
+    """Delete the least recently used checkpoints until at most `limit` bytes remain, and return them.
 
     With a limit of 0, the files that mark checkpoints as not convertible are deleted as well.
     """
@@ -159,7 +157,6 @@ def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[Pac
 
 
 def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
-    """Delete the least recently used folders, except `keep`, until at most `limit` bytes remain. Return them."""
     entries, deleted = packed_entries(home), []
     total = sum(entry.size for entry in entries)
     for entry in entries:

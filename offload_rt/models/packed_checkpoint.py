@@ -1,7 +1,7 @@
 """Write and load packed checkpoints: folders with packed weights.
 
-A folder contains config.json, the tokenizer, and model.safetensors. On a CPU, model.safetensors is mapped into memory,
-so its weights are not copied. `quantization_config` has the format of each packed weight.
+A folder contains config.json, the tokenizer, and model.safetensors. On a CPU, the weights are mapped into memory, not
+copied. `quantization_config` has the format of each packed weight.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_checkpoint(
 ) -> None:
     """Write config.json and the weights of a packed checkpoint to an existing folder.
 
-    `tensors` has all parameters by name. `formats` has the formats of packed weights by module name.
+    `tensors` contains all parameters by name, and `formats` the formats of packed weights by module name.
     """
     from safetensors.torch import save_file
 
@@ -52,13 +52,15 @@ def write_checkpoint(
 
 
 def declared_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
-    """Return the packed formats in the configuration of a packed checkpoint, by module name."""
     weights: dict[str, dict[str, Any]] = config.quantization_config["weights"]
     return {name: PackedFormat(**entries) for name, entries in weights.items()}
 
 
 def use_packed_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
-    """Replace weights of a model on the meta device by uninitialised packed weights. `formats` is by module name."""
+    """Replace weights of a model on the meta device by uninitialised packed weights.
+
+    `formats` maps module names to formats.
+    """
     if not formats:
         return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

@@ -1,7 +1,7 @@
 """Dimensions and weight shapes of plain decoders, computed from config.json without torch and transformers.
 
 Building a model on the meta device takes four seconds, mostly for imports. `plain_shape` handles Llama, Mistral, Qwen2
-and Qwen3 without options that change shapes. `load_shape` handles all other models.
+and Qwen3 without options that change shapes, and `load_shape` all other models.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROPE = frozenset({
 
 @dataclass(frozen=True)
 class _Family:
-    """Options of the models with one `model_type`."""
+    """Differences of the models of one `model_type` from Llama."""
 
     architecture: str  # name of the transformers class
     required: tuple[str, ...] = ()  # entries of config.json whose default differs from Llama's
@@ -59,7 +59,6 @@ class PlainShape(NamedTuple):
     dtype: str | None  # stated in config.json
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight in the files of the checkpoint, by name."""
         geometry = self.geometry
         matrix = (geometry.vocab, geometry.hidden)
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": matrix}
@@ -69,7 +68,7 @@ class PlainShape(NamedTuple):
 
 
 def plain_shape(source: ModelSource) -> PlainShape | None:
-    """Return the shape of a plain decoder in a local folder, or None for any other or damaged checkpoint."""
+    """Return the shape of a plain decoder in a local folder, or None for other models and damaged files."""
     folder = source.folder
     if folder is None or source.gguf is not None or (folder / "adapter_config.json").exists():
         return None
@@ -146,7 +145,6 @@ def _shape_of(config: Mapping[str, Any]) -> PlainShape | None:
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Return whether all entries are known, and no entry changes shapes."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window") is not False
     known = {

@@ -1,4 +1,4 @@
-"""Recurrent state of hybrid models, and the decoder layers that have recurrent state.
+"""Recurrent state of hybrid models, and the decoder layers with recurrent state.
 
 Layers without attention are whole modules of transformers. They get a `RecurrentState` in place of transformers' cache.
 Linear attention, Mamba-2 and short convolutions call five of the cache's methods.
@@ -23,9 +23,9 @@ from .weights import attention_of
 
 
 class StateSlots:
-    """Recurrent states of all running sequences of a hybrid model. Each sequence has one slot, the same in all layers.
+    """Recurrent states of all running sequences. Each sequence has one slot, the same in all layers.
 
-    The lowest free slot is used first, so that the sequences of a batch usually have adjacent slots and need no copy.
+    The lowest free slot is used first, so that a batch usually has adjacent slots and needs no copy.
     """
 
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class StateSlots:
         return sum(states.nbytes for tensors in (self.conv, self.recurrent) for states in tensors.values())
 
     def allocate(self, origin: int | None = None) -> int:
-        """Allocate a slot with a copy of the state in slot `origin`, or with the state of an empty sequence."""
+        """Allocate a slot with a copy of the state in slot `origin`, or without `origin` with zeros."""
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
         slot = min(self._free)
@@ -83,8 +83,8 @@ class StateSlots:
         """Return the state of the sequences in `slots`, in this order, for one step.
 
         Args:
-            on_finished: Called with the index of a decoder layer after its new state has been stored.
-            counts: Number of tokens of each sequence in the step. None means that all have the same number.
+            on_finished: Called with a decoder layer's index after its new state has been stored.
+            counts: Number of tokens of each sequence. None means that all have the same number.
         """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
         return RecurrentState(self, slots, on_finished, counts=counts)
@@ -136,7 +136,8 @@ class RecurrentState:
     If the slots are adjacent, the state is a view of them. Otherwise it is a copy, which `finish` writes back.
 
     Attributes:
-        inputs: Recorded inputs `[T, D]` of each decoder layer's recurrent mixer in this step, or None.
+        inputs: Inputs `[T, D]` of each recurrent mixer in this step, by decoder layer, or None if they are not
+            recorded.
     """
 
     def __init__(
@@ -169,9 +170,9 @@ class RecurrentState:
         return len(self._slots)
 
     def groups(self) -> Iterator[tuple[slice, RecurrentState]]:
-        """Yield groups of adjacent sequences that have the same number of tokens in this step.
+        """Yield groups of adjacent sequences with the same number of tokens in this step.
 
-        Each item has the slice of the group's tokens within the T tokens of the step, and the state of the group.
+        Each item is a slice of the step's T tokens, and the state of the group.
         """
         if self._groups:
             yield from self._groups
@@ -190,7 +191,7 @@ class RecurrentState:
             self._finished(layer)
 
     def _state(self, kind: str, layer: int) -> torch.Tensor:
-        """Return the convolution or recurrent state `[B, ...]` of a layer, which may be modified until `finish`."""
+        """Return the convolution or recurrent state `[B, ...]` of a layer. Callers may modify it until `finish`."""
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
             if self._adjacent:
@@ -246,7 +247,7 @@ class Stage:
 
 @dataclass(eq=False)
 class RollbackState:
-    """A copy of a sequence's recurrent state before draft tokens. It is restored if draft tokens are rejected."""
+    """A copy of a sequence's recurrent state, to restore after draft tokens are rejected."""
 
     slot: int
     tokens: int = 0  # number of tokens of the sequence when the copy was made
@@ -256,9 +257,9 @@ class RollbackState:
 
 
 def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
-    """Return the output `[T, D]` of a decoder layer without attention, for inputs `[T, D]`.
+    """Return the output `[T, D]` of a decoder layer without attention for `hidden` `[T, D]`.
 
-    `module` can also be the recurrent mixer of a layer with attention (Falcon-H1).
+    `module` can also be a recurrent mixer that is parallel to attention (Falcon-H1).
     """
     if state is None:
         return _call(module, hidden, 1, None)
@@ -291,8 +292,6 @@ def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _InputRecorder:
-    """Records the inputs `[n, D]` of the recurrent mixer in a decoder layer."""
-
     def __init__(self, module: nn.Module) -> None:
         self._mixer = recurrent_mixer(module)
         self.inputs: list[torch.Tensor] = []
@@ -312,8 +311,8 @@ class _InputRecorder:
 def state_shapes(name: str, layers: Sequence[nn.Module], attention_indices: Sequence[int]) -> tuple[StateShape, ...]:
     """Return the shapes of one sequence's recurrent states in all decoder layers.
 
-    `attention_indices` has the indices of the decoder layers with attention. Raise ModelError with the class `name` if
-    no layer has attention, or if the state of a layer is not supported.
+    `attention_indices` are the indices of the decoder layers with attention. Raise ModelError, with the model class
+    `name`, if no layer has attention or a state is not supported.
     """
     mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
@@ -331,7 +330,6 @@ def state_shapes(name: str, layers: Sequence[nn.Module], attention_indices: Sequ
 
 
 def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
-    """Return the shapes of a mixer's convolution state and recurrent state, or None if it is not supported."""
     conv, kernel = _convolution(mixer), getattr(mixer, "conv_kernel_size", None)
     if conv is None or kernel is None:
         return None
@@ -348,7 +346,7 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
 
 
 def recurrent_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the module of a decoder layer that has recurrent state, or None. It is recognised by its convolution."""
+    """Return the module of a decoder layer that has recurrent state, or None. It must have a convolution."""
     return next((module for module in layer.modules() if _convolution(module) is not None), None)
 
 

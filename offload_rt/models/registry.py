@@ -58,15 +58,14 @@ def architectures() -> tuple[str, ...]:
 
 
 def has_external_adapters() -> bool:
-    """Return whether adapters outside of this package are registered."""
     return not all(adapter.startswith("offload_rt.") for adapter in _adapters.values())
 
 
 def adapter_for(model: Any) -> ModelAdapter:
     """Return a new adapter for a loaded transformers model, chosen by its class.
 
-    For classes that are not registered, `DecoderAdapter` is used if it recognises the model's modules. Such a model
-    must pass load-time verification before it runs.
+    An unregistered class gets a `DecoderAdapter` if its modules are recognised, and must then pass load-time
+    verification.
 
     Raises:
         ModelError: The architecture, or one of its options, is not supported.
@@ -88,13 +87,13 @@ def adapter_for(model: Any) -> ModelAdapter:
 
 
 def declared_class(entries: Mapping[str, Any]) -> str:
-    """Return the class that a config.json names, or a description of the model type if it names none."""
+    """Return the class that a config.json names, or else a description of its model type."""
     named = next(iter(entries.get("architectures") or ()), None)
     return str(named or f"model type {entries.get('model_type')!r}")
 
 
 def refuse_unknown(entries: Mapping[str, Any], names: Callable[[], Container[str]]) -> None:
-    """Raise ModelError if the class that a config.json names is neither registered nor in `names()`."""
+    """Raise ModelError if the class in a config.json is neither registered nor in `names()`."""
     architecture = declared_class(entries)
     if architecture in _adapters or architecture in names():
         return
@@ -105,7 +104,7 @@ def refuse_unknown(entries: Mapping[str, Any], names: Callable[[], Container[str
 
 
 def has_remote_code(entries: Mapping[str, Any], *, trusted: bool) -> bool:
-    """Return whether code in the checkpoint defines the model, and `trusted` allows it to run."""
+    """Return whether code in the checkpoint defines the model and may run (`trusted`)."""
     return trusted and "AutoModelForCausalLM" in (entries.get("auto_map") or {})
 
 
@@ -117,6 +116,6 @@ def refuse_unverified(architecture: str, verify: Verify) -> None:
 
 
 def unsupported(architecture: str, why: str = "", reason: str = "architecture") -> ModelError:
-    """Create the error for an unsupported architecture. Without `why`, the message lists the supported ones."""
+    """Create the error for an unsupported architecture. Without `why`, it lists the supported architectures."""
     details = f": {why}" if why else f"; supported are {', '.join(_adapters)}"
     return ModelError(f"{architecture} is not supported{details}", reason=reason)

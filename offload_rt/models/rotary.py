@@ -1,10 +1,10 @@
 """Rotary position embedding (RoPE) with cos and sin from the model's own rotary module.
 
-RoPE rotates pairs of dimensions of a head. Models form pairs in one of two layouts, half-split or interleaved. The
-layout is detected by applying the model's own function to random queries. Models that match neither layout are refused.
+RoPE rotates pairs of dimensions of a head. The layout of the pairs, half-split or interleaved, is detected by applying
+the model's own function to random queries. Models with another layout are refused.
 
-Some kinds of RoPE scaling use frequencies that depend on the text length. As in vLLM, the frequencies for the longest
-supported text are always used. If frequencies changed later, they would invalidate cached keys.
+With some kinds of RoPE scaling, frequencies depend on the text length. As in vLLM, the frequencies for the longest
+supported text are always used, because a later change would invalidate cached keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class HalfSplit:
-    """Layout of w rotated dimensions that pairs i with i + w/2 (NeoX), as in Llama and most other models."""
+    """Layout that pairs dimension i with i + w/2 of w rotated dimensions (NeoX), as in Llama and most models."""
 
     @staticmethod
     def per_dimension(values: torch.Tensor) -> torch.Tensor:
@@ -55,12 +55,12 @@ class HalfSplit:
 
     @staticmethod
     def swap_pairs(x: torch.Tensor) -> torch.Tensor:
-        """Return a copy of x `[..., w]` with the dimensions of each pair swapped."""
+        """Return x `[..., w]` with the dimensions of each pair swapped."""
         return x.roll(x.shape[-1] // 2, dims=-1)
 
 
 class Interleaved:
-    """Layout of w rotated dimensions that pairs 2i with 2i + 1 (GPT-J), as in Cohere and GLM."""
+    """Layout that pairs dimension 2i with 2i + 1 (GPT-J), as in Cohere and GLM."""
 
     @staticmethod
     def per_dimension(values: torch.Tensor) -> torch.Tensor:
@@ -85,9 +85,8 @@ class Rotation:
     """Rotation of the first w dimensions of heads, for T positions.
 
     Attributes:
-        cos: Table `[1, T, w]`.
-        sin: Table `[1, T, w]`. The sin of the first dimension of each pair is negated (`HalfSplit.signed`).
-        layout: The layout of the pairs.
+        cos: `[1, T, w]`.
+        sin: `[1, T, w]`, negated for the first dimension of each pair (`HalfSplit.signed`).
     """
 
     cos: torch.Tensor
@@ -97,8 +96,8 @@ class Rotation:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the first w dimensions of `x` `[heads, T, d]`. The other dimensions are unchanged.
 
-        The result is bitwise equal to `x cos + rotate_half(x) sin`. If cos and sin have a wider dtype than `x` (OLMo),
-        the computation uses the wider dtype. The result has the dtype of `x`.
+        The result has the dtype of `x` and is bitwise equal to `x cos + rotate_half(x) sin`. If cos and sin have a
+        wider dtype (OLMo), they determine the dtype of the computation.
         """
         cos, sin, width = self.cos, self.sin, self.cos.shape[-1]
         if x.is_cuda and self.layout is HalfSplit and width == x.shape[-1]:
@@ -110,15 +109,15 @@ class Rotation:
 
 
 def unrotated(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`: the rotation of layers without rotary positions."""
+    """Return `x` unchanged, for layers without rotary positions."""
     return x
 
 
 class Rotary:
     """Applies RoPE to queries and keys in all layers, with cos and sin from the model's rotary module.
 
-    Layer 0 computes cos and sin for a tensor of positions. Later layers reuse them if they are called with the same
-    tensor object, which must not change during a pass.
+    Layer 0 computes cos and sin for a tensor of positions. Later layers reuse them for the same tensor object, which
+    must not change during a pass.
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attentions: Sequence[Any]) -> None:
@@ -126,8 +125,8 @@ class Rotary:
 
         Args:
             module: The decoder's rotary module.
-            kinds: For each layer, the layer type whose frequencies it uses, or None without RoPE. The type is "" if all
-                layers have the same frequencies.
+            kinds: Layer type that selects the frequencies of each layer; "" if all frequencies are equal, None without
+                RoPE.
             attentions: The attention modules of the model. Their source file has the model's rotation function.
         """
         self._module, self._kinds = module, tuple(kinds)
@@ -176,7 +175,6 @@ class Rotary:
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _new_entry(self, positions: torch.Tensor) -> dict[str | None, Rotate]:
-        """Add an empty entry for `positions` to the cache, and return it. Drop old entries."""
         others = [cached for cached in self._cached if (tensor := cached[0]()) is not None and tensor is not positions]
         entry: dict[str | None, Rotate] = {}
         self._cached = [(ref(positions), entry), *others[: MAX_CACHED_POSITIONS - 1]]
@@ -185,7 +183,7 @@ class Rotary:
     def rotation_by(self, layer: int, offset: int, like: torch.Tensor) -> Rotate:
         """Return the function that moves rotated keys `[Hkv, n, d]` to positions higher by `offset`.
 
-        Angles are computed in float64. Products are computed in float32, or in a wider dtype of the tensor `like`.
+        Angles are computed in float64, and products in float32 or the dtype of `like` if it is wider.
         """
         kind = self._kinds[layer]
         if kind is None:
@@ -198,7 +196,6 @@ class Rotary:
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """Return the inverse frequencies `[w/2]` of the layers of type `kind`."""
         frequencies: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return frequencies
 
@@ -248,7 +245,7 @@ def _layout_of(attention: Any, cos_and_sin: Tables) -> Layout:
 def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
     """Make length-dependent RoPE frequencies of `model` constant, for texts of up to `max_model_len` tokens.
 
-    If `max_model_len` (default: `max_position_embeddings`) is at most the training length, `max_position_embeddings` is
+    The default is `max_position_embeddings`. If the length is at most the training length, `max_position_embeddings` is
     set to the training length. Other models stay unchanged.
 
     Raises:

@@ -53,17 +53,17 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions and weight sizes of a model, determined before its weights are read (`load_shape`).
+    """Dimensions and weight sizes of a model, returned by `load_shape`.
 
     Attributes:
-        weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`). Weights in
-            host memory (`host_bytes`) are not included. Tied weights count once.
-        sizes: Division of `weight_bytes` into layers, experts, embeddings and the rest.
+        weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`), without
+            `host_bytes`. Tied weights count once.
+        sizes: `weight_bytes` by layers, experts, embedding and other weights.
         dtype: Dtype of the computation.
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.
         placement: Experts and embedding that stay in host memory.
-        host_table: Size in bytes of the table of `LayerEmbeddings` if it stays in host memory; else 0.
+        host_table: Size in bytes of the table of `LayerEmbeddings` in host memory, or 0.
         host_bytes: Size in bytes of this table and of the weights that `placement` keeps in host memory.
     """
 
@@ -79,7 +79,6 @@ class ModelShape:
     host_bytes: int = 0
 
     def with_placement(self, placement: Placement) -> ModelShape:
-        """Return a copy with experts and embedding in the memory that `placement` states."""
         assert not self.placement and not placement.layers, "layers are placed by a plan"
         sizes, on_host = self.sizes.on_device(placement), self.sizes.on_host(placement)
         weights = self.weight_bytes - on_host
@@ -89,7 +88,6 @@ class ModelShape:
         return replace(self, weight_bytes=weights, sizes=sizes, placement=placement, host_bytes=host_bytes)
 
     def with_table_on_host(self) -> ModelShape:
-        """Return a copy in which the table of `LayerEmbeddings` is in host memory."""
         table, fixed = self.sizes.layer_table, self.sizes.fixed - self.sizes.layer_table
         return replace(
             self,
@@ -150,7 +148,7 @@ def _plain_shape(source: ModelSource, target: torch.device, dtype: str | torch.d
 
 
 def _code_versions() -> list[object]:
-    """Return the time of the newest change to this package's code, and the versions of the packages it uses."""
+    """Return the time of the latest change to this package's code, and the versions of packages it uses."""
     # The shape of a model depends on this code, in addition to the model's files.
     package = Path(__file__).parents[1]
     # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
@@ -226,8 +224,7 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
     """Return the size in bytes of a packed checkpoint's weights outside of decoder layers, and of each layer.
 
-    Packed weights count with their size in the file, other weights with their size in `dtype`. Raise ModelError if the
-    files cannot be read.
+    Packed weights have their size in the file, other weights their size in `dtype`. Raises ModelError.
     """
     named = {_unprefixed(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(match[1]) for name in named if (match := _LAYER.search(name)))
@@ -251,6 +248,6 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
 
 
 def _unprefixed(name: str) -> str:
-    """Return the name of a weight without prefixes, which differ between files and modules of multimodal models."""
+    """Remove prefixes, which differ between files and modules of multimodal models."""
     match = _LAYER.search(name)
     return name[match.start() :].removeprefix(".") if match else ".".join(name.split(".")[-2:])

@@ -34,7 +34,7 @@ class Hub:
 
     Attributes:
         revision: Branch, tag or commit. None selects the newest commit of the main branch.
-        token: Access token for restricted checkpoints. None uses `$HF_TOKEN` or the login of `hf auth login`.
+        token: Access token. None uses `$HF_TOKEN` or the login of `hf auth login`.
         folder: Download folder. None selects the hub's own cache folder.
         trust_remote_code: Whether code that comes with a checkpoint may run.
     """
@@ -65,7 +65,7 @@ class ModelSource:
 
     Attributes:
         name_or_path: Folder or hub id, as accepted by transformers.
-        gguf: Name of the GGUF file in `name_or_path` with configuration, weights and tokenizer, or None.
+        gguf: Name of the GGUF file with configuration, weights and tokenizer, or None.
         shipped: Whether the checkpoint ships with the package.
         hub: Download options.
     """
@@ -77,7 +77,6 @@ class ModelSource:
 
     @property
     def folder(self) -> Path | None:
-        """The local folder, or None for a hub id."""
         return Path(self.name_or_path) if Path(self.name_or_path).is_dir() else None
 
     @property
@@ -89,7 +88,7 @@ class ModelSource:
     def check_files(self) -> None:
         """Raise ModelError if a local folder contains no model, or if a local GGUF file is damaged or incomplete.
 
-        The check is fast, because it imports neither torch nor transformers.
+        This is fast, because it imports neither torch nor transformers.
         """
         folder = self.folder
         if self.gguf is not None:
@@ -113,14 +112,14 @@ class ModelSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint may have a tokenizer. It is False for a local folder without tokenizer files."""
+        """Whether the checkpoint may have a tokenizer. False for a local folder without tokenizer files."""
         folder = self.folder
         return folder is None or self.gguf is not None or any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
     def check_tokenizer(self) -> None:
         """Raise ModelError if tokenizer.json in a local folder is incomplete or no JSON object.
 
-        Only its ends are read, because parsing it takes up to a second. The tokenizer itself finds any other damage.
+        Parsing the file takes up to a second, so only its first and last bytes are read.
         """
         path = Path(self.name_or_path) / "tokenizer.json"
         if self.gguf is not None or not path.is_file():
@@ -167,14 +166,13 @@ class ModelSource:
 
 
 def _text_with_class_names() -> str:
-    """Return the text of the files of transformers that name its model classes. Importing them takes seconds."""
+    """Return the source files of transformers with the names of its model classes, because imports take seconds."""
     package = importlib.util.find_spec("transformers")
     assert package is not None and package.origin is not None
     return "".join(file.read_text() for file in (Path(package.origin).parent / "models" / "auto").glob("*.py"))
 
 
 def _check_config(path: Path) -> dict[str, Any]:
-    """Return the entries of a config.json. Raise ModelError if it is damaged or states no architecture."""
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
@@ -200,7 +198,7 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
 
     Args:
         model: A shipped name, a folder, a GGUF file, a hub id ("name" or "owner/name"), or a GGUF file on the hub
-            ("owner/name/file.gguf"). A folder with one GGUF file and no safetensors means this file.
+            ("owner/name/file.gguf"). If a folder has one GGUF file and no safetensors, that file is used.
         hub: Download options.
 
     Raises:
@@ -234,7 +232,7 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
 
 
 def _only_gguf(folder: Path) -> str | None:
-    """Return the name of the GGUF file in a folder without safetensors files. Raise ModelError if it has several."""
+    """Return the name of a folder's GGUF file, or None if it has safetensors. Raise ModelError for several files."""
     files = sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
     if not files or any(folder.glob("*.safetensors")):
         return None

@@ -77,7 +77,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def check_complete(path: Path) -> Path:
-    """Return `path`. Raise ModelError if this safetensors file is damaged or incomplete."""
+    """Return `path`. Raise ModelError if the safetensors file is damaged or incomplete."""
     try:
         if (foreign := foreign_file(path, "a safetensors file")) is None:
             missing = _missing_bytes(path)
@@ -97,7 +97,7 @@ def check_complete(path: Path) -> Path:
 
 
 def _missing_bytes(path: Path) -> int:
-    """Return the number of bytes that a safetensors file lacks. For errors, see `stored_tensors`."""
+    """Return the size that the header of a safetensors file declares, minus its actual size in bytes."""
     end, header = 0, _header(path)
     for name, entry in header.items():
         if name == "__metadata__":

@@ -1,9 +1,8 @@
-"""Load-time verification: an adapter is compared with transformers' own forward on random tokens, layer by layer.
+"""Load-time verification: compare an adapter with transformers' own forward pass on random tokens, layer by layer.
 
-Results must be equal within the rounding of the dtype. Each layer of the adapter gets the same input as in
-transformers, so rounding errors do not accumulate. The last tokens are computed one by one, as in decoding.
-transformers runs its "eager" attention, whose arguments are recorded. If an argument is unknown, the model is refused
-even if results are equal.
+Each layer of the adapter gets the same input as in transformers, so rounding errors do not accumulate, and results must
+be equal within the rounding of the dtype. The last tokens are computed one by one, as in decoding. The arguments of
+transformers' "eager" attention are recorded, and a model that passes an unknown argument is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ _log = logging.getLogger(__name__)
 def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     """Call `verify_model`, unless the cache folder has a record of an earlier success.
 
-    A record is valid for the same model, adapter, configuration, and versions of this package and transformers.
+    A record is valid for one model, adapter and configuration, and one version of this package and transformers.
     """
     # The complete configuration is part of the record, because the fingerprint ignores some entries.
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
@@ -110,8 +109,6 @@ class _Observed:
 
 
 class _Verification:
-    """Compares an adapter with transformers on `length` random tokens, at positions from `start` on."""
-
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
         self._model, self._name = model, type(model).__name__
         self._adapter = adapter.for_new_sequence()
@@ -269,7 +266,6 @@ _NAME = "offload_rt_recording"
 
 
 def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
-    """Record the arguments. Then run the eager attention of the module's file, or torch's attention."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     recorded = _recorded.get()

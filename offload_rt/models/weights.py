@@ -22,12 +22,12 @@ _ATTENTION = ("self_attn", "attention", "self_attention", "attn")
 
 @dataclass(frozen=True)
 class Placement:
-    """Which weights stay in host memory.
+    """Weights that stay in host memory.
 
     Attributes:
-        layers: Indices of decoder layers whose weights are copied to the device in every pass.
-        experts: Number of most recently used experts per layer that stay on the device. Other experts are copied when
-            the router chooses them. None keeps all experts on the device.
+        layers: Decoder layers whose weights are copied to the device in every pass.
+        experts: Number of most recently used experts per layer on the device. Other experts are copied when the router
+            chooses them. None keeps all experts on the device.
         embedding: Whether embeddings are looked up in host memory, and only the results are copied.
     """
 
@@ -54,8 +54,6 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Sizes of a model's weights in bytes."""
-
     fixed: int  # all weights outside of decoder layers, all buffers, and the unpacked copies of latent attention
     layers: tuple[int, ...]  # aligned size of the weights of each decoder layer
     widest: int  # largest number of inputs or outputs per token of any matrix in a layer
@@ -66,7 +64,7 @@ class WeightSizes:
     def on_device(self, placement: Placement) -> WeightSizes:
         """Return the sizes of the weights on the device with this placement.
 
-        `fixed` then includes the buffers for experts that are copied from host memory.
+        `fixed` includes the buffers for experts that are copied from host memory.
         """
         fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
         if placement.experts is not None and self.experts is not None:
@@ -82,7 +80,7 @@ class WeightSizes:
 
 
 class HostEmbedding(nn.Module):
-    """Looks up embeddings in host memory and copies only the results to `device`. Replaces the model's embedding."""
+    """Replaces the model's embedding: looks up rows in host memory and copies only these to `device`."""
 
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -105,12 +103,12 @@ class HostEmbedding(nn.Module):
 
 
 class HostTable(nn.Embedding):
-    """The table of `LayerEmbeddings` in host memory. It stays there if the model is moved to another device.
+    """The table of `LayerEmbeddings` in host memory. Moving the model to a device does not move it.
 
     `keep_table_on_host` changes existing embeddings to this class in place.
 
     Attributes:
-        in_place: Whether the table is page-locked, and kernels on the device read its rows in place.
+        in_place: Whether kernels on the device read rows of the page-locked table in place.
     """
 
     in_place = False
@@ -129,23 +127,21 @@ class HostTable(nn.Embedding):
 
 
 def table_stays_on_host(config: Any, device: torch.device, method: str | None) -> bool:
-    """Return whether a model has embeddings of each token in every layer, and runs with their table in host memory.
+    """Return whether the table of `LayerEmbeddings` stays in host memory. False if the model has no such table.
 
     `config` is the configuration of the checkpoint, and `method` its quantisation method.
     """
     # A step reads one row per token, 18 KB in Gemma 4 E2B, whose table has 4.7 GB. So the table is never worth device
-    # memory, and this is no option. Models that transformers packs are not moved from host memory, so it is not kept.
+    # memory, and there is no option for it. Models that transformers packs are not moved from host memory.
     has_table = bool(getattr(text_config(config), "hidden_size_per_layer_input", 0))
     return has_table and device.type == "cuda" and method in (None, PACKED.method)
 
 
 def layer_table(model: Any) -> nn.Module | None:
-    """Return the table of the embeddings of each token in every layer, or None if the model has none."""
     return getattr(text_decoder(model), "embed_tokens_per_layer", None)
 
 
 def keep_table_on_host(model: Any) -> None:
-    """Change the table of `LayerEmbeddings` to a `HostTable`, in place."""
     table = layer_table(model)
     assert table is not None
     kind = type(table)
@@ -175,7 +171,7 @@ def attention_of(layer: nn.Module) -> Any:
 def experts_of(layer: nn.Module) -> Any:
     """Return the module with the stacked experts of a decoder layer, or None.
 
-    Each of its parameters is `[num_experts, ...]`.
+    Its parameters are `[num_experts, ...]`.
     """
     for name, module in layer.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())
@@ -200,7 +196,6 @@ def aligned(size: int) -> int:
 
 
 def layer_bytes(layer: nn.Module) -> int:
-    """Return the total size in bytes of a decoder layer's parameters, each aligned."""
     return sum(aligned(tensor.nbytes) for weight in layer.parameters() for tensor in tensors_of(weight))
 
 
@@ -210,7 +205,6 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
-    """Return the weight sizes of a model, which may be on the meta device."""
     layers, embedding, table = decoder_layers(model), untied_embedding(model), layer_table(model)
     layer_ids = {id(weight) for layer in layers for weight in layer.parameters()}
     fixed = sum(nbytes_of(weight) for weight in model.parameters() if id(weight) not in layer_ids)
@@ -225,7 +219,7 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
 
 
 def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
-    """Return the size in bytes of the unpacked copies of weights that latent attention makes.
+    """Return the size in bytes of the unpacked weights that latent attention keeps.
 
     `all_packed` means that the linear layers of `model` will be packed when it is loaded.
     """
@@ -258,7 +252,7 @@ def _experts_per_token(layer: nn.Module) -> int:
 
 
 def _widest_side(layer: nn.Module) -> int:
-    """Return the largest number of inputs or outputs per token of any matrix in a layer, packed or not."""
+    """Return the largest number of inputs or outputs of any matrix in a layer, for one token."""
     sides, top_k = [0], _experts_per_token(layer)
     for module in layer.modules():
         features = [getattr(module, name, None) for name in ("in_features", "out_features")]
@@ -275,7 +269,7 @@ def _widest_side(layer: nn.Module) -> int:
 def place_weights(model: nn.Module, device: torch.device, placement: Placement) -> None:
     """Move weights and buffers from host memory to `device` one by one.
 
-    Weights in `placement` and a `HostTable` stay in host memory.
+    Weights that `placement` keeps in host memory, and a `HostTable`, are not moved.
     """
     layers = decoder_layers(model)
     embedding = untied_embedding(model) if placement.embedding else None

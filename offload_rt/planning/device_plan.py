@@ -1,10 +1,10 @@
-"""Plan of the device memory within a limit (`device_memory`), made before the model is loaded.
+"""Plan the device memory within a limit (`device_memory`), before the model is loaded.
 
 If not all data fits, the plan moves data to host memory in this order:
 
 1. Experts of a mixture of experts. Each layer caches as many experts on the device as fit.
 2. Decoder layers. Their weights are streamed through two buffers.
-3. Scoring keys, if two decoder layers and the scoring keys do not fit together. The host then computes the scores
+3. Scoring keys, if they do not fit together with two decoder layers. The host then computes the scores
    (InfiniGen §6.2), which is slower than any transfer.
 """
 
@@ -69,11 +69,11 @@ class DevicePlan:
         return self.limit - self.weights
 
     def same_weights_as(self, other: DevicePlan) -> bool:
-        """Return whether both plans keep the same weights on the device, and the scoring keys in the same memory."""
+        """Return whether both plans place the weights and the scoring keys in the same memory."""
         return self.placement == other.placement and self.keys_on_host == other.keys_on_host
 
     def check(self, contexts: Sequence[int]) -> None:
-        """Raise DeviceFullError if concurrent sequences with these context lengths could exceed the limit."""
+        """Raise DeviceFullError if concurrent sequences of these lengths could exceed the limit."""
         needed = self.costs.total([_round_to_blocks(context) for context in contexts]) if contexts else 0
         if needed > self.free_bytes:
             subject = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
@@ -135,7 +135,7 @@ def check_device_kv(config: EngineConfig, device: torch.device) -> None:
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     """Return the plan for the device memory limit in `config`.
 
-    Raises MemoryLimitError if no plan fits, and ConfigError if a policy option or a requested placement is invalid.
+    Raises MemoryLimitError if no plan fits, and ConfigError for invalid policy options or placements.
     """
     assert config.device_memory is not None
     geometry = shape.geometry
@@ -178,7 +178,6 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield the placements to try, from the most to the fewest weights on the device."""
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
     if config.experts_on_device is None and experts is not None:
@@ -193,7 +192,7 @@ def _plans_within(limit: int, candidates: Sequence[DeviceCosts], context: int) -
 
 
 def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Choose `count` evenly spaced layers to stream, first among the layers without attention."""
+    """Choose `count` evenly spaced layers to stream, layers without attention first."""
     # Transfers of evenly spaced layers overlap with computation. The weights of the next attention layer are needed
     # several layers early, to predict its query. If they were streamed, they would replace the weights of an earlier
     # layer, and both would be copied twice.
@@ -234,7 +233,6 @@ def _too_small_message(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest_fitting(available: int, costs: DeviceCosts, context: int) -> int:
-    """Return the largest length below `context` that fits `available` bytes, or 0."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

@@ -32,7 +32,7 @@ class HostMemory:
     Attributes:
         kv: Memory for the KV cache.
         snapshots: Memory for snapshots of recurrent state.
-        snapshot_slots: Number of snapshots that fit; 0 without recurrent state or prefix caching.
+        snapshot_slots: Number of snapshots; 0 without recurrent state or prefix caching.
     """
 
     kv: int
@@ -41,7 +41,7 @@ class HostMemory:
 
 
 def divide_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> HostMemory:
-    """Return the division of the host memory. Raises MemoryLimitError if snapshots would get all of it."""
+    """Return the division of the host memory. Raises MemoryLimitError if no KV cache would remain."""
     host = available_memory() // 2 if config.host_memory is None else config.host_memory
     if not (geometry.states and config.enable_prefix_caching and config.kv_cache_dtype == "auto"):
         return HostMemory(host)
@@ -57,7 +57,7 @@ def divide_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: tor
 
 
 def check_conversion(model: str | os.PathLike[str], dtype: torch.dtype, config: EngineConfig) -> None:
-    """Raise MemoryLimitError if the host memory is too small to convert weights to `dtype` before they are quantised.
+    """Raise MemoryLimitError if the host memory is too small to convert weights to `dtype` for quantisation.
 
     Weights that are stored in `dtype` need no memory: they are mapped from their files and quantised one by one. All
     other weights are converted together.

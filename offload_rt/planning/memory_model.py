@@ -47,11 +47,11 @@ class DeviceCosts:
     device_kv: int = 0  # memory for copies of KV blocks
 
     def basis(self) -> int:
-        """Return the size of the matrices that all scoring keys share, and of the corrections of predicted queries."""
+        """Return the size of the matrices that all scoring keys share, and of the query corrections."""
         return self.demand.correction_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the size of data that does not depend on the context: `basis`, RoPE of a slice, cuBLAS workspaces."""
+        """Return the size that does not depend on the context: `basis`, RoPE of a slice, cuBLAS workspaces."""
         workspace = CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0
         return self.basis() + self._rope_bytes(self.slice_tokens) + workspace
 
@@ -60,12 +60,11 @@ class DeviceCosts:
 
     @cached_property
     def _largest_rows(self) -> RowShape:
-        """Row shape of the layers with the most KV per token."""
         geometry, size = self.shape.geometry, self.shape.dtype
         return max((geometry.rows(layer) for layer in range(geometry.layers)), key=lambda rows: rows.bytes(size))
 
     def scoring(self, context: int) -> int:
-        """Return the size of the scoring keys of a sequence that shares none with other sequences."""
+        """Return the size of the scoring keys of one sequence without shared keys."""
         if self.keys_on_host:
             return 0
         layers = self.demand.scored_layers(self.shape.geometry)
@@ -92,7 +91,7 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size of the recurrent state of `sequences` sequences.
 
-        Lossless mode needs a second state per sequence (`RollbackState`), and inputs of the recurrent layers.
+        Lossless mode needs a second state per sequence (`RollbackState`), and recorded inputs.
         """
         geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
         # The number of slots grows by a quarter at a time (`StateSlots`).
@@ -116,7 +115,6 @@ class DeviceCosts:
         return rows * geometry.full_rows.bytes(self.shape.dtype)
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return the context lengths of a batch after padding (`model_runner/batched.py`)."""
         if self.shape.device.type == "cpu" or self.keys_on_host or len(self.demand.dense) == self.shape.geometry.layers:
             return contexts
         sequences = padded_batch(len(contexts)) if self.graphs else len(contexts)
@@ -125,8 +123,8 @@ class DeviceCosts:
     def staging(self, contexts: Sequence[int]) -> int:
         """Return the size of the KV that is fetched for the current and the next layer, with its indices.
 
-        It includes a buffer that joins fetched and resident KV of one sequence. If the KV cache is quantised, it
-        includes decoded KV of this sequence (on CUDA, of all sequences).
+        This includes a buffer for fetched and resident KV of one sequence. With a quantised KV cache, it includes
+        decoded KV of this sequence (on CUDA, of all sequences).
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -147,7 +145,6 @@ class DeviceCosts:
         )
 
     def _prefill_layer_bytes(self, context: int) -> int:
-        """Return the size of a layer's hidden states, new KV, merged KV and temporary tensors in a prefill."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._widest_itemsize
         rows = context * (2 * self._largest_rows.bytes(self.shape.dtype) + geometry.hidden * size + 16)
         # KV that later layers use stays in memory until the last layer.
@@ -175,7 +172,7 @@ class DeviceCosts:
         return rows + weight_bytes + work + self._logits_bytes(1) + self._unpacked_bytes()
 
     def _unpacked_bytes(self) -> int:
-        """Return the size of a tile of weights that a GPU unpacks, and of its products."""
+        """Return the size of a tile of unpacked weights on a GPU, and of its products."""
         shape = self.shape
         if shape.packing != PACKED.method or shape.device.type == "cpu":
             return 0
@@ -184,7 +181,7 @@ class DeviceCosts:
         return (tile + self.slice_tokens * -(-tile // shape.geometry.hidden)) * shape.dtype.itemsize
 
     def calibration(self) -> int:
-        """Return the size of the memory for calibration at the first start; 0 without calibration."""
+        """Return the size of the memory for calibration, or 0 without calibration."""
         # The float64 sums of a slice need no additional memory, because attention and MLP need more.
         if not self.demand.correction_bytes + self.demand.basis_bytes:
             return 0
@@ -214,7 +211,7 @@ class DeviceCosts:
         )
 
     def total(self, contexts: Sequence[int]) -> int:
-        """Return the size for concurrent sequences with `contexts` tokens, including a prefill of the longest."""
+        """Return the size for concurrent sequences of the lengths `contexts`, with a prefill of the longest."""
         permanent = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         permanent += self.states(len(contexts)) + self.device_kv
         step = self.staging(contexts) + self.decode(contexts)
@@ -250,7 +247,7 @@ class Requirements:
 
     @property
     def device(self) -> int:
-        """Required device memory: the larger of the requirements of prefill and decoding."""
+        """Required device memory, for prefill or decoding, whichever needs more."""
         permanent = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
         permanent += self.device_kv
         return permanent + max(self.prefill, self.staging + self.decode)
@@ -259,7 +256,7 @@ class Requirements:
 def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int = 1) -> Requirements:
     """Return the memory requirements of one sequence of `context` tokens.
 
-    `weights` is the size in bytes of the weights on the device. At most `max_graphs` CUDA graphs are captured.
+    `weights` is the size in bytes of the weights on the device, and `max_graphs` the maximum number of CUDA graphs.
     """
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
@@ -300,8 +297,6 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """Free memory of the system in bytes."""
-
     host_free: int
     pool_limit: int  # maximum size of the KV cache in host memory
     device: str | None = None  # name of a device with separate memory
@@ -320,7 +315,7 @@ class SystemMemory:
 
 
 def obstacles(needed: Requirements, memory: SystemMemory, on_host: int = 0) -> list[str]:
-    """Return one sentence for each kind of memory that is too small for the requirements.
+    """Return a sentence for each kind of memory that is too small.
 
     `on_host` is the size in bytes of weights and scoring keys in host memory.
     """

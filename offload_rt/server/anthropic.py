@@ -197,7 +197,6 @@ def _conversation(body: CountRequest) -> Conversation:
 
 
 def _template_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """Convert a message for the chat template. Each tool result becomes a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[dict[str, Any]] = []

@@ -40,9 +40,9 @@ async def prepare(
     """Render and tokenize a conversation, and check the token limits.
 
     Args:
-        max_tokens: Maximum number of new tokens that the client requested, or None.
+        max_tokens: Maximum number of new tokens that the client requested.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Format of the response, or None. It takes precedence over a required tool call.
+        structured: Format of the response. It overrides a required tool call.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = {} if structured else forced_call(conversation)
@@ -69,8 +69,8 @@ class Step:
     """New output of one completion, for any API protocol.
 
     Attributes:
-        logprobs: Log-probabilities of the new tokens, or None if not requested. An echoed prompt is included. Its first
-            token has the entry None.
+        logprobs: Log-probabilities of the new tokens, or None if not requested. With an echoed prompt, its tokens come
+            first, and the first token has None.
         finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
         stop_reason: Stop string or token that ended the completion, or None.
         usage: Token counts of the whole request so far.
@@ -91,7 +91,7 @@ class ChatStream:
     """Converts cumulative outputs of a request to steps with only the new tokens.
 
     Args:
-        make_parser: Creates a parser for each completion. By default all text is content.
+        make_parser: Creates a parser for each completion. By default, all text is content.
     """
 
     def __init__(self, make_parser: Callable[[], Parser] = Plain) -> None:
@@ -101,7 +101,7 @@ class ChatStream:
         self._called: set[int] = set()
 
     def steps(self, output: RequestOutput) -> list[Step]:
-        """Return a step for each completion with new output. A step with trace data follows if `output` has any."""
+        """Return a step for each completion with new output, and a step for the trace data in `output`."""
         usage, found = Usage.from_output(output), []
         for each in output.outputs:
             characters, tokens, ended = self._seen.get(each.index, (0, 0, False))

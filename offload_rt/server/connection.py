@@ -31,18 +31,13 @@ class ClientGoneError(Exception):
 
 
 async def run_for_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` and return its result.
-
-    Raises:
-        ClientGoneError: The client has disconnected.
-        TimeoutError: The deadline of the request has passed.
-    """
+    """Await `work`. Raises ClientGoneError after a disconnect, and TimeoutError at the request's deadline."""
     async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
         return await until_disconnect(request.receive, work)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` and return its result. If the client disconnects, cancel `work` and raise ClientGoneError."""
+    """Await `work`. If the client disconnects, cancel `work` and raise ClientGoneError."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,8 +126,8 @@ async def _send_error_event(scope: Scope, send: Send, error: RefusedError) -> No
 async def stream_response(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
     """Return a response that streams `events`.
 
-    If an error occurs in the first `PATIENCE` seconds, raise it, so that the response gets an error status. Later
-    errors are sent as events.
+    Errors of the first `PATIENCE` seconds are raised, so that the response gets an error status. Later errors are sent
+    as events.
     """
     first = asyncio.ensure_future(anext(events))
     try:

@@ -25,8 +25,8 @@ class Conversation:
         choice: Whether the response may ("auto"), must not ("none") or must ("required") call a tool.
         named: Name of the tool that must be called, or None.
         parallel: Whether the response may call several tools.
-        template: Further variables for the chat template, such as `enable_thinking`.
-        continues: Whether the response continues the text of the last message instead of beginning a new one.
+        template: Variables for the chat template, such as `enable_thinking`.
+        continues: Whether the response continues the last message.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def offered(self) -> Tools | None:
-        """Tools that the response may call, with their parameter schemas. None if it may not call tools."""
+        """Parameter schemas of the tools that the response may call. None if it may not call tools."""
         if not self.tools or self.choice == "none":
             return None
         tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
@@ -55,7 +55,7 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
     """Return whether the response continues the last message instead of beginning a new one.
 
     Args:
-        param: Name of the request field that contains the messages, for errors.
+        param: Request field that contains the messages, for errors.
         wanted: vLLM's `continue_final_message`. None continues the last message if it is an assistant message.
 
     Raises:
@@ -120,7 +120,7 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
 
     Args:
         functions: Name, description and parameters of each tool.
-        named: Name of the tool that must be called, or None. Takes precedence over `choice`.
+        named: Tool that must be called, or None. Overrides `choice`.
     """
     if named is not None and named not in [function["name"] for function in functions]:
         raise bad_request(f"tool_choice names {named!r}, which is not in tools", "tool_choice")
@@ -131,7 +131,7 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:
-    """Convert a message for the chat template. `where` is the location of the message in the request, for errors.
+    """Convert a message for the chat template. `where` is its location in the request, for errors.
 
     Content becomes a string, and arguments of tool calls become objects. Fields that are None are removed.
     """
@@ -143,9 +143,9 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def content_text(content: Any, where: str) -> str:
-    """Return the text of a message's `content`: a string, text parts (joined by newlines), or None (no text).
+    """Return the text of a message: its string, its text parts joined by newlines, or "" for None.
 
-    `where` is the location of the message in the request, for errors. Raises RefusedError for other content.
+    Raises RefusedError for other content. `where` is the location of the message in the request.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -181,7 +181,7 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Parse the JSON arguments of a tool call. Return None if the text is not a JSON object.
+    """Parse the JSON arguments of a tool call. Return None if they are not an object.
 
     Missing closing characters are added, because `max_tokens` may have cut off the text.
     """
@@ -212,7 +212,7 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of `function`. `pointer` is its JSON pointer in the complete schema."""
+    """Return the JSON schema of a call of `function`, for insertion at the JSON pointer `pointer`."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
     arguments = _prefix_references(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
@@ -225,7 +225,7 @@ def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
 
 
 def _prefix_references(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
-    """Prefix the references (`#/...`) of `schema`, because it becomes part of another schema at `pointer`."""
+    """Return `schema` with references that are valid where it is inserted: below `pointer` of another schema."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def describe_tools(
 
 
 def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message. Join two consecutive user messages, because chat templates expect alternating roles."""
+    """Append a message. Join consecutive user messages, because chat templates expect alternating roles."""
     last = messages[-1] if messages else {}
     if message["role"] == last.get("role") == "user":
         messages[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}

@@ -36,7 +36,7 @@ _STALE = 60.0
 
 
 def digest(*parts: str) -> str:
-    """Return a digest of `parts` for file names. It keeps `parts` secret, and clients cannot choose file names."""
+    """Return a digest of `parts`, so that file names reveal nothing and cannot be chosen by clients."""
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -45,7 +45,7 @@ class DocumentCache:
     """Stores JSON documents, and evicts the least recently used ones.
 
     A document has a name (a `digest`), a small head that is kept in memory, and a body. In a folder, each document is a
-    file with two lines: head and body. Files are replaced atomically. Several servers may share a folder.
+    file of two lines, head and body, which is replaced atomically. Several servers may share a folder.
     """
 
     def __init__(self, folder: Path | None = None, fields: Collection[str] = ()) -> None:
@@ -53,7 +53,7 @@ class DocumentCache:
 
         Args:
             folder: Folder of the documents. None keeps them in memory.
-            fields: Required fields of the first line of a file. Files without these fields are ignored.
+            fields: Required fields of heads. Files without these fields are ignored.
         """
         self._folder, self._fields = folder, frozenset(fields)
         self._heads: OrderedDict[str, Head] = OrderedDict()
@@ -66,7 +66,6 @@ class DocumentCache:
             self._scan()
 
     def _clean(self, folder: Path) -> None:
-        """Remove temporary files of killed servers, and make all documents private."""
         for path in folder.iterdir():
             with contextlib.suppress(OSError):
                 if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _STALE:
@@ -75,7 +74,6 @@ class DocumentCache:
                     make_private(path)
 
     def _scan(self) -> None:
-        """Read the heads of files that other servers have added, oldest first. Drop the heads of removed files."""
         if self._folder is None:
             return
         found = {}
@@ -101,7 +99,7 @@ class DocumentCache:
         self._bodies.pop(name, None)
 
     def heads(self) -> dict[str, Head]:
-        """Return the heads of all documents by document name, least recently used first."""
+        """Return the heads by document name, least recently used first."""
         self._scan()
         return dict(self._heads)
 
@@ -135,7 +133,7 @@ class DocumentCache:
         return self.read_body(name)
 
     def read_body(self, name: str) -> Any:
-        """Compute `body` without updating the time of the last use. Thread-safe."""
+        """Return the body like `body`, without recording a use. Thread-safe."""
         try:
             if self._folder is None:
                 content = self._bodies[name]
@@ -164,7 +162,7 @@ _EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the engine's id for the session that a client calls `name`. Raises RefusedError for invalid names.
+    """Return the engine's session id for a client's session `name`. Raises RefusedError for invalid names.
 
     `owner` is the digest of the client's API key.
     """
@@ -186,7 +184,7 @@ class Conversations:
     ) -> list[str]:
         """Store a conversation. Return the engine's session ids of evicted conversations.
 
-        If neither `title` nor an earlier call sets a title, the first question becomes the title.
+        The default title is that of an earlier call, or the first question.
         """
         known = self._documents.head(session_of(owner, name)) or {}
         given = title or known.get("given_title")
@@ -197,7 +195,6 @@ class Conversations:
         return [session_of(each["owner"], each["id"]) for each in evicted]
 
     def list_heads(self, owner: str) -> list[dict[str, Any]]:
-        """Return the heads of all conversations of `owner`, newest first."""
         found = [head for head in self._documents.heads().values() if head.get("owner") == owner]
         found.sort(key=lambda head: float(head["updated"]), reverse=True)
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
@@ -205,8 +202,8 @@ class Conversations:
     def search(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
         """Return the heads of conversations that contain all `words` (lower case) in their title or messages.
 
-        The field `excerpt` is the message text around the first word, or "" if only the title matches. All files are
-        read, so call this method in a worker thread.
+        The field `excerpt` is the text around the first word, or "" if only the title matches. Call this method in a
+        worker thread, because it reads all files.
         """
         found = []
         for head in heads:
@@ -221,14 +218,12 @@ class Conversations:
         return self._documents.head(session_of(owner, name)) is not None
 
     def messages(self, owner: str, name: str) -> list[dict[str, Any]]:
-        """Return the messages of a conversation. Raises RefusedError (404) if it does not exist."""
         found: list[dict[str, Any]] | None = self._documents.body(session_of(owner, name))
         if found is None:
             raise _unknown(name)
         return found
 
     def delete(self, owner: str, name: str) -> None:
-        """Delete a conversation. Raises RefusedError (404) if it does not exist."""
         if not self.exists(owner, name):
             raise _unknown(name)
         self._documents.delete(session_of(owner, name))
@@ -266,10 +261,9 @@ class StoredResponse:
 
     Attributes:
         owner: Digest of the API key.
-        response: JSON of the response.
         messages: Messages of the conversation, including the response.
-        session: Id of the engine session with the KV. All responses of a conversation use the same session.
-        prefill: Text of the assistant message that the response continues, or "". The last message begins with it.
+        session: Id of the engine session, the same for all responses of a conversation.
+        prefill: Beginning of the last message, if the response continues it, else "".
     """
 
     owner: str
@@ -293,7 +287,7 @@ class ResponseStore:
         self._documents = documents
 
     def add(self, name: str, stored: StoredResponse) -> list[str]:
-        """Store a response. If other responses are evicted, return the sessions that are no longer used."""
+        """Store a response. Return the sessions that only evicted responses used."""
         head = {"owner": stored.owner, "session": stored.session}
         body = {"response": stored.response, "messages": stored.messages, "prefill": stored.prefill}
         evicted = self._documents.put(digest(name), head, body)
@@ -301,7 +295,6 @@ class ResponseStore:
         return [session for session in {each["session"]: None for each in evicted} if session not in needed]
 
     def get(self, name: str, owner: str) -> StoredResponse:
-        """Return a response. Raises RefusedError (404) if it does not exist."""
         head = self._documents.head(digest(name))
         body = None if head is None or head.get("owner") != owner else self._documents.body(digest(name))
         if head is None or body is None:
@@ -314,5 +307,5 @@ class ResponseStore:
         return StoredResponse(owner, body["response"], body["messages"], head["session"], body.get("prefill", ""))
 
     def delete(self, name: str) -> None:
-        """Delete a response. Its session and the other responses of the conversation remain."""
+        """Delete a response, but neither its session nor the other responses of the conversation."""
         self._documents.delete(digest(name))

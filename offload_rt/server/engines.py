@@ -23,10 +23,9 @@ _ADDED = (
 
 
 class Engines:
-    """The engine of the server's policy, and up to `max_engines - 1` engines of policies that clients have chosen.
+    """The engine of the server's policy, and up to `max_engines - 1` engines of policies that clients choose.
 
-    Each engine decodes a separate batch. All engines share cached prefixes. If the limit is reached, a new policy
-    replaces an idle engine.
+    Each engine decodes a separate batch. All share cached prefixes. At the limit, a new policy replaces an idle engine.
     """
 
     def __init__(self, own: AsyncLLM, options: ServerOptions) -> None:
@@ -108,8 +107,7 @@ class Engines:
         return replace(own, **added)
 
     async def close(self) -> None:
-        """Close all engines. The server's engine is closed last, because the others use its pool."""
         async with self._lock:
             for key in list(self._others):
                 await self._close(key)
-        await self.own.close()
+        await self.own.close()  # last, because the other engines use its pool

@@ -1,7 +1,6 @@
 """HTTP errors in the formats of OpenAI and Anthropic.
 
-Messages of client errors (4xx) say what to change. Internal errors (5xx) are only logged, and the client gets a general
-message.
+Messages of client errors (4xx) say what to change. The details of internal errors (5xx) are only logged.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class RefusedError(Exception):
 
     @property
     def kind(self) -> str:
-        """Error type in the response. OpenAI and Anthropic use the same names."""
         return _KINDS.get(self.status, "invalid_request_error")
 
 
@@ -105,7 +103,6 @@ def as_http_error(error: BaseException) -> RefusedError:
 
 
 def error_body(error: RefusedError, path: str) -> dict[str, Any]:
-    """Return the JSON body of an error, in the API protocol of `path`."""
     if path.startswith(ANTHROPIC):
         return {"type": "error", "error": {"type": error.kind, "message": error.message}}
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}

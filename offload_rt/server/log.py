@@ -37,7 +37,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Format records for a terminal: the time, then `extra["text"]` if given, else the message and its `fields`."""
+    """Format records for a terminal: the time and `extra["text"]`, or without it the message and its `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
@@ -52,9 +52,9 @@ class TextLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Drop repeated warnings, errors and refused requests, after `limit` identical ones per interval.
+    """Drops repeated warnings, errors and refused requests beyond `limit` identical ones per interval.
 
-    The first record of the next interval has a field `suppressed`, which counts the dropped records by message.
+    The first record of the next interval has a field `suppressed`, which counts dropped records by message.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:
@@ -80,7 +80,6 @@ class Repetitions(logging.Filter):
 
 
 def log_to_stderr(log_format: LogFormat = "auto") -> None:
-    """Configure the logs of this package, uvicorn and asyncio."""
     handler = logging.StreamHandler()
     text = handler.stream.isatty() if log_format == "auto" else log_format == "text"
     handler.setFormatter(TextLines() if text else JsonLines())

@@ -50,8 +50,8 @@ class Usage:
     """Token counts of a request so far.
 
     Attributes:
-        cached: Number of prompt tokens whose KV was in the prefix cache.
-        recomputed: Number of prompt tokens that a hybrid model computed although their KV was cached.
+        cached: Prompt tokens whose KV was cached.
+        recomputed: Prompt tokens that a hybrid model computed although their KV was cached.
     """
 
     prompt: int = 0
@@ -69,7 +69,7 @@ class Usage:
 
 
 class Metrics:
-    """Metrics of one server, in a registry for this server only."""
+    """Metrics of one server, in a separate registry."""
 
     def __init__(self, engines: Engines, model: str) -> None:
         self._engines = engines
@@ -99,11 +99,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def record_request(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
-        """Record a finished request.
-
-        `reason` is its finish reason, `seconds` its duration, and `after_first` the time in seconds from its first to
-        its last token.
-        """
+        """Record a finished request: its finish reason, duration, and seconds from its first to its last token."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
         self._prompt.observe(usage.prompt)
@@ -115,7 +111,6 @@ class Metrics:
         return generate_latest(self._registry)
 
     def load(self) -> dict[str, int]:
-        """Return the current load and the totals of all engines."""
         load = self._engines.load()
         counted = [field for _, field in (*_GAUGES.values(), *_TOTALS.values())]
         return {field: int(getattr(load, field)) for field in (*counted, *_TIERS.values())}

@@ -96,7 +96,7 @@ class RequestMiddleware:
     def _check_host(self, headers: Headers) -> None:
         """Raise RefusedError if the Host header of a local server has an unknown name.
 
-        This prevents DNS rebinding: a web page of another host makes its name resolve to this machine.
+        This prevents DNS rebinding, in which a web page of another host makes its name resolve to this machine.
         """
         name = _host_name(headers.get("host", ""))
         known = (*LOCAL_HOSTS, *self._options.allowed_hosts)
@@ -106,7 +106,6 @@ class RequestMiddleware:
             )
 
     def _authenticate(self, headers: Headers) -> str:
-        """Check the API key of a request. Return the digest of the key, or "" if the server has no keys."""
         if not self._digests:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -122,10 +121,6 @@ class RequestMiddleware:
         return given.hex()
 
     async def _body(self, headers: Headers, receive: Receive, deadline: float) -> bytes | None:
-        """Return the complete body, or None if the client disconnects.
-
-        Raises RefusedError if the body is too large or incomplete at the deadline.
-        """
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
         if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MAX_HEAD_BYTES:

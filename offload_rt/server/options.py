@@ -44,8 +44,7 @@ class ServerOptions:
         served_model_names: If empty, clients use the hub id or the last part of the model's path. Metrics use the first
             name.
         max_waiting: Further requests get 429 with Retry-After.
-        max_tokens_limit: A larger `max_tokens` of a client is reduced. With None, only the model's context length
-            limits the number.
+        max_tokens_limit: Reduces larger `max_tokens` of clients. None leaves only the limit of the context length.
         max_engines: Each combination of policy and options in use has an engine.
         max_body: Larger requests get 413.
         timeout: Time from the arrival of a request to the last byte of the response.

@@ -31,7 +31,7 @@ SHORT_THREADS = 2
 
 
 class TokenLimits:
-    """Limits on the numbers of prompt tokens and new tokens of a request.
+    """Limits on prompt tokens and new tokens of a request.
 
     Args:
         positions: Context length of the model in tokens.
@@ -42,7 +42,7 @@ class TokenLimits:
         self.positions, self.capacity, self._limit = positions, capacity, options.max_tokens_limit
 
     def check_prompt(self, tokens: int) -> None:
-        """Raise RefusedError if a prompt of at least `tokens` tokens exceeds the limits."""
+        """Raise RefusedError if a prompt is too long. `tokens` is a lower bound on its length."""
         if tokens >= self.positions:
             raise bad_request(
                 f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
@@ -59,8 +59,8 @@ class TokenLimits:
     def max_new_tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
         """Return the maximum number of new tokens for a prompt of `prompt` tokens.
 
-        The result is the `requested` number, else `default`, limited by the context length, the KV cache and the
-        server's options. Raises RefusedError if the prompt is empty or too long.
+        This is `requested`, else `default`, limited by the context length, the KV cache and the server's options.
+        Raises RefusedError if the prompt is empty or too long.
         """
         if prompt == 0:
             raise bad_request("the prompt is empty: send at least one token")
@@ -72,8 +72,7 @@ class TokenLimits:
 class Prompts:
     """Renders and tokenizes prompts in worker threads.
 
-    The methods raise RefusedError if a text is invalid or exceeds the token limits. A cancelled call does no work if
-    its worker thread has not started it.
+    The methods raise RefusedError if a text is invalid or too long. A call that is cancelled early does no work.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: TokenLimits) -> None:
@@ -90,7 +89,6 @@ class Prompts:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer. Raises RefusedError if the model has none."""
         if self._tokenizer is None:
             raise bad_request("this model has no tokenizer: send prompts as token ids to /v1/completions")
         return self._tokenizer
@@ -101,7 +99,7 @@ class Prompts:
     async def render(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
         """Render a conversation with the chat template. Return the text and its token ids.
 
-        If `answer`, the text ends with the generation prompt, which begins an assistant message.
+        With `answer`, the text ends with the beginning of an assistant message (generation prompt).
         """
 
         def make() -> tuple[str, list[int]]:
@@ -145,8 +143,6 @@ class Prompts:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` on a text of `size` characters in a worker thread."""
-
         def long() -> T:
             try:
                 return work()

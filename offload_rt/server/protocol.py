@@ -43,8 +43,8 @@ LATE = _refusal(HTTPStatus.REQUEST_TIMEOUT, "the head of the request did not arr
 class Connections:
     """Open connections of one server, in the order of their last received data.
 
-    If the limit is reached, a new connection replaces the one whose client has been silent for longest, preferably one
-    without any request. If all clients wait for responses, the new connection is refused.
+    At the limit, a new connection replaces the one whose client has been silent for longest. Connections without a
+    complete request are replaced first. If all clients wait for responses, the new connection is refused.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -58,7 +58,7 @@ class Connections:
         self.open[connection] = None
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Add a connection. If the limit is reached, close another one. Return False if none can be closed."""
+        """Add a connection. At the limit, close another one first. Return False if none can be closed."""
         if len(self.open) >= self.limit:
             waiting = [other for other in self.open if other.awaits_client]
             # Prefer clients that have never completed a request.
@@ -73,9 +73,10 @@ class Connections:
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with three timers that limit how long a client may occupy a connection.
 
-    The head timer limits the time until a request head is complete, from the connection or from the first byte of a
-    further request. The request timer limits the time until the response is sent. The stall timer runs while the buffer
-    is full because the client does not read.
+    * The head timer limits the time until a request head is complete. It starts with the connection, or with the first
+    byte of a further request.
+    * The request timer limits the time until the response is sent.
+    * The stall timer runs while the client does not read and the buffer is full.
     """
 
     def __init__(self, limits: Connections, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +90,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the server waits for data from the client. Otherwise the client waits for a response."""
+        """Whether the server waits for data from the client, not the client for a response."""
         if self.transport.get_write_buffer_size():  # the response is complete, but not yet sent
             return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
@@ -132,7 +133,7 @@ class LimitedProtocol(H11Protocol):
         self._set_timers()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to invalid HTTP with 400. If a response has begun, abort the connection instead."""
+        """Respond to invalid HTTP with 400, or abort the connection if a response has begun."""
         if self.cycle is not None:
             self.cycle.disconnected = not self.cycle.response_complete
             self.cycle.message_event.set()

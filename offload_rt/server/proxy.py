@@ -36,8 +36,8 @@ _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 def route_key(headers: Headers, body: bytes) -> str:
     """Return the routing key of a request, or "" if any replica may handle it.
 
-    The key is derived from the header `x-session-id`, else from the API key and the field `session` or
-    `prompt_cache_key`, else from the prefix of the prompt.
+    The key is the header `x-session-id`, else the API key with the field `session` or `prompt_cache_key`, else a digest
+    of the prompt's prefix.
     """
     if named := headers.get(SESSION_HEADER):
         return _digest("session", named)
@@ -63,8 +63,8 @@ def route_key(headers: Headers, body: bytes) -> str:
 def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
     """Return the indices of the replicas in the order in which to try them.
 
-    `queues` has the number of running requests of each replica. The first replica is the one of the routing key. If it
-    has over `max_ahead` more requests than the least loaded one, the replicas are sorted by load.
+    `queues` are the numbers of running requests. Replica 0, which the routing key selects, is tried first. If it has
+    over `max_ahead` more requests than the least loaded one, replicas are sorted by load.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:
@@ -108,8 +108,8 @@ class Proxy:
     """ASGI application that forwards requests to replicas.
 
     Args:
-        ask: Sends a request with its routing key to a replica, and yields the ASGI messages of the response. The
-            generator is closed if the client disconnects.
+        ask: Sends a request with its routing key to a replica, and yields the ASGI messages of the response. It is
+            closed if the client disconnects.
         max_body: Maximum size of a body in bytes. The proxy truncates larger bodies, and the replica refuses them.
         timeout: Maximum duration of a request in seconds.
     """
@@ -152,7 +152,7 @@ class Proxy:
 async def run_app(app: ASGIApp, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
     """Run an application on a forwarded request, and yield the ASGI messages of the response.
 
-    If the iterator is closed, the application sees that the client has disconnected.
+    Closing the iterator looks to the application like a disconnect of the client.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     gone, bodies = asyncio.Event(), [forwarded.body]

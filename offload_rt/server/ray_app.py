@@ -1,8 +1,8 @@
 """Run the application on a Ray Serve cluster: a proxy deployment in front of replicas with one engine each.
 
 Consistent hashing routes requests with the same `x-session-id`, session or prompt prefix to the same replica, unless
-its load is much higher than that of other replicas. All replicas share a folder of conversations. Each replica has a
-separate KV folder, which its successor reuses.
+its load is much higher than that of others. All replicas share a folder of conversations. Each has a separate KV
+folder, which its successor reuses.
 """
 
 from __future__ import annotations
@@ -149,7 +149,6 @@ def serve_on_ray(application: Any, options: ServerOptions) -> None:
 
 
 def _engine(llm: LLM, options: ServerOptions, store: Path | None, store_options: StoreOptions | None) -> AsyncLLM:
-    """Create an engine with the first free KV folder. Raises StoreError if all folders are in use."""
     if store is None:
         return AsyncLLM(llm, max_waiting=options.max_waiting)
     for number in range(MAX_FOLDERS):

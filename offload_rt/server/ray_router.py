@@ -16,11 +16,11 @@ class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]
     """Route requests of one session id to one replica, unless another replica has a much lower load.
 
     Ray's router waits until the first replica is full. This router sorts the replicas by load if the first one has over
-    `MAX_AHEAD` more running requests than another one. Loads are Ray's cached queue lengths.
+    `MAX_AHEAD` more running requests than another. Loads are Ray's cached queue lengths.
     """
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
-        """Return the replicas in the order in which to try them, each as a list of one."""
+        """Return the replicas in the order in which to try them, each in a list."""
         ranks = await super().choose_replicas(candidate_replicas, pending_request)
         if any(len(rank) != 1 for rank in ranks):
             return ranks

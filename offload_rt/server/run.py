@@ -34,8 +34,8 @@ LOG_SECONDS = 5.0
 class Loading:
     """ASGI application that responds while `make` creates the real application in a thread.
 
-    Until then, it serves the chat page, and other requests get 503 with the progress. Later it forwards all requests to
-    the real application. If `make` fails, `on_failure` is called, and `error` contains the exception.
+    Before that, it serves the chat page, and other requests get 503 with the progress. Then it forwards all requests.
+    If `make` fails, it sets `error` to the exception and calls `on_failure`.
     """
 
     def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:
@@ -105,10 +105,7 @@ def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
 
 
 def bind_socket(options: ServerOptions) -> socket.socket:
-    """Return a socket that is bound to the server's address. Raises ConfigError if the address cannot be used.
-
-    Call this function before the model is loaded, to report an invalid address at once.
-    """
+    """Return a socket for the server's address, before the model is loaded. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only for sockets that name their protocol. Without it, each response waits for the
     # acknowledgement of its head, which Linux delays by 40 ms.
@@ -128,8 +125,8 @@ def bind_socket(options: ServerOptions) -> socket.socket:
 def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: socket.socket) -> None:
     """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds to finish.
 
-    `make_app` runs in a separate thread. Until it returns, requests get 503. If it raises an exception, the server
-    stops and the exception is raised here.
+    `make_app` runs in a thread, and requests get 503 until it returns. If it fails, the server stops, and its exception
+    is raised.
     """
     log_to_stderr(options.log_format)
 

@@ -77,7 +77,7 @@ class Service:
         )
 
     def check_request(self, body: RequestBody, request: Request) -> None:
-        """Check the model name of a request, and record unknown fields for the log and the response header."""
+        """Check the model name of a request. Record unknown fields for the log and the response header."""
         request.state.model = self.check_model(body.model)
         if ignored := body.ignored_fields:
             request.state.notes["ignored_fields"] = ignored
@@ -102,9 +102,9 @@ class Service:
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the engine's cache salt for a request. `given` is the request's field `cache_salt`.
+        """Return the engine's cache salt for a request. `given` is its field `cache_salt`.
 
-        If the server has several API keys, each key has different salts, so that clients do not share KV.
+        Each of several API keys has different salts, so that clients do not share KV.
         """
         owner = request.state.owner if self._separate_keys else ""
         if not owner and not given:
@@ -132,9 +132,9 @@ class Service:
 
     @contextmanager
     def locked(self, *names: str | None) -> Iterator[None]:
-        """Lock sessions and responses by id during the `with` statement. Ignores names that are None.
+        """Lock sessions and responses by id during the `with` statement. Names that are None are ignored.
 
-        A locked session cannot be used, stored or deleted by another request, which gets SessionBusyError (409).
+        Other requests that use, store or delete a locked session get SessionBusyError (409).
         """
         sessions = {name for name in names if name is not None}
         if sessions & self._locked:
@@ -150,7 +150,7 @@ class Service:
 
         Raises:
             RefusedError: The conversation does not exist (404).
-            SessionBusyError: A request is using the conversation.
+            SessionBusyError: A request is using it.
             StoreError: A file cannot be deleted.
         """
         session = session_of(owner, name)
@@ -172,7 +172,7 @@ class Service:
         return self.stores_sessions and await self.engine.delete_session(session)
 
     def delete_in_background(self, sessions: Sequence[str]) -> None:
-        """Delete the KV of evicted conversations in the background, except sessions that a request is using."""
+        """Delete the KV of evicted conversations in the background, except sessions in use."""
         # A request that is using a session will store the conversation again.
         for session in [name for name in sessions if self.stores_sessions and not self.is_locked(name)]:
             task = asyncio.ensure_future(self._delete_quietly(session))
@@ -188,10 +188,10 @@ class Service:
     async def outputs(
         self, request: Request, ids: Sequence[int], params: SamplingParams, arguments: EngineArguments
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request until it is finished. If the iterator is closed, the request is aborted.
+        """Yield the outputs of a request until it is finished. Closing the iterator aborts the request.
 
         Raises:
-            OffloadError: Generation failed. The message may be sent to clients, because it has no private information.
+            OffloadError: Generation failed. The message has no private information, so it may be sent to clients.
             TimeoutError: The deadline has passed.
             RefusedError: The server is shutting down.
         """
@@ -235,7 +235,7 @@ class Service:
             self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _public_message(self, error: OffloadError) -> str:
-        """Return the error message without private information: the model's folder, and sessions of other clients."""
+        """Return the message without the model's folder and without sessions of other clients."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -250,13 +250,6 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Add the statistics of one prompt to the log record of its request.
-
-        Args:
-            last: Last output, or None if there was none.
-            reason: Finish reason, or why the request ended early.
-            first: Seconds until the first token, or None if there was none.
-        """
         notes: dict[str, Any] = request.state.notes
         for name, count in asdict(usage).items():
             notes[f"{name}_tokens"] = notes.get(f"{name}_tokens", 0) + count
@@ -283,10 +276,7 @@ def _repeat_completion(output: RequestOutput, copies: int) -> RequestOutput:
 
 
 def _salt_key(folder: Path | None) -> bytes:
-    """Return the secret key for cache salts. It is stored in `folder`, so that KV can be reused after a restart.
-
-    Raises ConfigError if the folder cannot be used.
-    """
+    """Return the secret key for cache salts. It is stored in `folder` for use after a restart. Raises ConfigError."""
     if folder is None:
         return secrets.token_bytes(32)
     path = folder / "salt.key"
@@ -309,7 +299,7 @@ def _salt_key(folder: Path | None) -> bytes:
 
 
 def _default_name(name: str) -> str:
-    """Return the default served model name: the hub id, or the last part of a path, because folders are private."""
+    """Return the hub id, or the last part of a path, because folders are private."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name
 

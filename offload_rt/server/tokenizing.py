@@ -16,9 +16,9 @@ _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
 
 
 def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return an upper bound on the number of bytes of text that one token represents, or None if there is none.
+    """Return an upper bound on the bytes of text that one token represents, or None if there is none.
 
-    None is returned for models other than BPE, and for tokenizers that join or remove whitespace or unknown characters.
+    There is none for tokenizers other than BPE, and for those that join or remove whitespace or unknown characters.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.model).__name__ != "BPE":

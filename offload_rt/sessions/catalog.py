@@ -18,9 +18,9 @@ from .history import SINKS, History, document_name
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes of a file in a store, and time of its last use in seconds since 1970.
+    """Size in bytes of a file in a store, and time of its last use (with "fifo", of its creation).
 
-    With the policy "fifo", the time of its creation.
+    Times are seconds since 1970.
     """
 
     bytes: int
@@ -33,7 +33,7 @@ class StoredSession:
 
     Attributes:
         document: Name of the history file, as "digest of the namespace/file name".
-        history: The newest readable history. It is an earlier one if `damage` is set.
+        history: The newest readable history. If `damage` is set, this is not the newest one.
         blocks: Files of the session's blocks on disk.
         own_bytes: Size in bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
@@ -52,11 +52,10 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Return the total size in bytes of the blocks that were last used before `time` (seconds since 1970)."""
+        """Return the size in bytes of the blocks that were last used before `time` (seconds since 1970)."""
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether the session has this name and model. None means any model."""
         return self.history.name == name and model in (None, self.history.model)
 
 
@@ -68,16 +67,16 @@ class DamagedSession:
 
     @property
     def namespace(self) -> str:
-        """Digest of the namespace. It replaces the name of the model."""
+        """Digest of the namespace, in place of the name of the model."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Name of the history file. It replaces the name of the session."""
+        """Name of the history file, in place of the name of the session."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether `name` names the session or its history file, and `model` is its namespace or None."""
+        """Return whether `name` is the session or its history file, and `model` is its namespace or None."""
         return self.name in (document_name(name), name) and model in (None, self.namespace)
 
 
@@ -87,7 +86,7 @@ class Catalog:
 
     Attributes:
         sessions: Sessions with a readable history, sorted by name.
-        damaged: Sessions without one, sorted by the name of the history file.
+        damaged: Sessions without a readable history, sorted by the name of the history file.
     """
 
     sessions: tuple[StoredSession, ...]
@@ -95,7 +94,7 @@ class Catalog:
 
 
 def read_catalog(folder: Path) -> Catalog:
-    """Read the catalog of a store folder, with the sessions of all models.
+    """Return the sessions of all models in a store folder.
 
     Raises:
         InputError: The folder does not exist.
@@ -143,7 +142,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Return the session `name`. `model` is needed only if several models have a session of this name.
+    """Return the session `name`. `model` is needed only if several models have such a session.
 
     Raises:
         InputError: No session or several sessions match.
@@ -174,7 +173,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 
 @dataclass(frozen=True)
 class Deleted:
-    """Result of deleting a session. For a `DamagedSession`, its `name` and `namespace`."""
+    """A deleted session. For a `DamagedSession`, its `name` and `namespace`."""
 
     name: str
     model: str
@@ -185,7 +184,7 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
     """Delete a session, and all blocks that no other session and no unnamed request of the same model uses.
 
     Args:
-        name: Name of the session, or of its history file if the history cannot be read.
+        name: Name of the session, or of its history file if this cannot be read.
         model: Name of the model, or the digest of the namespace if the history cannot be read. Needed only if several
             sessions match.
 
@@ -222,5 +221,4 @@ def clear_prompts(folder: Path) -> Removed:
 
 
 def export_text(history: History) -> str:
-    """Return the messages of a session as plain text, each with a heading."""
     return "".join(f"### {role}\n{text}\n\n" for role, text in history.turns)

@@ -38,14 +38,11 @@ class TurnTokens:
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase, history: History, text: str, ends: AbstractSet[int] = frozenset()
 ) -> TurnTokens:
-    """Return how a user message changes the tokens of a session.
+    """Return how a user message changes the tokens of a session. `ends` are the tokens that end a response.
 
     With a chat template, the text between the last response and the next one is added. If the template would change the
-    last response, the whole conversation is tokenized with a warning, and tokens from the first difference on are
+    last response, the whole conversation is tokenized with a warning, and all tokens after the first difference are
     replaced.
-
-    Args:
-        ends: Tokens that end a response.
 
     Raises:
         InputError: The message is empty or has no tokens, or the template rejects the conversation.
@@ -78,7 +75,7 @@ def turn_tokens(
 
 
 def _text_after_response(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
-    """Return the text between the last response and the next one, with the user message `text`.
+    """Return the rendered text from the last response to the next one, with the user message `text`.
 
     Return None if the template changes or rejects the last response.
     """

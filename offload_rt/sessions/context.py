@@ -21,8 +21,8 @@ class SessionContext:
 
     Attributes:
         states: Reads and writes snapshots of recurrent state on disk. None if the runner keeps no snapshots.
-        load_rate: Measured seconds per byte loaded from disk. 0 if unknown.
-        compute_rate: Measured seconds per prefilled token. 0 if unknown.
+        load_rate: Seconds per byte loaded from disk. 0 before the first measurement.
+        compute_rate: Seconds per prefilled token. 0 before the first measurement.
     """
 
     runner: Runner
@@ -35,15 +35,15 @@ class SessionContext:
 
     @property
     def private(self) -> bool:
-        """Whether only a session and its forks may use its blocks, because the KV cache is quantised."""
+        """Whether blocks belong to one session and its forks, because the KV cache is quantised."""
         # A prefill attends to new KV before rounding it, so the KV of later tokens depends on where prefills began.
         return not self.runner.pool.format.exact
 
     def segment_stop(self, start: int, stop: int) -> int:
         """Return the end of the prefill segment that begins at token `start`.
 
-        The prefill of tokens [start, stop) is split into segments of about `SEGMENT_SECONDS`. If the request ends
-        early, the KV of complete segments is kept. A segment is a multiple of `prefill_chunk_size`.
+        The prefill of tokens [start, stop) is split into segments of about `SEGMENT_SECONDS`, in multiples of
+        `prefill_chunk_size`. If the request ends early, the KV of complete segments is kept.
         """
         # With streamed weights, each segment would copy all weights. Values of quantised KV depend on the segments.
         if self.private or self.runner.weights is not None:

@@ -1,4 +1,4 @@
-"""Delete a session from a store: its history, and the blocks that are no longer used.
+"""Delete the history of a session from a store, and the blocks that are no longer used.
 
 The history of a session contains the keys of its blocks. Requests without a session name have no history, so the store
 marks their blocks (`DiskStore.mark_for_prompts`).
@@ -19,8 +19,7 @@ class Removed:
     """Result of a deletion.
 
     Attributes:
-        unreadable: Unreadable histories of other sessions. Their blocks were deleted too, because their keys are
-            unknown.
+        unreadable: Unreadable histories of other sessions. Their blocks were deleted too, because the keys are unknown.
         kept: Unreadable files that were kept, because they may belong to another session.
     """
 
@@ -30,7 +29,6 @@ class Removed:
 
     @property
     def note(self) -> str:
-        """Message about unreadable files, or ""."""
         notes = []
         if self.unreadable:
             files = {name.partition(".")[0] for name in self.kept}  # named below
@@ -51,10 +49,7 @@ class Removed:
 def remove_session(store: DiskStore, namespace: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
     """Delete a session, and all unused blocks of its namespace. Raises StoreError if a file cannot be deleted.
 
-    Blocks that an edit, a truncation or a crash has left unused are deleted too.
-
-    Args:
-        needed: Keys of blocks that open sessions need.
+    An edit, a truncation or a crash can leave unused blocks. `needed` are keys of blocks that open sessions need.
     """
     removed = _delete_unused(store, namespace, document, needed, keep_marked=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
@@ -80,10 +75,10 @@ def remove_prompt_blocks(store: DiskStore, namespace: str) -> Removed:
 def _delete_unused(
     store: DiskStore, namespace: str, document: str, needed: Iterable[bytes], *, keep_marked: bool
 ) -> Removed:
-    """Delete unused blocks, and files with the attention sinks of deleted sessions.
+    """Delete unused blocks, and the files with sinks of deleted sessions.
 
-    Blocks of the session `document` are deleted, unless another session needs them or their key is in `needed`. Blocks
-    of requests without a session name are kept if `keep_marked`.
+    Blocks of the session `document` are deleted, unless another session needs them or their key is in `needed`. With
+    `keep_marked`, blocks of requests without a session name are kept.
     """
     keys, sinks, unreadable = set(needed), set[str](), []
     documents = store.documents.summaries(namespace, summary_of)

@@ -32,11 +32,11 @@ class History:
     Tokens after truncated ones keep their positions. The positions of truncated tokens are the *gap*.
 
     Attributes:
-        id: Hexadecimal id of the session. A fork has the id of the original session.
+        id: Hexadecimal id of the session, the same for all forks.
         tokens: Tokens of the conversation, without truncated tokens.
         computed: Number of tokens whose KV was computed, from the first one on.
-        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, in ascending order. All other KV
-            was computed by a prefill.
+        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, ascending. All other KV was
+            computed by a prefill.
         turns: (role, text) of each message, for display.
         starts: Number of tokens before each of the latest turns, for `undo`.
         truncation_id: Part of the KV provenance key that identifies all truncations, or "".
@@ -45,9 +45,9 @@ class History:
         sink_shift: Number of positions by which the sinks' keys are rotated (RoPE).
         keys: Keys of the blocks on disk, in hexadecimal.
         tail: Key of the partly filled last block of the full-attention layers, or "".
-        tail_shared: Whether a fork may use the partly filled blocks.
-        floor: Index of the first token that sliding-window layers may attend to.
         tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
+        tail_shared: Whether a fork may use these partly filled blocks.
+        floor: Index of the first token that sliding-window layers may attend to.
         salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
         states: Those of `keys` that belong to snapshots of recurrent state.
     """
@@ -126,7 +126,7 @@ class History:
     def add_turn(self, start: int, user: str, response: str, *, rewritten: bool) -> None:
         """Record a turn whose tokens begin at index `start`.
 
-        After a turn that has replaced earlier tokens (`rewritten`), `undo` removes neither this turn nor earlier ones.
+        If the turn has replaced earlier tokens (`rewritten`), `undo` can remove neither this turn nor earlier ones.
         """
         self.turns += [("user", user), ("assistant", response)]
         self.starts = [] if rewritten else [*self.starts, start]
@@ -150,12 +150,12 @@ class History:
         )  # fmt: skip
 
     def forget_from(self, token: int) -> None:
-        """Mark the KV of the tokens from index `token` on as lost."""
+        """Mark the KV from the token at index `token` on as lost."""
         self.computed = min(self.computed, token)
         self.decoded = [(a, min(b, token)) for a, b in self.decoded if a < token]
 
     def decoded_with(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return `decoded` extended by the tokens [start, stop), which must follow all earlier decoded tokens."""
+        """Return `decoded` with the tokens [start, stop), which must follow all earlier decoded tokens."""
         return [*self.decoded, (start, stop)] if start < stop else list(self.decoded)
 
     @property
@@ -169,7 +169,7 @@ class History:
     def truncate(self, kept: list[int], sinks: int) -> None:
         """Remove all computed tokens except those at the indices `kept` (ascending, below `computed`).
 
-        Tokens without KV are kept. `sinks` is the number of sinks whose unrotated keys are stored.
+        `sinks` is the number of sinks whose unrotated keys are stored.
         """
         gone = self.computed - len(kept)
         text = f"{self.truncation_id} {self.id} {self.computed} {kept}"
@@ -186,12 +186,12 @@ class History:
         self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def close_gap(self) -> None:
-        """Record that the sinks' keys were rotated so that no gap follows them."""
+        """Record that the sinks' keys were rotated to the positions directly before the other tokens."""
         self.sink_shift = self.shift
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace all tokens with `tokens`, which have no KV, and forget all truncations."""
+        """Replace all tokens with `tokens` without KV, and forget all truncations."""
         if tokens is not self.tokens:
             self.starts = []  # it is unknown which of the new tokens belong to which turn
         self.tokens = tokens

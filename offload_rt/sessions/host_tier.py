@@ -1,7 +1,7 @@
 """Evict sessions from host memory and prefetch them from disk (CachedAttention §3.3).
 
-As in the paper, a session is evicted or prefetched as a whole. KV in host memory is also on disk, or is being written
-to disk, so eviction needs no copy. KV that is evicted from the disk is lost and will be computed again.
+As in the paper, sessions are evicted and prefetched as a whole. KV in host memory is also on disk, or is being written
+to disk, so eviction needs no copy. KV that is evicted from the disk will be computed again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ T = TypeVar("T")
 
 @dataclass
 class TierStats:
-    """Statistics of the turns of a store: where the KV of their earlier tokens was when they started.
+    """Statistics of the turns of a store: where the KV of earlier tokens was when they started.
 
     A turn that starts again is counted again.
 
     Attributes:
-        host_tokens: Number of tokens with KV in host memory.
-        disk_tokens: Number of tokens with KV that was loaded from disk for the turn.
-        computed_tokens: Number of tokens whose KV was lost, so that the turn computed it again.
-        fetched: Number of sessions that were prefetched from disk before their turn.
-        fetched_tokens: Number of tokens of prefetched sessions. After a complete prefetch, they count as `host_tokens`
-            too.
-        evicted: Number of evictions of a session from host memory.
-        stall_seconds: Time in seconds that prefills waited for KV from disk.
+        host_tokens: Tokens with KV in host memory.
+        disk_tokens: Tokens with KV that was loaded from disk for the turn.
+        computed_tokens: Tokens whose KV was lost, so that the turn computed it again.
+        fetched: Sessions that were prefetched from disk before their turn.
+        fetched_tokens: Tokens of prefetched sessions. After a complete prefetch, they also count as `host_tokens`.
+        evicted: Evictions of a session from host memory.
+        stall_seconds: Time that prefills waited for KV from disk.
     """
 
     turns: int = 0
@@ -50,9 +49,9 @@ class TierStats:
         """Count one turn.
 
         Args:
-            computed: Number of tokens whose KV earlier turns have computed.
-            known: Number of earlier tokens with KV in host memory or on disk.
-            loaded: Number of earlier tokens with KV only on disk.
+            computed: Tokens whose KV earlier turns have computed.
+            known: Earlier tokens with KV in host memory or on disk.
+            loaded: Earlier tokens with KV only on disk.
         """
         self.turns += 1
         self.host_tokens += known - loaded
@@ -88,7 +87,7 @@ class HostTier:
 
     @property
     def free_bytes(self) -> int:
-        """Size in bytes of free host memory. It includes blocks that only the prefix tree uses, which can be freed."""
+        """Size in bytes of free host memory, including blocks that only the prefix tree uses."""
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
@@ -112,7 +111,7 @@ class HostTier:
             self._order.set_window(self._waiting)
 
     def unpark(self, kv: SessionKV) -> None:
-        """Mark a session as no longer idle. Call this method before the session is used or closed."""
+        """Mark a session as no longer idle, before it is used or closed."""
         if self._since.pop(kv, None) is not None:
             self._order.remove(kv)
         if self._fetching is kv:
@@ -127,13 +126,11 @@ class HostTier:
             self.park(kv)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action` and return its result. If it raises PoolFullError, evict a session and retry.
+        """Return the result of `action`. If it raises PoolFullError, evict a session and retry.
 
-        Parked sessions of this store are evicted first, even if the disk has no space for their KV. Sessions of other
-        stores follow (`Runner.retry_after_reclaim`). The session that `action` uses must not be parked.
-
-        Raises:
-            PoolFullError: No session is left to evict.
+        Parked sessions of this store are evicted first, even if the disk has no space for their KV, then sessions of
+        other stores (`Runner.retry_after_reclaim`). The session that `action` uses must not be parked. Raises
+        PoolFullError if no session is left.
         """
         while self._since:
             try:
@@ -152,7 +149,7 @@ class HostTier:
         return False
 
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
-        """Evict expired sessions, and make room for the `waiting` turns. Call this method before every step.
+        """Evict expired sessions, and make room for the `waiting` turns. Call this before every step.
 
         The sessions of the first L_ew turns (see the class) never expire.
         """
@@ -188,7 +185,7 @@ class HostTier:
             self._evict(victim)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Load the first session of `soon` that is not in host memory. At most one session is loaded at a time."""
+        """Load the first session of `soon` that is not in host memory, one session at a time."""
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return

@@ -13,8 +13,6 @@ from .chat_render import Message, encode_rendered, render_chat
 
 
 class PromptEncoder:
-    """Converts the prompts of `LLM` to token ids, with the tokenizer of `model` if it has one."""
-
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
 

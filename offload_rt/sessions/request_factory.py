@@ -32,7 +32,7 @@ MOST_OPEN = 256
 def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
     """Return the edit that turns the `tokens` of a session into `prompt`.
 
-    The edit keeps the common prefix, but always adds the last token of the prompt, because a prefill needs a token.
+    It keeps the common prefix, but always adds the last token of the prompt, because a prefill needs a token.
     """
     most = min(len(tokens), len(prompt) - 1)
     same = next((i for i in range(most) if tokens[i] != prompt[i]), most)
@@ -42,7 +42,7 @@ def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
 class StoredRequestFactory:
     """Creates the requests of an engine with a session store. Not thread-safe.
 
-    `call_soon` is thread-safe and schedules a function on the engine's thread.
+    `call_soon`, which is thread-safe, schedules a function on the engine's thread.
     """
 
     def __init__(self, store: SessionStore, call_soon: Callable[[Callable[[], None]], None]) -> None:
@@ -67,8 +67,8 @@ class StoredRequestFactory:
     def stores_prompt(self, params: SamplingParams) -> bool:
         """Return whether the store keeps the KV of a request without a session name.
 
-        The store keeps no KV of beam search, of requests with prompt log-probabilities, of changed weights, or if
-        prefixes are not shared.
+        It keeps none if prefixes are not shared or weights have changed, nor for beam search or prompt
+        log-probabilities.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -79,10 +79,7 @@ class StoredRequestFactory:
     ) -> StoredPrompt:
         """Create a request without a session name. For the arguments, see `turn`.
 
-        The caller must call `prompt_ended` when the request has ended.
-
-        Raises:
-            InputError: A token id or a parameter is invalid.
+        The caller must call `prompt_ended` at its end. Raises InputError for an invalid token id or parameter.
         """
         context = self.store.context
         check_answerable(params, context.runner.model)
@@ -123,7 +120,7 @@ class StoredRequestFactory:
     ) -> Turn:
         """Create the request that responds to `prompt` in the session `name`. Open or create the session if needed.
 
-        The caller must call `ended` when the request has ended.
+        The caller must call `ended` at its end.
 
         Args:
             number: Number of the request in the engine.
@@ -155,7 +152,7 @@ class StoredRequestFactory:
         return turn
 
     def ended(self, name: str) -> None:
-        """Mark the session `name` as idle, because its turn has ended.
+        """Mark the session `name` as idle at the end of its turn.
 
         If more than MOST_OPEN sessions are open, close the least recently used idle ones.
         """
@@ -186,7 +183,7 @@ class StoredRequestFactory:
     def close(self) -> None:
         """Save and close all sessions. A second call has no effect.
 
-        If a session cannot be saved, StoreError is raised after all others are saved.
+        If one cannot be saved, StoreError is raised after all others are saved.
         """
         with ExitStack() as ends:
             ends.callback(self.store.remove_user, self)

@@ -43,8 +43,6 @@ class SessionRegistry(Protocol):
 
 
 def pool_locked(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """Hold the lock of the KV pool while a method of `Session` runs."""
-
     @wraps(method)
     def locked(session: Session, /, *args: P.args, **named: P.kwargs) -> T:
         with session.kv.runner.pool.lock:
@@ -56,8 +54,8 @@ def pool_locked(method: Callable[Concatenate[Session, P], T]) -> Callable[Concat
 class Session:
     """One conversation with a persistent KV cache.
 
-    `send` computes one turn. Between turns, the KV stays in host memory until `close`, or until another request needs
-    the memory. The next turn loads evicted KV from disk. After every turn, the session is saved in the background.
+    `send` computes one turn. Between turns, the KV stays in host memory until another request needs the memory. The
+    next turn loads evicted KV from disk. After every turn, the session is saved in the background.
 
     Not thread-safe. Use a `TurnQueue` to compute turns of several sessions in one batch.
     """
@@ -92,7 +90,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of the conversation, except truncated ones."""
+        """Tokens of the conversation without truncated ones."""
         return list(self.history.tokens)
 
     @property
@@ -106,12 +104,12 @@ class Session:
 
     @property
     def loaded_tokens(self) -> int:
-        """Number of tokens whose KV the last turn or prefetch has read from disk."""
+        """Number of tokens whose KV the last turn or prefetch read from disk."""
         return self.kv.loaded_tokens
 
     @property
     def store_bytes(self) -> int:
-        """Size in bytes of the whole store, including other sessions."""
+        """Size in bytes of the whole store."""
         return self.context.storage.bytes_used
 
     # ----------------------------------------------------------------------------------------------------------- turns
@@ -119,8 +117,7 @@ class Session:
     def instruct(self, system: str) -> None:
         """Set the system message.
 
-        Raises:
-            InputError: The session already has a turn with another system message, or the model has no chat template.
+        Raises InputError if a turn was computed with another system message, or if the model has no chat template.
         """
         history, tokenizer = self.history, self.kv.runner.model.tokenizer
         if not isinstance(system, str):
@@ -143,16 +140,16 @@ class Session:
     ) -> Iterator[TokenOutput]:
         """Compute one turn and stream its response.
 
-        If the iterator is closed early, the response ends, and its tokens are kept.
+        Closing the iterator early ends the response, and its tokens are kept.
 
         Args:
-            prompt: User message as text, which is rendered with the chat template if there is one, or as token ids.
+            prompt: User message: a text, which is rendered with the chat template if there is one, or token ids.
             params: Sampling parameters, or None for the model's defaults.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
             InputError, PoolFullError: See `LLM.stream`.
-            ModelError: See `LLM.stream`. It is also raised if the conversation would exceed the model's positions and
+            ModelError: See `LLM.stream`. Also if the conversation would exceed the model's positions and
                 `StoreOptions.overflow` is "error".
         """
         self.check_idle()
@@ -191,8 +188,8 @@ class Session:
 
         Args:
             tokens: Token ids to append, at least one.
-            replaced: Number of tokens at the end to remove first, 0 or 1. The last token of a session has no KV, so
-                pass 1 and repeat the last token in `tokens` to continue the text unchanged.
+            replaced: Number of tokens at the end to remove first, 0 or 1. The last token of a session has no KV, so to
+                continue the text unchanged, pass 1 and repeat it in `tokens`.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
@@ -243,10 +240,7 @@ class Session:
 
     @pool_locked
     def save(self) -> None:
-        """Write the whole session to disk and wait. Warn if part of the KV cannot be stored.
-
-        Raises StoreError if the session cannot be written.
-        """
+        """Write the whole session to disk and wait. Warn if part of the KV cannot be stored. Raises StoreError."""
         self.check_idle()
         self._save()
 
@@ -265,7 +259,7 @@ class Session:
 
     @pool_locked
     def fork(self, name: str) -> Session:
-        """Return a new session `name` with the same history. Both sessions share KV until it changes.
+        """Return a new session `name` with the same history. Both share KV until it changes.
 
         Raises InputError if a turn of the session is running, or if the name is invalid or in use.
         """
@@ -290,12 +284,13 @@ class Session:
     def truncate(self, *, keep_last: int | None = None, sinks: int = SINKS, drop: Seq[int] | None = None) -> int:
         """Remove tokens from the conversation without computing the KV of the other tokens again.
 
-        Kept tokens keep their positions, and new tokens continue after the last position.
+        Kept tokens keep their positions, and new tokens continue after the last position. Use either `keep_last` or
+        `drop`.
 
         Args:
             keep_last: Number of tokens at the end to keep, in addition to the first `sinks`.
             sinks: Number of tokens at the start to keep.
-            drop: Indices in `tokens` of the tokens to remove. Use either `keep_last` or `drop`.
+            drop: Indices in `tokens` of the tokens to remove.
 
         Returns:
             The number of removed tokens.
@@ -316,8 +311,8 @@ class Session:
     def undo(self) -> str:
         """Remove the last turn, and return its user message. The KV of earlier turns is kept.
 
-        Tokens that the turn has truncated are not restored. A turn that has replaced earlier tokens cannot be removed,
-        nor any turn before it.
+        Tokens that the turn has truncated are not restored. If a turn has replaced earlier tokens, neither it nor
+        earlier turns can be removed.
 
         Raises:
             InputError: A turn of the session is running, or the last turn cannot be removed.
@@ -350,8 +345,8 @@ class Session:
     def discard(self) -> Removed:
         """Close the session and delete it from the store. A response that is being streamed ends.
 
-        Blocks that other sessions or requests use are kept. A closed session is not deleted. Warns if files of other
-        sessions cannot be read.
+        Blocks that other sessions or requests use are kept. A session that is already closed is not deleted. Warns if
+        files of other sessions cannot be read.
 
         Raises:
             InputError: A queue is computing a turn of the session.

@@ -22,8 +22,8 @@ class SessionBlocks:
     """Names the blocks of one session, finds them on disk, and protects them from eviction.
 
     Attributes:
-        pinned: Keys of blocks that are protected from eviction from the disk.
-        damaged: Keys of damaged blocks on disk, which are ignored.
+        pinned: Keys of blocks that are protected from eviction.
+        damaged: Keys of damaged blocks, which are ignored.
     """
 
     def __init__(self, context: SessionContext, history: History) -> None:
@@ -35,7 +35,7 @@ class SessionBlocks:
         return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
     def full_names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the full-attention blocks of the first `stop` tokens, if there are such layers."""
+        """Return the names of the full-attention blocks of the first `stop` tokens."""
         return self.names(stop) if self._runner.pool.groups.full else []
 
     def window_names(self, stop: int) -> list[NamedBlock]:
@@ -43,7 +43,7 @@ class SessionBlocks:
         return window_blocks(self._runner.pool.groups, self.names(stop), stop, self._history.floor)
 
     def decoded_names(self, tokens: Seq[int], start: int, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of `tokens[:stop]`. The running turn has decoded the tokens [start, stop)."""
+        """Return the names of the blocks of `tokens[:stop]`. The running turn decoded the tokens [start, stop)."""
         return name_blocks(self._provenance, tokens, stop, self._history.decoded_with(start, stop))
 
     @property
@@ -57,8 +57,8 @@ class SessionBlocks:
     def find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
         """Find blocks on disk that continue `blocks`, which are in host memory.
 
-        In hybrid models, the recurrent state after the found blocks is read into host memory. If this fails, `blocks`
-        may be shortened.
+        In hybrid models, the recurrent state after them is read into host memory. If this fails, `blocks` may be
+        shortened.
 
         Returns:
             found: Blocks on disk, in order.
@@ -81,7 +81,6 @@ class SessionBlocks:
             self._shorten(blocks)
 
     def _shorten(self, blocks: BlockTable) -> None:
-        """Remove the blocks after the last snapshot of recurrent state in host memory."""
         pool = self._runner.pool
         assert pool.cached.snapshots is not None
         count = pool.cached.snapshots.usable(blocks.ids)
@@ -91,8 +90,8 @@ class SessionBlocks:
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
         """Find the longest continuation of `blocks` on disk after which the next token can be computed.
 
-        The sliding-window blocks of the next token and the recurrent state must be available. Return the found blocks,
-        and the number of tokens including `blocks`.
+        The next token needs its sliding-window blocks and the recurrent state. Return the found blocks, and the number
+        of tokens including `blocks`.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
@@ -124,8 +123,7 @@ class SessionBlocks:
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find the full-attention blocks on disk that follow the first `known` tokens without a gap.
 
-        Return the blocks, and the number of tokens up to their end. At least one token of the session is left for the
-        prefill.
+        Return the blocks, and the number of tokens up to their end. At least one token is left for the prefill.
         """
         history = self._history
         # A prefill attends to new KV before quantisation. Stored quantised KV of an unfinished turn differs from the KV

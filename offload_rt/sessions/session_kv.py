@@ -27,8 +27,8 @@ class SessionKV:
         sequence: The session's sequence in host memory, or None.
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
-        for_prompt: Whether the KV belongs to a request without a session name. The store then marks its blocks, because
-            no history contains their keys (`DiskStore.mark_for_prompts`).
+        for_prompt: Whether the KV belongs to a request without a session name. The store then marks its blocks
+            (`DiskStore.mark_for_prompts`).
         keeps_decoded: Whether later turns reuse approximate KV of decoded tokens.
     """
 
@@ -49,15 +49,14 @@ class SessionKV:
 
     @property
     def pool_bytes(self) -> int:
-        """Size in bytes of the whole session's KV in host memory."""
         return self.runner.pool.bytes_for(len(self.history.tokens))
 
     # -------------------------------------------------------------------------------------------------------- loading
 
     def ready(self, capacity: int) -> Sequence:
-        """Return the session's sequence, with KV slots for `capacity` tokens. Its KV may still be loading from disk.
+        """Return the session's sequence, with KV slots for `capacity` tokens. Its KV may still be loading.
 
-        Raises PoolFullError if the sequence does not fit in the pool.
+        Raises PoolFullError if it does not fit in the pool.
         """
         if self.sequence is not None and not self.runner.continues(self.sequence):
             self.drop()
@@ -76,7 +75,7 @@ class SessionKV:
         """Start loading the session's KV from disk, if it is not in host memory.
 
         Without `all_layers`, only the layers that a turn needs at its start are loaded (`read_buffer`). Raises
-        PoolFullError if the sequence does not fit in the pool.
+        PoolFullError.
         """
         if self.sequence is None and self.history.computed:
             self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=all_layers)
@@ -84,8 +83,7 @@ class SessionKV:
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
 
-        Raises DamagedBlockError if a block on disk is damaged. The next load skips this block, and its KV is computed
-        again.
+        Raises DamagedBlockError for a damaged block on disk. The next load skips it, and its KV is computed again.
         """
         if self.loader is None:
             return
@@ -103,10 +101,7 @@ class SessionKV:
             self.runner.reload(self.sequence)
 
     def materialise(self) -> Sequence:
-        """Load the whole sequence into the pool, and wait for loads and pending writes.
-
-        Raises PoolFullError if the sequence does not fit in the pool.
-        """
+        """Load the whole sequence into the pool, and wait for pending writes. Raises PoolFullError."""
         while True:
             if self.sequence is None:
                 self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=True)
@@ -130,7 +125,7 @@ class SessionKV:
         return stalled
 
     def drop(self) -> None:
-        """Free the sequence. Blocks stay in the prefix tree if they are loaded."""
+        """Free the sequence. Its blocks stay in the prefix tree if they are loaded."""
         if self.sequence is None:
             return
         self.context.saver.wait_for(self.sequence.blocks)
@@ -143,10 +138,7 @@ class SessionKV:
         self.sequence = None
 
     def reset_policy_state(self) -> None:
-        """Rebuild resident KV and policy state from the KV in host memory, after an interruption.
-
-        If this is impossible, drop the sequence.
-        """
+        """Rebuild resident KV and policy state from KV in host memory, or drop the sequence if this is impossible."""
         assert self.sequence is not None
         if self._recurrent:
             self.drop()
@@ -157,7 +149,7 @@ class SessionKV:
             self.drop()
 
     def end_turn(self) -> None:
-        """Free recurrent state, or rebuild an interrupted policy state, after the turn was added to the history."""
+        """Free recurrent state, or rebuild an interrupted policy state, after a turn was added to the history."""
         assert self.sequence is not None
         if self._recurrent:  # the next turn begins from the snapshot after the last full block
             self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
@@ -193,7 +185,7 @@ class SessionKV:
         return sequence
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
-        """Create the sequence of this session. It takes ownership of `blocks`.
+        """Create the sequence of this session, which takes ownership of `blocks`.
 
         The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """
@@ -231,7 +223,7 @@ class SessionKV:
         return [*names, *self.blocks.window_names(computed), *states]
 
     def unsaved(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
-        """Return the `names` of blocks that are neither on disk nor queued for writing."""
+        """Return those of `names` whose blocks are neither on disk nor queued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedBlock]) -> None:
@@ -251,16 +243,16 @@ class SessionKV:
         return len(accepted) < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Queue the blocks of `tokens[:stop]` for writing. The running turn has decoded the tokens [start, stop)."""
+        """Queue the blocks of `tokens[:stop]` for writing. The running turn decoded the tokens [start, stop)."""
         if self.runner.pool.groups.full:
             self.enqueue(self.blocks.decoded_names(tokens, start, stop))
 
     def cancel_replaced(self) -> None:
-        """Cancel the writes of blocks that are no longer in the sequence. Call this after any change of blocks."""
+        """Cancel the writes of blocks that have left the sequence. Call this after any change of blocks."""
         self._enqueued -= self.context.saver.cancel_replaced()
 
     def write_out(self) -> list[NamedBlock]:
-        """Write all blocks in host memory to disk and wait. Return the names of blocks that could not be written."""
+        """Write all blocks in host memory to disk and wait. Return the names of blocks for which this failed."""
         names = self.all_names()
         self._flush()  # another session may have removed a shared block after it was queued
         while fresh := self.unsaved(names):
@@ -278,7 +270,7 @@ class SessionKV:
             self._enqueued.clear()
 
     def _record_names(self, names: Seq[NamedBlock]) -> None:
-        """Record the blocks `names` in the history. Remove partly filled blocks that they replace."""
+        """Record the blocks `names` in the history, and remove partly filled blocks that they replace."""
         history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
@@ -315,7 +307,6 @@ class SessionKV:
         self.context.storage.remove(keys)
 
     def save(self) -> None:
-        """Queue all unsaved blocks for writing, and write the history. Raises StoreError if this fails."""
         self.enqueue_all()
         self.persist()
 
@@ -327,7 +318,7 @@ class SessionKV:
         self._unwritten = self.history.to_bytes()
 
     def persist(self) -> None:
-        """Write the copy of the history by `enqueue_all`, if it is not written yet. Raises StoreError if this fails."""
+        """Write the history that `enqueue_all` copied, if it is not written yet. Raises StoreError."""
         # No lock is needed. Only the session's owner calls this method, before the next turn starts. During the call,
         # other sessions can only remove blocks, and missing blocks are computed again. The store writes documents one
         # at a time, so an older history never overwrites a newer one.
@@ -363,7 +354,7 @@ class SessionKV:
         self._flush()
 
     def evict(self) -> None:
-        """Write unsaved blocks to disk, and free the session's host memory. Its blocks on disk may then be evicted."""
+        """Write unsaved blocks to disk, and free the session's host memory. The store may then evict its blocks."""
         if self.sequence is not None:
             self.write_out()
             self.drop()

@@ -39,7 +39,7 @@ class Namespace:
     """Properties of a runner on which stored KV depends. KV is reused only within one namespace.
 
     Attributes:
-        kv_cache_dtype: Number format of the KV cache. For "auto", the name of `dtype`.
+        kv_cache_dtype: Number format of the KV cache. "auto" is replaced by the name of `dtype`.
         planes: Number of stored vectors per token and KV head (`RowShape`).
     """
 
@@ -76,15 +76,13 @@ class Namespace:
 class StoreUser(Protocol):
     """An object that keeps a store open, such as a `TurnQueue`."""
 
-    def close(self) -> None:
-        """End all work and stop using the store."""
-        ...
+    def close(self) -> None: ...
 
 
 class SessionStore:
     """The sessions of one model in one folder, by name.
 
-    The KV of open sessions stays in host memory until other requests need the memory. A thread writes it to the folder.
+    A thread writes the KV of open sessions to the folder. It stays in host memory until other requests need the memory.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class SessionStore:
     ) -> None:
         """Open the store in `folder`. Unless `read_only`, no other process can write to it until `close`.
 
-        A read-only store reuses stored KV and never writes. It must not be used for sessions.
+        A read-only store reuses stored KV, but must not be used for sessions.
 
         Raises:
             ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
@@ -123,7 +121,7 @@ class SessionStore:
 
         Args:
             prompts_are_whole: Whether every turn contains the whole conversation. A stored session with another number
-                format is then ignored, because a new session loses no text.
+                format is then replaced, because no text is lost.
 
         Raises:
             InputError: The name is invalid, or the session is already open.
@@ -150,7 +148,6 @@ class SessionStore:
             )
 
     def _history(self, name: str) -> History | None:
-        """Return the stored history of a session, or None. Raises StoreError if the history is invalid."""
         advice = "put a copy of the file back, or delete the session"
         try:
             document = self.context.storage.documents.get(document_name(name))
@@ -186,7 +183,7 @@ class SessionStore:
         return session
 
     def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name`. If it is not open, open or create it. For arguments and errors, see `open`."""
+        """Return the session `name`. If it is not open, open or create it (see `open`)."""
         check_name(name)
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
@@ -235,11 +232,11 @@ class SessionStore:
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """Evict one idle session from host memory. Return False if this is impossible (`Reclaimable.reclaim`)."""
+        """Evict one idle session from host memory. Return False if there is none (`Reclaimable.reclaim`)."""
         return self.host.reclaim()
 
     def memory_in_use(self) -> list[MemoryUse]:
-        """Return how much host memory each open session uses, and why it cannot be evicted."""
+        """Return the host memory of each open session, and why it cannot be evicted."""
         pool, parked, found = self.context.runner.pool, set(self.host.parked), []
         for session in self._open.values():
             if (sequence := session.kv.sequence) is not None:
@@ -287,7 +284,6 @@ class OpenStores:
     def open(
         self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], *, read_only: bool = False
     ) -> SessionStore:
-        """Return the store in the folder `store`. For arguments and errors, see `LLM.session_store`."""
         folder = check_folder_path("store", store).resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:

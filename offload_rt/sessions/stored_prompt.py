@@ -1,7 +1,7 @@
 """Requests without a session name. Their KV is kept in host memory and on disk as a prefix cache.
 
 Such a request is a session for one turn, without a history on disk. The names of its blocks depend only on their text,
-so later prompts with the same prefix find them. Only exact KV is reused, so a response does not depend on earlier
+so later prompts with the same prefix find them. Only exact KV is reused, so that no response depends on earlier
 requests.
 """
 
@@ -53,9 +53,8 @@ class PromptKV(SessionKV):
         windows = (name.window(group) for name in names for group in groups if group)
         states = (name.state() for name in names if self.context.states is not None)
         keys, storage = [name.key for name in (*names, *windows, *states)], self.context.storage
-        self.context.saver.notify(
-            lambda: storage.mark_for_prompts(keys)
-        )  # on the saver's thread, as it opens a file per block
+        # On the saver's thread, because it opens a file per block.
+        self.context.saver.notify(lambda: storage.mark_for_prompts(keys))
 
     def keep(self, computed: int) -> None:
         """Queue the full blocks of the first `computed` tokens for writing. Their KV must be exact."""
@@ -67,7 +66,7 @@ class PromptKV(SessionKV):
     def keep_windows(self) -> None:
         """Queue the sliding-window blocks of the next token for writing, at the end of a block.
 
-        The blocks stay in memory until `drop` or `release_windows`.
+        They stay in memory until `drop` or `release_windows`.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -113,16 +112,13 @@ class PromptKV(SessionKV):
         return []  # blocks that cannot be written do not prevent an eviction: no history refers to them
 
     def persist(self) -> None:
-        """Update the last use of the prompt's blocks on disk, by which blocks are evicted."""
+        """Update the last use of the prompt's blocks on disk, for the order of eviction."""
         self.mark_blocks()  # includes blocks that a session has written since the start of this request
         self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
 
 class StoredPrompt(StoredRequest):
-    """A request without a session name. Its KV is loaded from a store and saved to it.
-
-    If the request ends early, the KV of complete prefill segments is kept.
-    """
+    """A request without a session name. Its KV is loaded from a store and saved to it."""
 
     def __init__(
         self,
@@ -190,7 +186,7 @@ class StoredPrompt(StoredRequest):
     def release(self) -> bool:
         """Free the memory of an ended request if its blocks are on disk. The caller holds the lock of the pool.
 
-        Return True if blocks had to be queued for writing, so that `release` must be called again.
+        If blocks had to be queued for writing, return True, so that `release` is called again.
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True
@@ -198,7 +194,7 @@ class StoredPrompt(StoredRequest):
         return False
 
     def free_memory(self, *, write: bool) -> None:
-        """Free the memory of an ended request after its pending writes. With `write`, write all other blocks first."""
+        """Free the memory of an ended request after pending writes. With `write`, write all other blocks first."""
         self._host.unpark(self.kv)
         if write:
             self.kv.evict()

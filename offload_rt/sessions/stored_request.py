@@ -28,8 +28,8 @@ T = TypeVar("T")
 class StoredRequest(SampledRequest):
     """Base class of requests whose KV is loaded from a session store and saved to it.
 
-    The prompt is prefilled in segments (`SessionContext.segment_stop`). If the request ends early, the KV of complete
-    segments is kept. Subclasses update the session's history in the abstract methods.
+    The prompt is prefilled in segments (`SessionContext.segment_stop`), whose KV is kept if the request ends early.
+    Subclasses update the session's history in the abstract methods.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class StoredRequest(SampledRequest):
         """
 
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
-        """Return how many of the first `tokens` have KV that earlier requests have computed."""
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
@@ -200,7 +199,6 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Update the measured prefill time per token, also after a cancelled prefill."""
         position = prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:
@@ -213,14 +211,13 @@ class StoredRequest(SampledRequest):
         return 0
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the slot of the next token, and evict idle KV for it. Raises PoolFullError if the pool is full."""
+        """Reserve the slot of the next token, and evict idle KV for it. Raises PoolFullError."""
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))
         self.kv.cancel_replaced()
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
-        """Sample the next token. If decoding has just filled a block, queue the block for writing."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:

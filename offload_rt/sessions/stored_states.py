@@ -27,8 +27,7 @@ A smaller number would need more snapshots. Each takes as much space as the KV o
 class StoredStates:
     """Chooses snapshots of recurrent state, writes them to disk in the background, and reads them.
 
-    A snapshot is the state after a KV block. It is stored as a block with a name that is derived from the KV block
-    (`NamedBlock.state`).
+    A snapshot is the state after a KV block, and is stored as a block with a name derived from it (`NamedBlock.state`).
     """
 
     def __init__(self, store: DiskStore, saver: Saver, pool: StatePool, snapshots: SnapshotKeeper) -> None:
@@ -41,8 +40,8 @@ class StoredStates:
     def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
         """Return the names of the snapshots that a session needs on disk to continue after a restart.
 
-        `names` are the blocks of all computed tokens. `start` is the start of the last turn. The last snapshot before
-        it is needed to repeat this turn. Snapshots that no longer exist are left out.
+        `names` are the blocks of all computed tokens. The last turn begins at `start`, and the last snapshot before it
+        is needed to repeat the turn. Snapshots that no longer exist are left out.
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
@@ -57,9 +56,9 @@ class StoredStates:
         return [states[position] for position in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the number of tokens before the last snapshot on disk in [start, stop], or `start` if there is none.
+        """Return the number of tokens before the last snapshot on disk in [start, stop], or `start` without one.
 
-        `names` are the blocks of the text from its first token on. `damaged` are keys of blocks to ignore.
+        `names` are all blocks of the text. `damaged` are keys of blocks to ignore.
         """
         for name in reversed(names[start // BLOCK_SIZE : stop // BLOCK_SIZE]):
             key = name.state().key
@@ -68,9 +67,9 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, for_prompt: bool) -> list[NamedBlock]:
-        """Queue the snapshots `names` that are in host memory for writing. Return the queued ones.
+        """Queue those snapshots of `names` that are in host memory for writing, and return them.
 
-        With `for_prompt`, mark them as used by a request without a session name.
+        `for_prompt` marks them as used by a request without a session name.
         """
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)
@@ -113,7 +112,6 @@ class StoredStates:
                 self._waiting -= self._pool.slot_bytes
 
     def load(self, name: NamedBlock, slot: int) -> bool:
-        """Read a snapshot into a slot. Return False if it is missing or damaged."""
         block = self._store.find(name)
         if block is None or block.layer_bytes != self._part:
             return False

@@ -4,7 +4,7 @@ Kept tokens keep their positions and their KV, and new tokens continue after the
 exact, because attention depends only on differences of positions.
 
 The first tokens (attention sinks) are an exception. If their distance to new tokens would exceed the trained context
-length, their keys are rotated so that they directly precede the other kept tokens.
+length, their keys are rotated to the positions directly before the other kept tokens.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 def last_kept(tokens: int, new: int, positions: int) -> int:
     """Return how many tokens at the end an automatic truncation keeps, in addition to the first SINKS tokens.
 
-    If `tokens` and `new` tokens fit in the model's `positions`, all are kept. Otherwise half of `positions` is kept
-    (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space. If this would not shorten
-    the session, all are kept.
+    If `tokens` and `new` tokens fit in the model's `positions`, or if truncation would not shorten the session, all are
+    kept. Otherwise half of `positions` is kept (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens
+    need the space.
     """
     if tokens + new <= positions:
         return tokens
@@ -97,7 +97,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Remove tokens from a session that is not parked. Return their number. See `Session.truncate`."""
+    """Remove tokens from a session that is not parked (`Session.truncate`). Return their number."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = check_int("sinks", sinks, 0), check_int_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
@@ -135,7 +135,7 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
         Number of removed tokens. 0 if all tokens fit, or if the model does not support truncation.
 
     Raises:
-        PoolFullError: The KV of the session does not fit in the pool.
+        PoolFullError: The KV does not fit in the pool.
         StoreError: The original keys of the sinks cannot be stored.
     """
     history, tokens = kv.history, len(kv.history.tokens)
@@ -158,7 +158,7 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
     """Rotate the sinks' keys if their distance to the last of `length` tokens exceeds the trained context length.
 
     If the original keys are missing, drop the KV of the session, which the turn then computes again. Raises
-    PoolFullError if the KV of the session does not fit in the pool.
+    PoolFullError if the KV does not fit in the pool.
     """
     history, geometry, pool = kv.history, kv.runner.adapter.geometry, kv.runner.pool
     distance = length + history.shift - history.sink_shift
@@ -186,7 +186,7 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
 
 
 def _store_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
-    """Before the first truncation, store the sinks' keys, because later rotations begin from them."""
+    """Store the sinks' keys before the first truncation, because later rotations begin from them."""
     history = kv.history
     if sinks and not history.truncation_id:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
@@ -195,7 +195,7 @@ def _store_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
 
 
 def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
-    """Read the original keys of the sinks from the store, in the format of `read_sinks`. Return None if this fails."""
+    """Return the stored original keys of the sinks in the format of `read_sinks`, or None if this fails."""
     history, pool = kv.history, kv.runner.pool
     shape = (len(pool.groups.layers_of(0)), kv.runner.adapter.geometry.kv_heads, -1, pool.format.width)
     try:
@@ -210,9 +210,9 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _allocate_blocks(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens. The caller fills the first `known` tokens.
+    """Allocate a block table for `size` tokens, of which the caller fills the first `known`.
 
-    `floor` is the first token that sliding layers may attend to. Raises PoolFullError if the pool has no free blocks.
+    `floor` is the first token that sliding layers may attend to. Raises PoolFullError.
     """
     blocks = kv.runner.pool.new_block_table(size, floor)
     with kv.runner.cache_manager.released_on_error(blocks):

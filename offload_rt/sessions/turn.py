@@ -54,8 +54,7 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
     """Check that the session can compute a turn with these tokens and `max_tokens` generated tokens.
 
     Raises:
-        InputError: A parameter is not supported in sessions, or the turn replaces earlier turns and the conversation is
-            too long without truncation.
+        InputError: A parameter is not supported in sessions, or earlier turns would be both replaced and truncated.
         ModelError: The conversation would exceed the model's positions.
         PoolFullError: The conversation does not fit in the pool.
     """
@@ -87,8 +86,8 @@ class Turn(StoredRequest):
     If the conversation would exceed the model's positions, the oldest tokens are truncated when the turn starts. At the
     end, the turn is added to the history, and the session keeps its KV.
 
-    If the turn is preempted or finds a damaged block, the session is restored, and the turn starts again later. If the
-    turn is cancelled during the prefill, the session is unchanged. If it is cancelled later, the response is kept.
+    A preempted turn, or a turn that finds a damaged block, restores the session and starts again later. A turn that is
+    cancelled during the prefill leaves the session unchanged. If it is cancelled later, the response is kept.
     """
 
     def __init__(
@@ -184,7 +183,6 @@ class Turn(StoredRequest):
             kv.sequence.tokens = list(tokens)
 
     def _store_kv(self, runner: Runner) -> None:
-        """Add the turn to the history, or restore the session if the turn is incomplete."""
         kv, history, sequence = self.kv, self.kv.history, self.sequence
         interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start
         complete = sequence is not None and not interrupted
@@ -209,8 +207,8 @@ class Turn(StoredRequest):
         """Restore the session after an incomplete prefill. Tokens that were generated before a preemption are kept.
 
         Args:
-            interrupted: Whether the prefill had begun.
-            progressed: Whether a prefill segment was complete. The store keeps the KV of complete segments.
+            interrupted: The prefill had begun.
+            progressed: A prefill segment was complete. The store keeps the KV of complete segments.
         """
         kv = self.kv
         self._give_up_prefill()

@@ -28,7 +28,6 @@ class QueuedTurn:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Reason why the turn ended, or None before its end."""
         if self._cancelled:
             return "abort"
         return None if self.turn is None else self.turn.finish_reason
@@ -46,12 +45,10 @@ class QueuedTurn:
 
 
 class TurnQueue:
-    """Queue of turns, computed first come, first served.
+    """Queue of turns, computed first come, first served. Not thread-safe.
 
     Turns of different sessions are decoded in one batch, and turns of one session one after another. Before every step,
-    the KV of sessions whose turns come next is protected from eviction and loaded from disk.
-
-    Not thread-safe.
+    the KV of the next sessions is protected from eviction and loaded from disk.
     """
 
     def __init__(self, store: SessionStore, max_num_seqs: int) -> None:
@@ -78,10 +75,8 @@ class TurnQueue:
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
         """Queue a turn of the session `name`. If the session is not open, open or create it.
 
-        A turn that cannot be computed fails when it starts: `step` then raises InputError, ModelError or PoolFullError.
-
-        Args:
-            params: Sampling parameters, or None for the model's defaults.
+        If the turn cannot be computed, it fails when it starts: `step` then raises InputError, ModelError or
+        PoolFullError. `params` None uses the model's defaults.
 
         Raises:
             InputError: An argument is invalid, or the session is computing a turn outside this queue.
@@ -99,7 +94,7 @@ class TurnQueue:
     def step(self) -> list[TokenOutput]:
         """Compute one step of all running turns.
 
-        A turn that fails is removed, and its error is raised (see `Engine.step`). The next call continues with the
+        If a turn fails, it is removed and its error is raised (see `Engine.step`). The next call continues with the
         other turns.
         """
         try:
@@ -133,7 +128,7 @@ class TurnQueue:
     def close(self) -> None:
         """End all turns, and save and close the sessions. A second call has no effect.
 
-        If a session cannot be saved, StoreError is raised after all others are closed.
+        If one cannot be saved, StoreError is raised after all others are closed.
         """
         with ExitStack() as ends:
             ends.callback(self.store.remove_user, self)

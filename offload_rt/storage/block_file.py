@@ -10,8 +10,8 @@ With latent attention, the layers have only K (`ModelGeometry.value_dim`). Layer
 zero-padded to a multiple of 4096 bytes, so that a KV pool on disk can read them in place with direct I/O.
 
 The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the KV provenance and the tokens. Equal keys
-mean equal contents, because a collision takes 2^128 attempts. The file does not contain tokens, so that no text remains
-on disk after a session is deleted.
+mean equal contents, because a collision takes 2^128 attempts. The file contains no tokens, so that no text remains on
+disk after a session is deleted.
 
 Only the prompt mark may change later. Files of earlier versions have none.
 """
@@ -51,7 +51,7 @@ _LARGEST_HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """Header of a block file. `checksums` contains the xxh3-64 checksum of each layer, of `layer_bytes` bytes."""
+    """Header of a block file. `checksums` are the xxh3-64 checksums of the layers, each of `layer_bytes` bytes."""
 
     key: bytes
     layer_bytes: int
@@ -70,7 +70,7 @@ class BlockHeader:
         return self.data_offset - len(PROMPT_MARK)
 
     def encode(self, *, marked: bool = False) -> bytes:
-        """Return the header, padded up to the offset of layer 0. If `marked`, it ends with `PROMPT_MARK`."""
+        """Return the header, padded up to the offset of layer 0, with `PROMPT_MARK` at the end if `marked`."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.mark_offset, b"\0") + (PROMPT_MARK if marked else bytes(len(PROMPT_MARK)))
@@ -98,7 +98,7 @@ class BlockHeader:
 
 
 def header_bytes(data: bytes) -> int:
-    """Return the size in bytes of the header at the start of `data`, or 0 if the header is not valid."""
+    """Return the size in bytes of the header at the start of `data`, or 0 if it is not valid."""
     if len(data) < _FIXED.size:
         return 0
     magic, size, _ = _FIXED.unpack_from(data)
@@ -171,7 +171,7 @@ class StoredBlock:
         return False
 
     def extent(self) -> StoredExtent | None:
-        """Return an extent: the location from which a KV pool on disk can read the KV without a copy.
+        """Return the location of the KV in the file, so that a KV pool on disk can read it without a copy.
 
         The extent stays readable after the block is evicted. Return None if the block is partial, shares its file with
         other blocks, or cannot be opened.
@@ -198,7 +198,7 @@ class BlockWriter:
         offset: Byte offset of layer 0 in the file.
         open: Opens the file for writing and returns its descriptor. Raises OSError.
         finish: Called by `commit` with the checksums of all layers. Raises OSError.
-        give_up: Called if the block is discarded, with the error of a failed write or None.
+        give_up: Called with the error of a failed write, or with None if the block is discarded.
         own_file: Whether the file contains only this block.
     """
 
@@ -234,11 +234,11 @@ class BlockWriter:
             self._discard(error)
 
     def record_checksum(self, layer: int, block: memoryview) -> None:
-        """Record the checksum of a layer that a KV pool writes directly to the file."""
+        """Record the checksum of a layer that a KV pool writes to the extent."""
         self._checksums[layer] = checksum(block)
 
     def extent(self) -> StoredExtent | None:
-        """Return an extent: the location to which a KV pool on disk can write the layers instead of `write`.
+        """Return the location of the layers in the file, so that a KV pool on disk can write them instead of `write`.
 
         The extent stays readable after the block is evicted. Return None if the file contains other blocks, or if disk
         space cannot be allocated.

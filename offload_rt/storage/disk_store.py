@@ -23,20 +23,19 @@ class DiskStore:
     """Stores KV blocks and small documents in a folder of at most `options.limit` bytes. Thread-safe.
 
     Each namespace (model, KV data type, layout) has a subfolder. The file name of a block is its key. Damaged files,
-    files with another key in their header, and files that vanish between two calls count as missing. The writing
-    process removes damaged files.
+    files with another key in their header, and files that vanish between two calls count as missing.
 
     Only one process writes, and any number of processes read. A file has its final name only when it is complete, so
     readers need no lock. Only an extent keeps a file open between calls.
 
     Args:
         namespace: Text that identifies the model, the KV data type and the layout.
-        layers: Number of layers per block: of the model, or of a layer group (`kv_cache.layer_groups`).
+        layers: Number of layers per block: those of the model, or of a layer group (`kv_cache.layer_groups`).
         read_only: Open the folder without the write lock. No file is written or evicted.
         clock: Returns the time in nanoseconds since 1970.
 
     Attributes:
-        root: Parent key of the first block of every sequence. It depends on the namespace.
+        root: Parent key of the first block of every sequence in the namespace.
         documents: Documents of the namespace, such as session histories.
 
     Raises:
@@ -63,7 +62,6 @@ class DiskStore:
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all stored data, including space reserved for files that are being written."""
         return self._index.bytes_used
 
     @property
@@ -88,7 +86,6 @@ class DiskStore:
         )  # fmt: skip
 
     def verify(self, name: NamedBlock) -> bool:
-        """Read all layers of the block. Return whether the block is stored and intact."""
         if (block := self.find(name)) is None:
             return False
         buffer = memoryview(bytearray(block.layer_bytes))
@@ -103,7 +100,7 @@ class DiskStore:
         (`last_error`), or the store is read-only.
 
         Args:
-            cost: Recomputation cost of the block in tokens (`policies.recomputation_cost`), for the eviction order.
+            cost: Recomputation cost in tokens (`policies.recomputation_cost`), for the order of eviction.
             for_prompt: Whether a prompt without a session name uses the block (`mark_for_prompts`).
         """
         if self._folder.read_only:
@@ -142,17 +139,17 @@ class DiskStore:
             self._folder.discard(self._path(key))
 
     def mark_for_prompts(self, keys: Iterable[bytes]) -> None:
-        """Set a *prompt mark* in stored blocks: a prompt without a session name uses them. Missing blocks are ignored.
+        """Set a *prompt mark* in stored blocks, because a prompt without a session name uses them.
 
-        No session history lists these blocks. Without the mark, `retain` would remove them.
+        Without the mark, `retain` would remove them, because no session history lists them. Missing blocks are ignored.
         """
         self._folder.mark_for_prompts(self._path(key) for key in keys)
 
     def retain(self, keys: Container[bytes], namespace: str | None = None, *, keep_marked: bool = True) -> int:
         """Remove all blocks of a namespace except `keys` and blocks with a prompt mark. Return the freed bytes.
 
-        Files with the name of a block but other content, such as a renamed document, are removed too, as far as
-        `StoreFolder.files_without_block` detects them.
+        Files with the name of a block but other content, such as renamed documents, are removed too if they are
+        detected (`StoreFolder.files_without_block`).
 
         Args:
             namespace: Digest of the namespace. None is the store's own namespace.
@@ -176,7 +173,7 @@ class DiskStore:
             self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the blocks that waiting turns will use, in the order of these turns. They are evicted last.
+        """Set the blocks that waiting turns will use, in the order of the turns. They are evicted last.
 
         The blocks need not be stored yet.
         """

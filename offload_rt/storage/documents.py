@@ -1,8 +1,8 @@
 """Small named files (documents). Each has two *generations*: its newest and its previous version.
 
 If the newest generation is damaged, only the last change is lost. A new generation is first written to a temporary
-file. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. Even if the
-process is killed, the document's name refers to an intact generation.
+file. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. The document's
+name therefore always refers to an intact generation, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _SETTLED_NS = 2 * 10**9
 
 @dataclass(frozen=True)
 class Document:
-    """Content of the newest intact generation of a document.
-
-    `damage` describes why the newest generation could not be read, or is "".
-    """
+    """Newest intact generation of a document. `damage` tells why the newest one could not be read, or is ""."""
 
     data: bytes
     damage: str = ""
@@ -43,8 +40,8 @@ class Summary:
 
     Attributes:
         document: Name of the document that the history belongs to, even if the file was renamed.
-        blocks: Identifiers of the KV blocks that the session uses.
-        sinks: Name of the document that stores the attention keys of the session's sinks.
+        blocks: Keys of the KV blocks that the session uses.
+        sinks: Name of the document that stores the keys of the session's attention sinks.
     """
 
     document: str
@@ -58,7 +55,7 @@ Summarise = Callable[[bytes], Summary | None]
 
 @dataclass(frozen=True)
 class CachedSummary:
-    """Cached result for an intact document file: its summary, or None if it is not a session history."""
+    """Summary of an intact document file, or None if it is not a session history."""
 
     summary: Summary | None
 
@@ -73,7 +70,6 @@ class SummaryCache:
         self._known: dict[Path, tuple[tuple[int, ...], CachedSummary]] = {}
 
     def get(self, path: Path, summarise: Summarise) -> CachedSummary | None:
-        """Return the summary of a file, or None if the file is damaged or missing."""
         try:
             status = path.lstat()
         except OSError:
@@ -97,8 +93,8 @@ class SummaryCache:
 class DocumentStore:
     """Stores the documents of one namespace in the folder `own`. Thread-safe.
 
-    Document names match `folder.NAME` and contain no text of a user. Documents are never evicted, but count towards the
-    `limit` in bytes of the store.
+    Document names match the pattern `folder.NAME` and contain no text of a user. Documents are never evicted, but count
+    towards `limit` (bytes).
     """
 
     def __init__(self, folder: StoreFolder, own: Path, limit: int | None) -> None:
@@ -110,7 +106,7 @@ class DocumentStore:
         """Write a document atomically, and keep the previous generation (under another name if it is damaged).
 
         If the limit or the disk leaves no space, KV blocks are evicted, pinned blocks last. Documents are written one
-        at a time, but operations on blocks do not wait.
+        at a time. Operations on blocks do not wait.
 
         Raises:
             StoreError: The document is too large, the store is full, or the file cannot be written.
@@ -169,10 +165,9 @@ class DocumentStore:
         self._folder.index.add(before, len(record))
 
     def get(self, name: str) -> Document | None:
-        """Return the newest intact generation of a document, or None if the document does not exist.
+        """Return the newest intact generation of a document, or None if it does not exist.
 
-        Raises:
-            StoreError: The document exists, but no generation is intact.
+        Raises StoreError if no generation of the document is intact.
         """
         newest, before = self._paths(name)
         first, second = read_document(newest), read_document(before)
@@ -190,7 +185,7 @@ class DocumentStore:
     def read_all(self) -> dict[str, Document | None]:
         """Return the newest intact generation of all documents of all namespaces, by "namespace digest/name".
 
-        The value is None if no generation of a document is intact.
+        The value is None if no generation is intact.
         """
         names = {(path.parent, path.stem) for path in self._files() if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Document | None] = {}
@@ -204,7 +199,7 @@ class DocumentStore:
     def summaries(self, namespace: str, summarise: Summarise) -> dict[str, Summary | None]:
         """Return the summary of each document of a namespace, by document name.
 
-        The value is None if no stored version of the document is intact, or if the document is not a session history.
+        The value is None if no stored version is intact, or if the document is not a session history.
         """
         files = {path for path in self._files(self._folder.path / namespace) if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Summary | None] = {}
@@ -215,17 +210,15 @@ class DocumentStore:
         return found
 
     def delete(self, name: str, summarise: Summarise | None = None) -> list[str]:
-        """Delete all generations and copies of a document. Raises StoreError.
-
-        The newest generation is deleted last, so the document exists until all other files are deleted.
+        """Delete all generations and copies of a document, the newest generation last. Raises StoreError.
 
         Args:
             name: Name of the document, or "namespace digest/name".
             summarise: If given, the content of a file decides whether it belongs to the document, because files may
-                have been renamed. If the content is no session history, the file name decides.
+                have been renamed. For content that is no session history, the file name decides.
 
         Returns:
-            If `summarise` is given, the sorted names of unreadable files, which may belong to the document.
+            With `summarise`, the sorted names of unreadable files, which may belong to the document.
         """
         newest, _ = self._paths(name)
         doomed, unreadable = list[Path](), list[str]()

@@ -24,7 +24,7 @@ _DIGEST = 8
 
 @dataclass(frozen=True)
 class DocumentContent:
-    """`data` is the content of a document file, or None if there is none. `damage` describes damage, or is ""."""
+    """Content of a document file: `data`, or None and a description of the `damage`."""
 
     data: bytes | None
     damage: str = ""
@@ -61,9 +61,9 @@ def read_document(path: Path) -> DocumentContent:
 
 
 def read_prompt_mark(path: Path) -> bool | None:
-    """Return whether a block file has a prompt mark (`DiskStore.mark_for_prompts`), or None if it cannot be read.
+    """Return whether a block file has a prompt mark (`DiskStore.mark_for_prompts`). False for damaged files.
 
-    A damaged file has none.
+    None means that the file cannot be opened.
     """
     header = read_header(path)
     try:
@@ -74,7 +74,7 @@ def read_prompt_mark(path: Path) -> bool | None:
 
 
 def write_prompt_mark(path: Path, marked: bool) -> None:
-    """Set or clear the prompt mark of a block file, unless the file is damaged. Raises OSError."""
+    """Set or clear the prompt mark of a block file that is not damaged. Raises OSError."""
     if (header := read_header(path)) is None:
         return
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -44,8 +44,8 @@ nor changed.
 class StoreFolder:
     """Files of one store in the folder `path`, at most `options.limit` bytes including temporary files. Thread-safe.
 
-    Only one process writes. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process ends.
-    Any number of processes read. To make several calls atomic, hold `mutex`.
+    One process writes. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process ends. Any
+    number of processes read. To make several calls atomic, hold `mutex`.
 
     Files are readable only by their owner. Symbolic links in place of subfolders are not followed.
 
@@ -80,7 +80,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def usable(self) -> Iterator[None]:
-        """Raise an OSError in the body of the `with` statement as a StoreError that names the folder."""
+        """Convert an OSError in the `with` statement to a StoreError that names the folder."""
         try:
             yield
         except StoreError:
@@ -145,7 +145,7 @@ class StoreFolder:
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, marked: bool = False) -> None:
         """Rename a complete and synced temporary file to `path`, and replace an existing file. Raises OSError.
 
-        The file has a prompt mark if `marked`, or if the replaced file has one.
+        The file keeps the prompt mark of a replaced file. `marked` tells whether it has one itself.
         """
         with self.mutex:
             was_marked = self.is_marked(path)
@@ -181,8 +181,8 @@ class StoreFolder:
     def files_without_block(self, paths: Iterable[Path]) -> set[Path]:
         """Return the files among `paths` that contain no block.
 
-        Full blocks of a namespace have equal sizes, so files are not read if at least `_MANY` have the same size. A
-        file with a valid header is read again only if its size changes.
+        Full blocks of a namespace have equal sizes, so files are not read if at least `_MANY` have the same size. After
+        a valid header was found, a file is read again only if its size changes.
         """
         sizes = dict[Path, int]()
         for path in paths:
@@ -205,7 +205,6 @@ class StoreFolder:
             return True
 
     def unmark(self, paths: Iterable[Path]) -> None:
-        """Remove the prompt marks of block files. Raises StoreError."""
         with self.mutex, self.usable():
             for path in paths:
                 if self.is_marked(path):
@@ -214,7 +213,7 @@ class StoreFolder:
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file and free its reserved space. If writing it failed with `error`, set `last_error`."""
+        """Remove a temporary file and free its reserved space. An `error` of writing it becomes `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -223,7 +222,7 @@ class StoreFolder:
                 self.last_error = f"cannot write {str(temporary)!r}: {error.strerror or error}"
 
     def put_aside(self, path: Path) -> None:
-        """Rename a damaged document. The store ignores the file, but a user can inspect it."""
+        """Rename a damaged document, so that the store ignores it and a user can inspect it."""
         with self.mutex, contextlib.suppress(OSError):
             aside = path.with_suffix(DAMAGED)
             status = path.lstat()
@@ -242,9 +241,9 @@ class StoreFolder:
             self.index.remove(path)
 
     def remove(self, paths: Iterable[Path]) -> int:
-        """Remove files. Return their total size in bytes.
+        """Remove files, and return their total size in bytes.
 
-        If a file cannot be removed, all other files are removed before StoreError is raised.
+        If a file cannot be removed, StoreError is raised after all other files are removed.
         """
         assert not self.read_only
         freed, refused = 0, ""
@@ -269,7 +268,7 @@ class StoreFolder:
         return freed
 
     def make_subfolder(self, path: Path) -> None:
-        """Create a subfolder that only its owner can read. Raises OSError if this fails or finds a symbolic link."""
+        """Create a subfolder that only its owner can read. Raises OSError, also for a symbolic link."""
         make_private_folder(path)
         self._check_inside(path / "any")
 
@@ -314,7 +313,7 @@ class StoreFolder:
                 self.index.write_stamp(path)
 
     def _correct_modes(self) -> None:
-        """Make files and folders of the store readable only by their owner. Earlier versions did not."""
+        """Make the files of a store, which earlier versions left readable, private to their owner."""
         with contextlib.suppress(PermissionError):  # the folder belongs to another user but is writable
             known = (_LOCK, SERVER_FOLDER)
             if all(path.name in known or NAMESPACE.fullmatch(path.name) for path in self.path.iterdir()):
@@ -354,7 +353,7 @@ def namespace_folders(folder: Path) -> list[Path]:
 
 
 def _refuse_old(folder: Path) -> None:
-    """Raise StoreError for a store of version 0.1 from before 2026-11-24, whose file names contain text of the user."""
+    """Raise StoreError for a store of version 0.1 from before 2026-11-24, whose file names contain text of users."""
     for namespace in namespace_folders(folder) if folder.is_dir() else ():
         for path in namespace.iterdir():
             if _FAN.fullmatch(path.name) and _is_folder(path):
@@ -370,7 +369,7 @@ def _refuse_old(folder: Path) -> None:
 
 
 def block_paths(namespace: Path) -> Iterator[Path]:
-    """Yield the paths with the name of a block file in a namespace folder. They may be folders or links."""
+    """Yield the paths in a namespace folder that have the name of a block file. They may be folders or links."""
     return (path for path in _block_files(namespace) if path.suffix == BLOCKS)
 
 

@@ -34,9 +34,9 @@ class _File:
     """Index entry of a file. Times are in nanoseconds since 1970.
 
     Attributes:
-        last_used: Time of the last use. With the policy "fifo", the time of creation.
+        last_used: Time of the last use, or of the creation with the policy "fifo".
         rank: Position in the eviction order (`DiskIndex`).
-        marked: Whether the file contains a prompt mark (`files.read_prompt_mark`), or None if unknown.
+        marked: Whether the file contains a prompt mark, or None if unknown.
         has_header: Whether a valid block header was found in the file.
     """
 
@@ -48,7 +48,7 @@ class _File:
 
 
 class DiskIndex:
-    """Index of a store's files, in the eviction order of `policy`. Thread-safe. For several atomic calls, hold `mutex`.
+    """Index of a store's files, in the eviction order of `policy`. Thread-safe. Hold `mutex` for several atomic calls.
 
     Files with the lowest rank are evicted first. With "lookahead", the rank is the time of the last use plus
     `NS_PER_TOKEN` per token of recomputation cost. The file system stores the last use as modification time, and the
@@ -83,8 +83,8 @@ class DiskIndex:
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
         """Add existing files, given as (modification time, path, size, access time), in any order.
 
-        Modification times in the future are replaced by the current time. Return these files, whose times the caller
-        must update with `write_stamp`.
+        Return files with a modification time in the future. The index uses the current time for them, which the caller
+        must store with `write_stamp`.
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
@@ -109,7 +109,7 @@ class DiskIndex:
     def mark_used(self, paths: Sequence[Path]) -> None:
         """Mark the block files of a sequence, in the order of its blocks, as used now.
 
-        Later blocks are evicted before earlier ones. With the policy "fifo", this has no effect.
+        Later blocks are evicted before earlier ones. No effect with the policy "fifo".
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -146,8 +146,8 @@ class DiskIndex:
 
         Args:
             pinned: Also evict pinned files, if no other files are left.
-            cost: Recomputation cost of the new file in tokens, or None for a document. With the policy "lookahead", a
-                block file does not evict files of a higher rank.
+            cost: Recomputation cost of the new file in tokens, or None for a document. With "lookahead", a block file
+                does not evict files of a higher rank.
         """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes

@@ -41,14 +41,13 @@ class DamagedBlockError(Exception):
 
 
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
-    """Return how many layers to load before the prefill starts, so that the prefill never waits for loading.
+    """Return how many layers to load before the prefill starts, so that the prefill never waits.
 
-    The paper's buffer has B (T_load L_hist - T_pref L_new) bytes with the bandwidth B, and a layer has B T_load L_hist
-    / layers bytes.
+    The paper's buffer holds the share 1 - T_pref L_new / (T_load L_hist) of the stored KV.
 
     Args:
-        load_seconds: T_load L_hist in the paper: the time to load the stored prefix.
-        compute_seconds: T_pref L_new in the paper: the time to compute the new tokens.
+        load_seconds: T_load L_hist in the paper, the time to load the stored prefix.
+        compute_seconds: T_pref L_new in the paper, the time to compute the new tokens.
     """
     if load_seconds <= 0:
         return 1
@@ -60,8 +59,8 @@ class BlockLoader:
 
     The KV of a layer may be read after `wait(layer)`. The thread loads at most `ahead` layers ahead of the last `wait`.
 
-    A KV pool on disk reads full blocks directly from the store (`kv_cache.disk.extents`). These are not copied, but
-    only verified.
+    A KV pool on disk reads full blocks directly from the store (`kv_cache.disk.extents`). They are only verified, not
+    copied.
 
     Args:
         blocks: Block table to fill. No other block table may share its blocks. Release them after `close`.
@@ -110,7 +109,7 @@ class BlockLoader:
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
-        """Wait until `layer` is loaded. Then up to `ahead` more layers are loaded in the background.
+        """Wait until `layer` is loaded. Up to `ahead` more layers are then loaded in the background.
 
         Raises DamagedBlockError if a stored block cannot be read, or the error that ended the loader thread.
         """
@@ -194,9 +193,9 @@ class BlockLoader:
 
 
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
-    """Let the pool block of `span` read its KV from the file of a stored block. Return the extent in this file.
+    """Let the pool block of `span` read its KV from the file of a stored block. Return the extent of this file.
 
-    Return None if the KV must be copied, for example because the pool is not on disk.
+    None means that the KV must be copied, for example because the pool is not on disk.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):

@@ -17,12 +17,12 @@ STATE = -1
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """Name of a stored block. It determines the `key` of the block.
+    """Name of a stored block, from which its `key` is computed.
 
     Attributes:
         index: Index of the block in its sequence.
         parent: Key of the preceding block.
-        provenance_key: KV provenance key, which describes how the KV was computed.
+        provenance_key: KV provenance key.
         tokens: Token ids of the block as little-endian int64.
         group: Layer group whose KV the block contains (`kv_cache.layer_groups`), or `STATE`.
     """
@@ -72,11 +72,8 @@ def name_blocks(
 ) -> list[NamedBlock]:
     """Return the names of the blocks of `tokens[:stop]`. The last block may be partly filled.
 
-    With sparse attention, the KV of decoded tokens and of all later tokens depends on where decoding began. Names from
-    the first decoded token on therefore include a mask of the decoded tokens.
-
-    Args:
-        decoded: Ranges (start, stop) of tokens whose KV was computed by decode steps, ascending.
+    With sparse attention, the KV of all tokens after the first decoded one depends on where decoding began. Their names
+    therefore include a mask of the decoded tokens. `decoded` are ascending ranges [start, stop) of decoded tokens.
     """
     marks = bytearray(stop)
     for first, last in decoded:

@@ -26,8 +26,8 @@ class StoreOptions:
         policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts all other KV by last use
             and recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
         ttl: Seconds after the last use until stored KV is deleted and KV in host memory is released; None means never.
-        free_host: Fraction of the KV cache in host memory that is kept free, so that loading a session need not wait
-            for evictions.
+        free_host: Fraction of the KV cache in host memory to keep free, so that loading a session need not wait for
+            evictions.
         overflow: Action if a turn would exceed the model's maximum length. "truncate" drops the oldest half of the
             conversation except its first tokens, without recomputation. "error" refuses the turn. Conversations of
             models with absolute positions are never truncated.

@@ -14,18 +14,17 @@ K = TypeVar("K", bound=Hashable)
 
 
 def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
-    """Return L_pw = C_mem / S_kv: the number of queued requests whose KV can be prefetched.
+    """Return L_pw = C_mem / S_kv (CachedAttention §3.3.1): how many queued requests to prefetch KV for.
 
-    In CachedAttention §3.3.1, C_mem is the host memory for prefetching, and S_kv the mean size of a session's KV.
+    C_mem is the host memory for prefetching, and S_kv the mean size of a session's KV.
     """
     return int(free_bytes / mean_bytes) if mean_bytes > 0 else 0
 
 
 def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
-    """Return L_ew = (C_mem + C_disk) / S_kv: the number of queued requests whose KV is evicted last.
+    """Return L_ew = (C_mem + C_disk) / S_kv (CachedAttention §3.3.2): how many queued requests' KV is evicted last.
 
-    In CachedAttention §3.3.2, C_mem is the host memory for KV, C_disk the size limit of the disk store, and S_kv the
-    mean size of a session's KV.
+    C_mem is the host memory for KV, C_disk the size limit of the store, and S_kv the mean size of a session's KV.
     """
     return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
 
@@ -33,7 +32,7 @@ def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
 def recomputation_cost(tokens: int, start: int) -> int:
     """Return the cost, in tokens, of computing KV again if the block at token `start` of a text is lost.
 
-    The cost is higher in long texts, and for earlier blocks, because all later blocks are useless without them.
+    It is higher in long texts, and for earlier blocks, because later blocks are useless without them.
     """
     return 2 * tokens - start
 
@@ -41,10 +40,10 @@ def recomputation_cost(tokens: int, start: int) -> int:
 class EvictionOrder(Generic[K]):
     """The order in which files (`index.py`) or sessions (`sessions/host_tier.py`) are evicted.
 
-    The item with the lowest rank is evicted first. Among equal ranks, this is the least recently used item, or with
-    "fifo" the oldest item.
+    The item with the lowest rank is evicted first, and among equal ranks the least recently used item (with "fifo" the
+    oldest).
 
-    "lookahead" has an *eviction window*: the items that queued requests need. These are evicted after all other items,
+    "lookahead" has an *eviction window*: the items that queued requests need. They are evicted after all other items,
     in reverse order of need (CachedAttention §3.3.2).
     """
 
@@ -61,7 +60,7 @@ class EvictionOrder(Generic[K]):
         """Items of the eviction window that have been added."""
 
     def add(self, item: K, rank: int = 0) -> None:
-        """Add an item, or record its use. In the eviction window, only the position of an item counts."""
+        """Add an item, or record its use. The position of items in the eviction window does not change."""
         if item in self._needs:
             self._window[item] = None
         elif self._renew or item not in self._others:
@@ -82,7 +81,7 @@ class EvictionOrder(Generic[K]):
     def set_window(self, items: Sequence[K]) -> list[K]:
         """Set the eviction window to `items`, in the order in which they will be needed.
 
-        Return the items that left the window. They now have the lowest rank, 0.
+        Return the items that left the window, which now have the lowest rank, 0.
         """
         if not self._looks_ahead:
             return []
@@ -100,7 +99,7 @@ class EvictionOrder(Generic[K]):
         return item in self._window
 
     def ranked(self) -> Iterator[K]:
-        """Iterate over all items in eviction order. Do not change the order during the iteration."""
+        """Iterate over all items in eviction order, which must not change during the iteration."""
         heap = self._heap.copy()
         while heap:
             rank, number, item = heapq.heappop(heap)

@@ -36,9 +36,9 @@ class PendingBlock:
     Attributes:
         pool_block: Id of the block in the pool when it was registered.
         cost: Recomputation cost of the block in tokens.
-        extent: Location in the store to which the KV pool writes the block directly, or None.
-        refused: Whether the store did not accept the block.
-        moved: Whether the block table has replaced the block. If so, the block is not committed.
+        extent: Location in the store, if the KV pool writes the block there directly, or None.
+        refused: Whether the store refused the block.
+        moved: Whether the block table has replaced the block, which is then not committed.
     """
 
     block: NamedBlock
@@ -62,7 +62,7 @@ class SaveHandle:
     """Blocks of one block table that are being saved.
 
     Attributes:
-        pending: The blocks. A block comes after the blocks that precede it in its sequence.
+        pending: The blocks, in the order of their sequence.
         buffered: Number of blocks that wait in the write buffer.
         ended: Whether all blocks are committed or given up.
     """
@@ -80,19 +80,17 @@ class Saver:
     while the next layer is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
     The owner must keep the blocks in the pool until `flush` or `wait_for`, and call `cancel_replaced` if blocks are
-    replaced. At most `WRITE_BUFFER` bytes wait to be written: `begin` accepts as many blocks as fit, and the caller
-    must pass all others again later.
+    replaced. `begin` accepts blocks up to `WRITE_BUFFER` pending bytes. The caller must pass all others again later.
 
     For a pool on disk, blocks are saved after their last layer. If the store has a separate file per block, the pool
     writes full blocks directly to this file and reads them there (*stored extent*, `kv_cache.disk.extents`):
 
     * A block whose KV is not computed yet gets a stored extent in `begin`.
     * A complete block that is still in memory is written to a stored extent after its last layer.
-    * All other blocks are copied to the store: partial blocks, blocks in the pool's own file, blocks beyond the limit
-      of open files, and blocks that have left their stored extent.
+    * All other blocks are copied: partial blocks, blocks in the pool's own file, blocks beyond the limit of open files,
+    and blocks that have left their stored extent.
 
     If a write fails, the block is not committed: its file has no name, but the pool can still use the stored extent.
-
     Call all methods except `notify` on the compute thread.
     """
 
@@ -136,7 +134,7 @@ class Saver:
     def layer_done(self, saving: SaveHandle, layer: int) -> None:
         """Report that the KV of `layer` is complete. Call this in the order of the layers.
 
-        The transfer of the KV to the pool may still be pending. The worker waits for it.
+        The worker waits if its transfer to the pool is still pending.
         """
         if self._file is not None:
             if layer < self._last:
@@ -184,7 +182,6 @@ class Saver:
         return len(saving.pending)
 
     def _pool_block_id(self, blocks: BlockTable, block: NamedBlock) -> int:
-        """Return the id of the pool block with the KV of `block`, or -1 if it was released."""
         found = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
         return found[0] if found else -1
 
@@ -205,9 +202,9 @@ class Saver:
         return cancelled
 
     def abort(self, saving: SaveHandle) -> None:
-        """Wait for pending writes. Then stop saving blocks that are not complete.
+        """Wait for pending writes, and stop saving blocks that are not complete.
 
-        The pool drops the stored extents of blocks whose KV is not complete.
+        The pool drops the stored extents of incomplete blocks.
         """
         self.flush()
         unfinished = [
@@ -222,7 +219,7 @@ class Saver:
             self._file.discard(unfinished)
 
     def flush(self) -> None:
-        """Wait until all complete layers are written. Raises the exception of the worker thread, if there was one."""
+        """Wait until all complete layers are written. Raises the exception of the worker thread, if any."""
         self._jobs.join()
         if (failure := self._failure) is not None:
             self._failure = None
@@ -238,7 +235,6 @@ class Saver:
         self._jobs.put(written)
 
     def close(self) -> None:
-        """Write all complete layers, and stop the worker thread."""
         self._jobs.put(None)
         self._worker.join()
 

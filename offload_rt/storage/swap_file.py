@@ -18,16 +18,13 @@ class SwapFile:
     """Stores KV blocks by key in an unnamed file. `Saver` can use it like a `DiskStore`.
 
     Blocks are never evicted. When no block is left, the file is truncated. Not thread-safe: flush the saver before
-    other calls.
+    other calls. Raises StoreError if the folder cannot be used.
 
     Args:
         folder: A folder on the file system to use. The file does not appear in it.
         namespace: Text that identifies the model, the KV data type and the layout.
         slot_bytes: Number of bytes to reserve per block.
         limit: Maximum total size in bytes, or None for no limit.
-
-    Raises:
-        StoreError: The folder cannot be used.
     """
 
     def __init__(self, folder: Path, namespace: str, layers: int, slot_bytes: int, limit: int | None = None) -> None:
@@ -89,7 +86,6 @@ class SwapFile:
             os.ftruncate(self.handle, 0)
 
     def close(self) -> None:
-        """Close the file, which deletes it."""
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1

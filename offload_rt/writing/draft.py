@@ -1,4 +1,4 @@
-"""Read the settings of a document and compare them with the user's settings, before a model is loaded."""
+"""Compare the settings of a document with the user's settings, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Draft:
     Args:
         path: Text file of the document. If it exists but has no session folder, its text is the beginning.
         folder: Folder of settings and KV. None means `path` with ".session" appended.
-        sampling: Sampling parameters. They must equal the parameters that the document was begun with.
+        sampling: Sampling parameters, which must equal those that the document was begun with.
         **given: Fields of `Settings`. Empty fields are taken from the stored settings.
 
     Raises:
@@ -95,11 +95,11 @@ class Draft:
         )
 
     def chapter_count(self, wanted: int = 0) -> int:
-        """Return `wanted`, or by default the number of headings or begun chapters, whichever is larger."""
+        """Return `wanted`, or by default the larger number of headings and begun chapters."""
         return wanted or max(len(self.settings.headings), len(self.written.chapters))
 
     def is_complete(self, max_tokens: int, chapters: int = 0) -> bool:
-        """Return whether the document is already complete, so that no model needs to be loaded."""
+        """Return whether the document is complete, so that no model needs to be loaded."""
         total = self.chapter_count(chapters)
         enough = len(self.written.chapters) >= total if total else self.written.new_tokens >= max_tokens
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
@@ -109,7 +109,6 @@ class Draft:
 
 
 def saved_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return the seed, and all sampling parameters that differ from the defaults."""
     values = asdict(params) | {"max_tokens": _default("max_tokens")}
     found = {name: value for name, value in values.items() if value != _default(name)}
     _check_supported(found)

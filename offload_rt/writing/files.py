@@ -32,11 +32,10 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 class TextFile:
     """The text file of a document.
 
-    Text and tokens are saved separately. After a restart, the file may end before or after the text of the saved
-    tokens. `restore` appends missing text. `append` compares new text with text that the file already has.
+    Text and tokens are saved separately, so the file may be behind or ahead of the saved tokens after a restart.
+    `restore` appends missing text. `append` compares new text with text that the file already has.
 
     Args:
-        path: The text file.
         session: Folder of the document's session, for messages.
     """
 
@@ -46,7 +45,7 @@ class TextFile:
         self._handle: int | None = None
 
     def restore(self, saved: str) -> None:
-        """Open the file. If it lacks the end of `saved`, the text of the saved tokens, append this text.
+        """Open the file. Append the end of `saved`, the text of the saved tokens, if the file lacks it.
 
         Raises InputError if the file was edited, or cannot be read or written.
         """
@@ -68,11 +67,10 @@ class TextFile:
 
     @property
     def ahead(self) -> bool:
-        """Whether the file has text after the current position."""
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
-        """Append a piece of text, or compare it with text that the file already has at this position."""
+        """Append text, or compare it with text that the file already has at this position."""
         data = text.encode()
         known = min(len(data), len(self._ahead))
         if data[:known] != self._ahead[:known]:
@@ -91,7 +89,6 @@ class TextFile:
         os.lseek(self._handle, at + len(data) - known, os.SEEK_SET)
 
     def _replace_rest(self) -> None:
-        """Save a copy of the file, and truncate the file at the current position."""
         assert self._handle is not None
         copy = self.path.with_name(f"{self.path.name}.before")
         replace_file(copy, self.path.read_bytes(), private=False)
@@ -130,8 +127,6 @@ class Settings:
 
 @dataclass
 class Written:
-    """The tokens of a document so far, and its progress."""
-
     # The prompt and the beginning, then headings and generated tokens.
     tokens: list[int] = field(default_factory=list)
     given: int = 0  # number of tokens in the prompt and the beginning
@@ -154,7 +149,6 @@ class DocumentFolder:
         return (self.path / "settings.json").exists()
 
     def read_settings(self) -> Settings:
-        """Read the settings. Raises InputError if they are damaged."""
         found: Settings = self._read("settings.json", Settings)
         return found
 

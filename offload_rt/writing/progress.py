@@ -13,7 +13,7 @@ class WritingProgress:
     """Progress of a document, reported after each token.
 
     Attributes:
-        new_tokens: Number of generated tokens, including those of earlier runs.
+        new_tokens: Number of generated tokens, including earlier runs.
         total_tokens: Number of generated tokens of the complete document.
         chapter: Number of the current chapter; 0 if the document has none.
         tokens_per_second: Speed of the latest tokens. 0 before the first measurement.
@@ -41,7 +41,7 @@ class Document:
 
     Attributes:
         path: File with the text.
-        new_tokens: Number of generated tokens, including those of earlier runs.
+        new_tokens: Number of generated tokens, including earlier runs.
         chapters: Number of chapters.
         finish_reason: "length", or "stop" if the model ended the text or a stop string was found.
         context_tokens: Number of tokens in the context at the end.

@@ -1,8 +1,8 @@
 """Write a long document in turns of a session, so that an interrupted run can be repeated exactly.
 
-A turn ends at a fixed position: when the number of tokens is one more than a multiple of the block size. The random
-numbers for a token depend only on the seed and its position. If a turn is interrupted, its tokens are discarded, and
-the next run generates the same tokens again.
+A turn ends when the number of tokens is one more than a multiple of the block size. The tokens of an interrupted turn
+are discarded, and the next run generates the same tokens again, because random numbers depend only on the seed and the
+position.
 """
 
 from __future__ import annotations
@@ -60,14 +60,13 @@ def write_document(
     """Write a long document to a file, or continue one.
 
     The file grows token by token. The folder `path` + ".session" keeps the KV cache, so that a later call with the same
-    arguments continues without computing the text again. An interrupted document continues with the text that it would
-    have had without the interruption.
+    arguments continues without computing the text again. An interruption does not change the text.
 
     Args:
         llm: The model.
         path: Text file. If it exists but has no session folder, its text is the beginning of a new document.
-        prompt: Instruction for the model. It is rendered with the chat template if there is one. Otherwise it precedes
-            the text in the context. It is not part of the document.
+        prompt: Instruction for the model, which is not part of the document. It is rendered with the chat template if
+            there is one. Otherwise it precedes the text in the context.
         sampling_params: Sampling parameters. None uses the parameters that the document was begun with, or the model's
             defaults for a new document. A document keeps its seed.
         max_tokens: Total number of new tokens of a document without chapters.
@@ -127,8 +126,6 @@ def _fingerprint(llm: LLM) -> str:
 
 
 class _Writer:
-    """Writes one document. `close` saves its progress."""
-
     def __init__(
         self, llm: LLM, draft: Draft, max_tokens: int, chapters: int, on_progress: Callable[[WritingProgress], None]
     ) -> None:
@@ -184,7 +181,6 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------ resuming
 
     def _restore(self) -> Written:
-        """Return the progress of the stored session, and append missing text to the file."""
         written = self._draft.written
         written.tokens = self._all_tokens(written.tokens)
         # The heading of an interrupted turn is written again.
@@ -198,7 +194,7 @@ class _Writer:
     def _all_tokens(self, saved: list[int]) -> list[int]:
         """Return all tokens of the document: the oldest from `saved`, the others from the session.
 
-        A truncated session lacks the oldest tokens. Raises InputError if both do not belong to the same document.
+        A truncated session lacks the oldest tokens. Raises InputError if `saved` belongs to another document.
         """
         history = self._session.history
         since = history.shift + history.sinks if history.shift else 0
@@ -245,7 +241,6 @@ class _Writer:
         self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
 
     def _check_fits(self) -> None:
-        """Raise PoolFullError or ModelError if the memory or the context length does not suffice for the document."""
         length = len(self._written.tokens) or len(self._context())
         longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
         self._llm.runner.check_fits(longest if self._llm.geometry.absolute_positions else min(longest, self._positions))
@@ -255,8 +250,8 @@ class _Writer:
     def _next_turn(self) -> tuple[list[int], list[int]] | None:
         """Return the tokens that begin the next turn: tokens without KV, and a new heading. Return None at the end.
 
-        In the first turn, no token of the context has KV. Later, only the last token has none; if it is an end-of-text
-        token, it is left out. The progress is saved before a turn that begins the document or a chapter.
+        In the first turn, the whole context has no KV. Later, only the last token has none, and an end-of-text token is
+        left out. Progress is saved before a turn that begins the document or a chapter.
         """
         written = self._written
         heading: list[int] = []
@@ -318,7 +313,7 @@ class _Writer:
         return "stop" if reason == "length" and self._text_complete else reason
 
     def _turn_length(self, added: int, replaced: int) -> int:
-        """Return how many tokens a turn generates, if it first removes `replaced` tokens and appends `added` tokens."""
+        """Return how many tokens a turn generates that removes `replaced` tokens and appends `added` tokens."""
         kv = self._session.kv
         held = len(kv.history.tokens)
         room = _to_boundary(held - replaced + added)
@@ -337,7 +332,7 @@ class _Writer:
         return self._headings[number]
 
     def _context(self) -> list[int]:
-        """Return the tokens of the prompt and the beginning. Leave out the oldest tokens of a long beginning."""
+        """Return the tokens of the prompt and the beginning, whose oldest tokens are left out if it is too long."""
         llm, settings = self._llm, self._settings
         prompt = self._prompt()
         beginning = llm.encode(settings.beginning, special_tokens=not prompt) if settings.beginning else []
@@ -370,7 +365,6 @@ def _has_heading(tokens: Sequence[int], place: int, ends: frozenset[int]) -> boo
 
 
 def _to_boundary(length: int) -> int:
-    """Return how many tokens a turn adds to `length` tokens."""
     # A turn ends when the number of tokens is one more than a multiple of the block size.
     more = BLOCK_SIZE * (length // LONGER_TURNS)
     return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

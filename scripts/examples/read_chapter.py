@@ -1,6 +1,6 @@
 """Read a chapter with an instruct model, answer questions about it, and continue the story.
 
-All turns form one conversation in the chat template of the model, so that the chapter is computed only once.
+All turns form one conversation, so that the chapter is computed only once.
 
     python scripts/examples/read_chapter.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python scripts/examples/read_chapter.py --model Qwen/Qwen3-8B --document book.txt --chapter "CHAPTER XII"
@@ -32,7 +32,7 @@ CONTINUE = "Now continue the story from where the chapter ends, in the same styl
 def chapter_of(text: str, heading: str) -> str:
     """Return the part of `text` from the line that begins with `heading` to the next line with the same first word.
 
-    Raises InputError if no line begins with `heading`.
+    Raises InputError if there is no such line.
     """
     lines, word = text.splitlines(keepends=True), heading.split()[0]
     start = next((i for i, line in enumerate(lines) if line.startswith(heading)), None)

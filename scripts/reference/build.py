@@ -22,10 +22,9 @@ def blocked_causal_attention(
     scaling: float | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention in blocks of queries.
+    """Compute causal attention in blocks of queries. Equal to full causal attention up to rounding.
 
-    Maps query `[B, H, N, d]`, key and value `[B, Hkv, N, d]` to `[B, N, H, d]`. Equal to full causal attention up to
-    rounding.
+    Query is `[B, H, N, d]`, key and value `[B, Hkv, N, d]`, and the result `[B, N, H, d]`.
     """
     # On a CPU, the fused kernel of torch is slower, in particular in the backward pass. A plain product would also
     # compute the masked half above the diagonal.
@@ -49,11 +48,8 @@ def blocked_causal_attention(
 def grow(model: PreTrainedModel, shape: ReferenceShape) -> PreTrainedModel:
     """Increase the number of layers without changing any logit (after stacking, Gong et al. 2019).
 
-    New layers are evenly spaced copies with zero output projections. A model with the depth of the shape is returned
-    unchanged.
-
-    Raises:
-        ValueError: The shapes differ in more than the number of layers, or the model is an OPT model.
+    New layers are evenly spaced copies with zero output projections. Raises ValueError if the shapes differ in more
+    than the number of layers, or if the model is an OPT model.
     """
     config, body = shape.config(), cast(Any, model).model
     same = (

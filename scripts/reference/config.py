@@ -13,7 +13,7 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3_5TextCo
 
 @dataclass(frozen=True)
 class ReferenceShape:
-    """Model architecture with head dimension 64. `kv_heads` does not apply to OPT, which has no grouped queries.
+    """Model architecture with head dimension 64. `kv_heads` does not apply to OPT.
 
     In "qwen3_5", every fourth layer has attention. The others are recurrent (gated delta rule).
     """
@@ -73,10 +73,7 @@ class ReferenceShape:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of training, which ends at the fraction `until` of all tokens.
-
-    `lengths` are (sequence length, probability).
-    """
+    """A stage of training, up to the fraction `until` of all tokens. `lengths` are (sequence length, probability)."""
 
     until: float
     lengths: tuple[tuple[int, float], ...]
@@ -93,8 +90,8 @@ class Stage:
 class TrainConfig:
     """All settings that determine the trained weights.
 
-    The learning rate is constant after `warmup_steps` and decays as a half cosine over the last fraction `decay_share`
-    of training (1.0: cosine schedule for the whole training).
+    The learning rate is constant after `warmup_steps`, and decays as a half cosine over the last fraction `decay_share`
+    of training (1.0: over the whole training).
     """
 
     shape: ReferenceShape

@@ -68,14 +68,14 @@ ORDINALS = ("first", "second", "third")
 
 @lru_cache(maxsize=2)
 def names(held_out: bool) -> tuple[str, ...]:
-    """Return the training or held-out names in a fixed order. One in six is held out, by a digest of the name."""
+    """Return the training or held-out names in a fixed order. A digest of the name holds out one in six."""
     every = dict.fromkeys([*_REAL_NAMES, *(first + last for first in _FIRST for last in _LAST)])
     return tuple(name for name in every if (hashlib.sha256(name.encode()).digest()[0] % 6 == 0) == held_out)
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Statements to place in the passage in any order, and a question as a sequence of (prompt, answer) pairs."""
+    """Statements to place in a passage in any order, and a question as (prompt, answer) pairs."""
 
     kind: str
     key: tuple[str, ...]  # unique within a passage
@@ -136,10 +136,9 @@ KINDS: dict[str, Callable[[Rng, Sequence[str], Sequence[str]], Fact]] = {
 
 
 def make_facts(rng: Rng, count: int, *, held_out: bool, kinds: Sequence[str] = tuple(KINDS)) -> list[Fact]:
-    """Draw `count` facts with different keys about few people.
+    """Draw `count` facts with different keys about few people, so that both name and kind determine an answer.
 
-    Neither the name nor the kind of question alone determines the answer. Raises ValueError if a kind is unknown or the
-    count is below 1.
+    Raises ValueError if a kind is unknown or the count is below 1.
     """
     if count < 1 or not kinds or any(kind not in KINDS for kind in kinds):
         raise ValueError(f"need count >= 1 and kinds out of {sorted(KINDS)}, got {count} and {list(kinds)}")
@@ -159,10 +158,7 @@ def make_facts(rng: Rng, count: int, *, held_out: bool, kinds: Sequence[str] = t
 
 
 class Encoder:
-    """Cached tokenization of short pieces of text.
-
-    Pieces begin with a space or are a period, so BPE does not merge across pieces.
-    """
+    """Cached tokenization of short texts, which begin with a space or are a period, so that BPE merges none of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -242,9 +238,8 @@ def make_passage(
 ) -> FactPassage | None:
     """Build a recall passage of exactly `length` tokens. Return None if facts and questions need more tokens.
 
-    Whole sentences of `corpus` fill random gaps before each statement and after the last statement. The gaps together
-    get a fraction of the free tokens, drawn from `fills`. The other free tokens become text at the start of the
-    passage.
+    Sentences of `corpus` fill random gaps before each statement and after the last one. The gaps get a fraction of the
+    free tokens, drawn from `fills`. The other free tokens become text at the start of the passage.
     """
     events = _order(rng, facts, interleave)
     pieces = [_pieces(facts[i], j, encoder) for i, j in events]
@@ -302,9 +297,9 @@ def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
 
 
 def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> FactPassage:
-    """Draw a training passage with training names and a random layout, with 2 to `length` / 20 facts (at most 48).
+    """Draw a training passage with training names, a random layout, and 2 to `length` / 20 facts (at most 48).
 
-    Raises ValueError if the drawn facts do not fit into `length` tokens.
+    Raises ValueError if the facts do not fit into `length` tokens.
     """
     for _ in range(MOST_TRIES):
         most = min(48, max(3, length // 20))
@@ -337,7 +332,7 @@ class Mixture:
 def make_batch(
     seed: int, step: int, rows: int, length: int, mixture: Mixture, corpus: Corpus, encoder: Encoder
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return ids `[rows, length]` and loss weights `[rows, length]`. They depend only on the arguments."""
+    """Return ids and loss weights, both `[rows, length]`. They depend only on the arguments."""
     rng = np.random.default_rng([seed, step])
     recall = int(rows * mixture.recall + rng.random())
     copies = int(rows * mixture.copy + rng.random())

@@ -42,10 +42,8 @@ def nats_by_context(
     """Return the summed nats of the same tokens under each context length, as `{context: [windows]}`.
 
     The `windows` sections of max(contexts) tokens are evenly spaced over `ids`. The last `scored` tokens of each
-    section are scored. With context length c, the model sees only the last c tokens of a section.
-
-    Raises:
-        ValueError: The text is shorter than a section, or a context is not longer than `scored`.
+    section are scored. With context length c, the model sees only the last c tokens of a section. Raises ValueError if
+    the text is shorter than a section, or a context is not longer than `scored`.
     """
     longest = max(contexts)
     if len(ids) < longest or min(contexts) <= scored:
@@ -144,7 +142,7 @@ def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tuple[float, int]]:
-    """Return accuracy and number of questions by distance band `[edges[i], edges[i + 1])`, without empty bands."""
+    """Return accuracy and number of questions for each non-empty distance band `[edges[i], edges[i + 1])`."""
     table = {}
     for low, high in pairwise(edges):
         band = [answer for answer in answers if low <= answer.distance < high]
@@ -165,7 +163,7 @@ class Pinned:
 def pinned_scores(model: PreTrainedModel, tokenizer: Tokenizer, text: str, *, window: int = 1024) -> Pinned:
     """Score the first `window` tokens of `text`, and recall passages filled with `text`.
 
-    The result depends only on the checkpoint and the text. Raises ValueError if the text is shorter than `window`.
+    The result depends only on the checkpoint and the text. Raises ValueError if the text is too short.
     """
     ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
     sample = {"windows": 1, "scored": window - 1}

@@ -49,7 +49,7 @@ _tokenizer: Any = PreTrainedTokenizerFast
 
 
 def save_atomically(state: Any, path: Path) -> None:
-    """Save `state` atomically: after a crash, the file is either the old or the new one."""
+    """Save `state`, so that the file is either the old or the new one after a crash."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         torch.save(state, file)
@@ -59,7 +59,7 @@ def save_atomically(state: Any, path: Path) -> None:
 
 
 class TrainingRun:
-    """One training run in a folder: tokenizer.json, corpus.npy, state.pt, log.jsonl, and checkpoint/ at the end."""
+    """A training run in a folder: tokenizer.json, corpus.npy, state.pt, log.jsonl, and checkpoint/ at the end."""
 
     def __init__(
         self, config: TrainConfig, data: Path, out: Path, init_from: Path | None, tokenizer: Path | None
@@ -98,7 +98,7 @@ class TrainingRun:
         self.validation = load_corpus([watched], self.tokenizer) if watched.exists() else self.corpus
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Return the settings that must not change when a run resumes. They exclude the length of training."""
+        """Return the settings that must not change when a run resumes: all except the length of training."""
         kept = json.loads(json.dumps(asdict(replace(self.config, total_tokens=self.config.tokens_per_step))))
         return {"config": kept, "corpus_tokens": len(self.corpus.ids)}
 
@@ -152,7 +152,7 @@ class TrainingRun:
         return float(loss.detach())
 
     def evaluate(self) -> dict[str, float]:
-        """Measure recall of held-out names (4 facts) and bits per byte on the validation book with small samples."""
+        """Measure recall of held-out names (4 facts) and bits per byte of the validation book on small samples."""
         self.model.train(False)
         self.model.set_attn_implementation("sdpa")
         found: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""Speculative decoding: draft tokens cheaply, and verify them with one pass of full attention.
+"""Speculative decoding: generate draft tokens cheaply, and verify them with one pass of full attention.
 
 A draft token is accepted if the request samples the same token from the logits of the verification pass. Random numbers
 depend only on the position, so no resampling is needed. At any temperature, the text equals the text of full attention
-except for rounding: matrix products with several rows round differently.
+except for rounding, because matrix products with several rows round differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _RequestHistory:
     Attributes:
         found: Acceptance rate of draft tokens from prompt lookup.
         decoded: Acceptance rate of draft tokens that the policy or the draft model decoded.
-        plain_seconds: Seconds per sequence of the fastest pass without draft tokens. Infinite if there was none.
+        plain_seconds: Seconds per sequence of the fastest pass without draft tokens. Infinite before such a pass.
     """
 
     lookup: Lookup
@@ -52,8 +52,8 @@ class Draft:
     Attributes:
         start: Position of the newest token of the sequence.
         tokens: Draft tokens after the newest token.
-        decoded: Number of tokens to decode with the policy or draft model; 0 if draft tokens were looked up.
-        logits: Logits of the verification pass: `[n + 1, V]` after the newest token and after each of n draft tokens.
+        decoded: Number of tokens to decode with the policy or draft model; 0 with prompt lookup.
+        logits: Logits `[n + 1, V]` of the verification pass, after the newest token and after each of n draft tokens.
             Without draft tokens `[S, V]`, one row per sequence of the request.
         best: Most likely token of each row of `logits` (`best_tokens`).
         plain_seconds: Estimated seconds per token without draft tokens. Infinite if unknown.
@@ -81,7 +81,7 @@ class _Pass:
 
 
 class SpeculativeDecoder:
-    """Drafts and verifies tokens for the requests of an engine, in rounds. A round replaces a decode step.
+    """Generates and verifies draft tokens for the requests of an engine. A round replaces a decode step.
 
     Between rounds, the KV of all tokens except the newest is computed and verified, as without speculation.
     """
@@ -98,7 +98,7 @@ class SpeculativeDecoder:
         self._rejected: list[Draft] = []
 
     def round(self, running: Seq[Request]) -> list[Draft]:
-        """Draft tokens for all requests and verify them in one pass. Return the drafts with their logits.
+        """Generate draft tokens for all requests, and verify them in one pass. Return the drafts with their logits.
 
         Then call `accepted` for each draft, and `end_round`.
         """
@@ -115,8 +115,8 @@ class SpeculativeDecoder:
     def accepted(self, draft: Draft) -> Iterator[Answer]:
         """Commit the newest token and accepted draft tokens one by one, and yield the logits `[1, V]` after each.
 
-        After each yield, the request must sample a token. The iteration ends if this token differs from the draft
-        token. Without draft tokens, the logits `[S, V]` of all S sequences of the request are yielded once.
+        After each yield, the request must sample a token. The iteration ends if it differs from the draft token.
+        Without draft tokens, the logits `[S, V]` of the S sequences of the request are yielded once.
         """
         request, runner, matched = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
@@ -141,7 +141,7 @@ class SpeculativeDecoder:
 
     @property
     def rejected(self) -> list[Request]:
-        """Running requests whose recurrent state contains rejected tokens until `end_round`."""
+        """Running requests whose recurrent state contains rejected tokens, before `end_round`."""
         return [draft.request for draft in self._rejected if draft.request.sequences]
 
     def end_round(self) -> None:
@@ -158,7 +158,6 @@ class SpeculativeDecoder:
         self._passed = None
 
     def _begin(self, request: Request) -> Draft:
-        """Start a draft: look up tokens or choose how many to decode, and reserve slots for them."""
         start = request.sequences[0].position
         most = min(self._most, request.max_draft_tokens)
         if self._runner.snapshots is not None:
@@ -175,9 +174,9 @@ class SpeculativeDecoder:
         return draft
 
     def _choose(self, draft: Draft, history: _RequestHistory, most: int) -> None:
-        """Set the looked-up tokens of a draft, or the number of tokens to decode, at most `most`.
+        """Set the tokens of prompt lookup, or the number of tokens to decode, at most `most`.
 
-        With `adaptive`, choose the source and the number that give the most expected tokens per second.
+        With `adaptive`, choose the source and number with the most expected tokens per second.
         """
         options = self._options
         tokens = history.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
@@ -259,7 +258,6 @@ class SpeculativeDecoder:
             draft.logits, draft.best, start = logits[start:stop], best[start:stop], stop
 
     def _plain_seconds(self, draft: Draft, seconds: float) -> float:
-        """Return the seconds of the fastest pass without draft tokens, or infinity. The newest pass took `seconds`."""
         if (history := self._histories.get(draft.request)) is None:
             return math.inf
         if not draft.tokens:

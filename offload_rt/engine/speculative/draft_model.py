@@ -1,4 +1,4 @@
-"""Propose draft tokens with a small model that has its own KV cache."""
+"""Generate draft tokens with a small model that has its own KV cache."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class DraftModel:
     """Proposes draft tokens for the sequences of the target model's runner.
 
     Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), which is freed with it. KV of accepted
-    tokens is kept between rounds. After a rejected token, a hybrid draft model computes the accepted tokens of the
-    round again.
+    tokens is kept between rounds. A hybrid draft model computes a round's accepted tokens again after a rejected token.
 
     Args:
         runner: Runner of the draft model, with policy "full".
@@ -51,7 +50,7 @@ class DraftModel:
     def prepare(self, sequence: Sequence, drafts: int) -> bool:
         """Prefill the tokens that the draft sequence lacks, and reserve slots for `drafts` tokens.
 
-        Return False if the draft model's pool is full, or if the draft model does not know a token.
+        Return False if the draft model's pool is full, or if its vocabulary lacks a token.
         """
         began = time.perf_counter()
         try:
@@ -82,7 +81,6 @@ class DraftModel:
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence. If it lacks more than `CATCH_UP` tokens, prefill them first."""
         if sequence.drafter is None:
             tokens, provenance = sequence.tokens, sequence.provenance
             sequence.drafter = self._runner.retry_after_reclaim(
@@ -97,9 +95,9 @@ class DraftModel:
         return drafter
 
     def _same_tokens(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence after setting its tokens to those of `sequence`.
+        """Set the tokens of the draft sequence to those of `sequence`, and return it.
 
-        KV is discarded from the first different token on. The KV of the newest token is always discarded.
+        KV is discarded from the first different token on, and always for the newest token.
         """
         drafter = sequence.drafter
         assert drafter is not None

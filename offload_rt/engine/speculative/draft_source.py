@@ -1,4 +1,4 @@
-"""Draft tokens by prompt lookup, and the number of draft tokens that gives the highest speed."""
+"""Prompt lookup for draft tokens, and the number of draft tokens that gives the highest speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lookup:
     def propose(self, tokens: Seq[int], most: int) -> list[int]:
         """Return up to `most` tokens that followed the last n-gram of `tokens`, for the largest n with a match.
 
-        Each call must pass the tokens of the previous call with new tokens appended.
+        Each call must append tokens to those of the previous call.
         """
         end = len(tokens)
         for stop in range(self._known, end):
@@ -74,20 +74,19 @@ class Costs:
         self._step = _Cost()
 
     def observe_verification(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Record the tokens and seconds per sequence of a verification pass."""
         self._verification.observe(tokens / sequences, seconds / sequences)
 
     def observe_drafts(self, tokens: int, seconds: float) -> None:
         self._step.observe(1, seconds / tokens)
 
     def round_seconds(self, drafts: int, *, decoded: bool) -> float:
-        """Return the expected seconds of a round. Only draft tokens that are `decoded`, not looked up, take time."""
+        """Return the expected seconds of a round. Draft tokens take time if they are `decoded`, not looked up."""
         return self._verification.seconds_of(drafts + 1) + (drafts * self._step.seconds_of(1) if decoded else 0.0)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A number of draft tokens, and the expected output tokens per second with it (`rate`)."""
+    """A number of draft tokens, and its expected output tokens per second (`rate`)."""
 
     drafts: int
     rate: float
@@ -105,13 +104,13 @@ class Acceptance:
             self._rate = DECAY * self._rate + (1 - DECAY) * right
 
     def record_unused(self) -> None:
-        """Move the acceptance rate of an unused source towards the initial rate, so that the source is tried again."""
+        """Move the rate of an unused source towards the initial rate, so that it is tried again."""
         self._rate += (1 - DECAY) / 10 * (INITIAL_RATE - self._rate)
 
     def best_round(self, most: int, costs: Costs, *, decoded: bool) -> Round:
         """Return the number of draft tokens, at most `most`, with the most expected output tokens per second.
 
-        With acceptance rate r, n draft tokens give 1 + r + ... + r^n expected output tokens.
+        With acceptance rate r, n draft tokens give 1 + r + ... + r^n output tokens.
         """
         best, tokens, chance = Round(0, 0.0), 0.0, 1.0
         for drafts in range(most + 1):

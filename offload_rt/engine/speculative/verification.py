@@ -16,9 +16,9 @@ from ..runner import Runner
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
     """Compute the next tokens of sequences with full attention in one pass. Return float32 logits `[tokens, V]`.
 
-    `batch` has pairs (sequence, number of tokens to compute). Slots must be reserved, and may contain KV of draft
-    tokens. The caller then commits tokens one by one with `accept`. The recurrent state of a hybrid model includes all
-    computed tokens until `replay` removes rejected ones.
+    `batch` has pairs (sequence, number of tokens). Their slots must be reserved, and may contain KV of draft tokens.
+    The caller then commits tokens one by one with `accept`. The recurrent state of a hybrid model includes all computed
+    tokens until `replay` removes rejected ones.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device
@@ -51,7 +51,7 @@ def accept(runner: Runner, sequence: Sequence) -> None:
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
     """Discard the decoded tokens of `sequence` from `position` on. Their slots stay reserved.
 
-    The recurrent state of a hybrid model returns to the copy that `RollbackStates.set` made at `position`.
+    The recurrent state of a hybrid model returns to the copy at `position` (`RollbackStates.set`).
     """
     runner.transfer.storage.settle(sequence.blocks)
     if runner.rollbacks is not None:
@@ -62,7 +62,7 @@ def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
 
 
 def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
-    """Remove tokens from `position` on, which a verification pass has computed, from the recurrent states."""
+    """Remove rejected tokens, from `position` on, from the recurrent states after a verification pass."""
     assert runner.rollbacks is not None
     used, device = runner.weight_use, runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():

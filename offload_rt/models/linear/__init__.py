@@ -24,12 +24,11 @@ GGUF_NOTE = (
 
 
 def has_external_formats() -> bool:
-    """Return whether `BACKENDS` contains formats from outside of this package."""
     return not all(type(backend).__module__.startswith("offload_rt.") for backend in BACKENDS)
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:
-    """Give each plain linear layer of `model` the first backend that supports it on `device`, in place."""
+    """Convert each plain linear layer of `model`, in place, to the first backend that supports it on `device`."""
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue
@@ -41,7 +40,7 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def computed_in_c(model: nn.Module) -> Iterator[None]:
-    """Let C code multiply few input rows by the plain weights of `model` on a CPU, while the `with` body runs."""
+    """Within the `with` statement, compute products of plain weights and few input rows in C on a CPU."""
     layers = [module for module in model.modules() if type(module) is nn.Linear and type(module.weight) is nn.Parameter]
     changed = [layer for layer in layers if DENSE.supports(layer, layer.weight.device)]
     for layer in changed:
@@ -60,16 +59,15 @@ def plain_weight(layer: Any) -> nn.Parameter | None:
 
 
 def absorbable_weight(layer: Any, dtype: torch.dtype) -> nn.Parameter | None:
-    """Return the weight of a linear layer if latent attention can use it directly, else None.
+    """Return the weight of a linear layer if latent attention can read it in place, else None.
 
-    Latent attention needs a weight in `dtype` that is not packed, and makes a copy of any other weight.
+    The weight must be in `dtype` and not packed. Latent attention copies other weights.
     """
     weight = plain_weight(layer)
     return weight if weight is not None and weight.dtype == dtype else None
 
 
 def packing(config: Any) -> str | None:
-    """Return the quantisation method in a configuration, such as "bitsandbytes", or None."""
     method = quantization_option(config, "quant_method")
     return None if method is None else str(getattr(method, "value", method))
 
@@ -93,7 +91,7 @@ def backend_of(config: Any) -> LinearBackend | None:
 
 
 def refuse_packed(model: Any, why: str) -> None:
-    """Raise ModelError with reason `why` if the weights of a model are packed."""
+    """Raise ModelError if the weights of a model are packed. The message explains `why` they must not be."""
     method = packing_of(model)
     if method is not None:
         raise ModelError(

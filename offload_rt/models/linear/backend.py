@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a plain tensor that is part of a weight: attribute `name` of the object `owner`."""
+    """A plain tensor that is part of a weight: attribute `name` of the object `owner`."""
 
     owner: Any
     name: str
@@ -35,16 +35,15 @@ def quantization_option(config: Any, name: str) -> Any:
 
 
 class BackendLinear(nn.Linear):
-    """A linear layer with the weight format of a `LinearBackend`. Subclasses override `forward`."""
+    """Base class of linear layers with the format of a `LinearBackend`. Subclasses override `forward`."""
 
 
 class LinearBackend:
     """A weight format of linear layers. This base class is the format of plain weights, which torch computes.
 
-    To add a format, override the methods that differ, and add an instance to `BACKENDS`. A format that computes its own
-    products overrides `supports` and `pack`, and sets `layer_class`. All its tensors must be parameters of the layer,
-    because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers loads sets
-    `method`.
+    To add a format, override methods and add an instance to `BACKENDS`. A format that transformers loads sets `method`.
+    A format with a forward pass of this package overrides `supports` and `pack`, and sets `layer_class`. All its
+    tensors must be parameters, because sizes, placement, streaming and fingerprints cover all parameters.
     """
 
     layer_class: type[BackendLinear] = BackendLinear
@@ -65,7 +64,6 @@ class LinearBackend:
         return True
 
     def can_stream(self, config: Any) -> bool:
-        """Return whether the layers can be copied one by one between host and device memory."""
         return False
 
     def prepare(self, model: Any, dtype: torch.dtype | None, offloaded: bool) -> None:

@@ -1,6 +1,6 @@
 """Linear layers with float32 or bfloat16 weights on a CPU, without quantisation.
 
-For few input rows, only the time to read the weights limits the C code (`row_products.c`).
+For few input rows, the C code (`row_products.c`) takes only the time to read the weights.
 """
 
 from __future__ import annotations
@@ -118,5 +118,4 @@ def torch_multiplies_bfloat16() -> bool:
 
 
 def computes_bfloat16() -> bool:
-    """Return whether bfloat16 models are fast on this CPU, in C code or with AMX."""
     return library(torch.bfloat16) is not None or native.has_amx()

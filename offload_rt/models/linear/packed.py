@@ -24,8 +24,6 @@ Steps in CUDA graphs always use one launch."""
 
 
 class PackedLinear(BackendLinear):
-    """A linear layer with packed weights. If `form.permuted`, inputs are first reordered by `order`."""
-
     form: PackedFormat
     packed: nn.Parameter
     order: nn.Parameter
@@ -36,10 +34,10 @@ class PackedLinear(BackendLinear):
 
 
 class PackedWeights(LinearBackend):
-    """Weight format with integer codes and a scale per group of inputs, stored in the layer's parameter `packed`.
+    """Weight format with integer codes and a scale per group of inputs, in the layer's parameter `packed`.
 
-    For few input rows, C code or a Triton kernel multiplies packed weights. For many rows, for example in prefill,
-    tiles of the weight are unpacked, and torch multiplies them. The result then equals that of the dequantised weight.
+    For few input rows, C code or a Triton kernel multiplies packed weights. For many rows, torch multiplies unpacked
+    tiles, with the result of the dequantised weight.
     """
 
     method = "offload-rt"
@@ -53,7 +51,7 @@ PACKED = PackedWeights()
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply x `[..., in]`, in the order of the packed inputs, by packed weights. Add `bias`. Return `[..., out]`."""
+    """Return `[..., out]`: x `[..., in]` times packed weights, plus `bias`. The inputs are in packed order."""
     plain = torch.is_grad_enabled() or not x.numel()
     if x.is_cuda and not plain:
         return _linear_on_gpu(x.reshape(-1, form.ins), packed, form, bias).view(*x.shape[:-1], len(packed))
@@ -96,7 +94,7 @@ def unpack_rows(
     ids: torch.Tensor | None = None,
     inputs: slice = slice(None),
 ) -> torch.Tensor:
-    """Return unpacked weights `[n, in]`: all packed rows, or the rows `ids` `[n]`, and only the inputs `inputs`.
+    """Return unpacked weights `[n, in]` of the rows `ids` `[n]` (None: all) and the inputs `inputs`.
 
     The result is on the device of `ids`, or without `ids` on the device of `packed`.
     """
@@ -122,7 +120,7 @@ class PackedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """Empty tensor `[0, D]` with the dtype and device of the embedding."""
+        """Empty tensor `[0, D]` with the dtype and device of the embedding, for callers that read these."""
         return torch.empty((0, self.form.ins), dtype=self.dtype, device=self.packed.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -132,7 +130,7 @@ class PackedEmbedding(nn.Embedding):
 def use_packed_weights(
     module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows: torch.Tensor | None = None
 ) -> None:
-    """Change `module`, a plain `nn.Linear` or an `nn.Embedding`, in place so that it computes with packed weights.
+    """Convert `module`, a plain `nn.Linear` or an `nn.Embedding`, to packed weights in place.
 
     If `form.permuted`, it gets a parameter `order`, int32 `[ins]`: packed input i is input `order[i]` of the layer.
 
@@ -178,7 +176,7 @@ class PackedProjection(nn.Module):
     def products(self, x: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """Multiply each row of x `[n, in]` by the weight of its expert in `experts` `[n]`, and add the expert's bias.
 
-        x must be on a GPU with Triton. The host does not wait.
+        x must be on a GPU with Triton. The GPU reads `experts`, so the host does not wait.
         """
         from ...kernels import triton_packed
 
@@ -186,8 +184,6 @@ class PackedProjection(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Experts of gpt-oss with packed projections (`use_packed_experts`)."""
-
     gate_up_proj: PackedProjection
     down_proj: PackedProjection
     gate_up_proj_bias: nn.Parameter

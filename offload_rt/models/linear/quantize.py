@@ -37,15 +37,13 @@ The device then has no weights yet, so that memory plans need not count these 50
 def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -> None:
     """Quantise the linear layers of `model` to packed weights with 4 or 8 bits, in place.
 
-    Codes are computed on `device` (default: the device of the weights). The head always gets 8 bits. The following
+    `device` computes the codes. The head always gets 8 bits. On the meta device, only sizes are used. The following
     layers are not quantised:
 
     * a head that is tied to the embedding,
     * routers of experts, and stacked experts,
     * layers that latent attention absorbs, or that decoder layers read in parts,
     * layers with few outputs, or with a number of inputs that is not a multiple of 64.
-
-    On the meta device, only the sizes of tensors are used.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -67,7 +65,6 @@ def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -
 
 
 def _quantized(weight: torch.Tensor, form: PackedFormat, device: torch.device) -> torch.Tensor:
-    """Round `weight` to the nearest codes on `device`, and return the packed rows."""
     rows = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return rows
@@ -80,14 +77,14 @@ def _quantized(weight: torch.Tensor, form: PackedFormat, device: torch.device) -
 
 
 def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 8-bit codes and scales of `groups` `[out, groups, GROUP]`."""
+    """Return 8-bit codes and a scale for each group of weights in `groups` `[out, n, GROUP]`."""
     scales = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
     codes = (groups / scales.clamp_min(1e-30)).round().clamp(-127, 127) + 128
     return codes.to(torch.uint8).flatten(1), scales[..., 0]
 
 
 def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return 4-bit codes, scales and minima of `groups` `[out, groups, GROUP]`."""
+    """Return 4-bit codes, a scale and a minimum for each group of weights in `groups` `[out, n, GROUP]`."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     best: list[torch.Tensor] = []

@@ -33,17 +33,13 @@ MAX_BINS = 1024
 
 
 class TraceEvents:
-    """Creates the trace events of one request. The web page uses them to show the prompt tokens that the model selects.
+    """Creates the trace events of a request, with which the web page shows the selected prompt tokens.
 
     The first event is `head`. `next_event` returns the following events.
     """
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        """Create the first event.
-
-        Args:
-            spans: (start, end) of each prompt token in `text`, in characters. Empty if unknown.
-        """
+        """Create the first event. `spans` are (start, end) of each prompt token in characters, or empty if unknown."""
         self._size = max(1, -(-tokens // MAX_BINS))
         self._starts = list(range(0, tokens, self._size))
         self._selected: NDArray[np.int64] = np.zeros(len(self._starts), np.int64)
@@ -70,8 +66,8 @@ class TraceEvents:
     def next_event(self, output: RequestOutput) -> dict[str, Any] | None:
         """Return an event with the changes since the last call, or None if there are none.
 
-        The field "selected" contains, for each bin (see `MAX_BINS`), the number of selections of its tokens since the
-        last event, summed over decode steps, layers and KV heads.
+        The field "selected" counts, for each bin (see `MAX_BINS`), the selections of its tokens since the last event,
+        summed over decode steps, layers and KV heads.
         """
         trace = output.trace
         if trace is None:
@@ -136,7 +132,7 @@ async def _store_conversation(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield `steps`, and store the conversation: the request after the first step, and the answer at the end."""
+    """Yield `steps`. Store the request after the first step, and the answer at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:
@@ -213,7 +209,6 @@ async def _events(
 
 
 def _delta(piece: Piece, number: int) -> dict[str, Any]:
-    """Return the field `delta` of a stream event. `number` is the number of earlier tool calls."""
     if isinstance(piece, Arguments):
         return {"tool_calls": [{"index": number - 1, "function": {"arguments": piece.text}}]}
     if isinstance(piece, Content):

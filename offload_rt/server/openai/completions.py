@@ -39,9 +39,8 @@ class _Prompt:
 
     Attributes:
         ends: Token ids that end the completion, in addition to those of the model.
-        echo: Text to return before the completion, or "" if the client requested no echo.
-        first: Text of the first prompt token, or "". Needed if an echo has log-probabilities, because the first token
-            has none.
+        echo: Text to return before the completion, or "".
+        first: Text of the first prompt token, or "". An echo has no log-probability for this token.
     """
 
     ids: list[int]
@@ -138,10 +137,8 @@ FIM_ENDS = (
 async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a fill-in-the-middle prompt, and the token ids that end its completion.
 
-    The completion fills the gap between `prefix` and `suffix`. Special tokens mark the three parts.
-
-    Raises:
-        RefusedError: The model has no fill-in-the-middle tokens.
+    Special tokens mark `prefix`, `suffix` and the gap that the completion fills. Raises RefusedError if the model has
+    none.
     """
     vocabulary = prompts.tokenizer.get_vocab()
     marks = next((marks for marks in FIM_MARKS if all(token in vocabulary for token, _ in marks)), None)
@@ -162,7 +159,6 @@ async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[li
 async def _prompt_steps(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps of all completions of one prompt. The first step of a completion includes the echo."""
     stream, echoed = ChatStream(), set[int]()
     with service.locked(arguments.session):
         async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
@@ -180,10 +176,7 @@ async def _prompt_steps(
 
 
 async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
-    """Merge the streams of several prompts, with `n` completions each, into one stream of the whole request.
-
-    An error in one stream ends all streams.
-    """
+    """Merge the streams of several prompts with `n` completions each. An error in one stream ends all streams."""
     # At most one step is queued, so that steps do not accumulate if the client does not read.
     queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
     usages: dict[int, Usage] = {}
@@ -232,7 +225,9 @@ async def _events(
 
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the common fields of chat and text completions. `prefix` begins the id, and `kind` is the object type."""
+    """Return the common fields of chat and text completions. The id begins with `prefix`, and `kind` is the object
+    type.
+    """
     name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 
@@ -268,7 +263,7 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
     """Return log-probabilities of new tokens in the format of text completions.
 
     Args:
-        top: Number of most probable alternatives to return for each token.
+        top: Number of alternatives per token.
         offset: Character offset of the first new token in the text.
         first: Text of the first token of an echoed prompt, which has no log-probabilities.
     """

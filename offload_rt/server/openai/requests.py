@@ -1,7 +1,6 @@
 """Request bodies of OpenAI's APIs, and their sampling parameters.
 
-A known field with a wrong type is an error. Unknown fields are ignored. Unknown top-level fields are also reported to
-the client (`RequestBody`).
+A known field with a wrong type is an error. Unknown fields are ignored, and top-level ones are reported to the client.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ UNREPORTED_FIELDS = {
 
 
 class RequestBody(Body):
-    """Base class of request bodies. Unknown fields are ignored and reported to the client.
+    """Base class of request bodies. Unknown fields are reported to the client.
 
     Fields in `REFUSED_FIELDS` are errors. Fields in `UNREPORTED_FIELDS` are ignored without a report.
     """
@@ -141,7 +140,7 @@ class SampledBody(RequestBody):
 
 
 class Message(Body):
-    """A chat message. Fields that are not defined here are passed to the chat template."""
+    """A chat message. Other fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -309,8 +308,8 @@ def structured_outputs(
 ) -> dict[str, Any]:
     """Return the sampling parameter `structured_outputs`, or {} if the request sets no format.
 
-    `requested` is the format in OpenAI's fields, `vllm` in vLLM's. Raises RefusedError or ConfigError for invalid
-    formats.
+    The format is in OpenAI's fields (`requested`) or vLLM's (`vllm`). Raises RefusedError or ConfigError if it is
+    invalid.
     """
     if vllm is not None and (given := vllm.model_dump(exclude_none=True, by_alias=True)):
         return {"structured_outputs": StructuredOutputs(**given)}

@@ -94,7 +94,7 @@ async def input_items(
 
 
 def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to items. Item ids are the same in every call, so that clients can request the next page."""
+    """Convert messages to items. Item ids never change, so that clients can request the next page."""
     found: list[dict[str, Any]] = []
 
     def add(prefix: str, **item: Any) -> None:
@@ -136,10 +136,9 @@ class _Generation:
 
     @contextmanager
     def _session(self, name: str) -> Iterator[str]:
-        """Lock the engine session of the response `name`, and yield the session's id.
+        """Lock the engine session of the response `name`, and yield its id.
 
-        The response uses the session of its conversation. If another request has locked that session, it uses a new
-        one.
+        This is the session of the conversation, or a new session if another request has locked it.
         """
         service, own, before = self.service, response_of(self.request.state.owner, name), self.before
         session = own if before is None or service.is_locked(before) else before
@@ -298,7 +297,6 @@ def _new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Append an input item as a message. A tool call is added to the preceding assistant message."""
     kind = item.get("type", "message")
     if kind == "message":
         if item.get("content") is None:

@@ -46,7 +46,7 @@ def reasoning_parser(configured: ReasoningParser, template: str) -> ReasoningPar
 
 
 def needs_special_tokens(tools: ToolParser, reasoning: ReasoningParser, *, offered: bool) -> bool:
-    """Return whether the parsers need special tokens in the decoded text. `offered`: the response may call tools."""
+    """Return whether the parsers need special tokens in the text. `offered` tells whether tools may be called."""
     calls = offered and tools != "none" and TOOL_PARSERS[tools].special
     return calls or reasoning == "harmony"
 

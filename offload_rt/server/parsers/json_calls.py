@@ -46,9 +46,8 @@ FENCE, FENCE_END = "```json", "```"
 class Hermes(Scanner):
     """Parser of the calls of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-    Small models such as Qwen 2.5 1.5B often write a JSON code fence instead of the tag. A fence before the first tag is
-    therefore a call too, if it contains only calls with arguments that fit the parameters of the tools. Other fences
-    are examples in the text.
+    Small models often write a JSON code fence instead of the tag. A fence before the first tag is therefore a call too,
+    if it contains only calls whose arguments fit the tools. Other fences are examples in the text.
     """
 
     tags: tuple[str, ...] = (CALL, FENCE)
@@ -64,7 +63,6 @@ class Hermes(Scanner):
         return found
 
     def _fenced_calls(self) -> Scan[bool]:
-        """Read JSON calls up to the end of a fence. If the fence has other content, emit no call."""
         calls: list[ToolCall] = []
         while (yield from self.peek()) == "{":
             start = self._at
@@ -153,8 +151,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 def fits_schema(value: Any, schema: Any) -> bool:
     """Return whether a JSON value fits a schema. Only types, property names, `required` and `enum` are checked.
 
-    Unlike in JSON schema, unknown properties are allowed only if the schema has `additionalProperties` or names no
-    properties. Unknown names show that no call was intended. Invalid entries of a schema are ignored.
+    Unlike in JSON schema, unknown properties do not fit a schema with properties, unless it has `additionalProperties`:
+    they show that no call was intended. Invalid entries of a schema are ignored.
     """
     if not isinstance(schema, Mapping):
         return True
@@ -174,7 +172,7 @@ def fits_schema(value: Any, schema: Any) -> bool:
 
 
 def _entry(schema: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """Return an entry of a schema, or an empty one if it is missing or has the wrong type. Clients send schemas."""
+    """Return an entry of a client's schema, or an empty one if it is missing or has the wrong type."""
     entry = schema.get(name)
     return entry if isinstance(entry, kind) else kind()
 

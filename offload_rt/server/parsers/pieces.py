@@ -41,8 +41,8 @@ Tools = Mapping[str, Mapping[str, Any]]
 class Parser(Protocol):
     """Interface of parsers that split the text of a streamed response into pieces.
 
-    Text that may be the beginning of a tag is held back until more text arrives. The joined pieces do not depend on how
-    the text is split into `push` calls.
+    A possible beginning of a tag is held back until more text arrives. The joined pieces do not depend on how the text
+    is split into `push` calls.
     """
 
     def push(self, text: str) -> list[Piece]:
@@ -50,13 +50,11 @@ class Parser(Protocol):
         ...
 
     def finish(self) -> list[Piece]:
-        """Return the text that was held back, as pieces. Call this method at the end of the response."""
+        """End the response. Return the text that was held back."""
         ...
 
 
 class Plain:
-    """Parser that returns all text as content."""
-
     def push(self, text: str) -> list[Piece]:
         return [Content(text)] if text else []
 
@@ -128,5 +126,5 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def partial_tag(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `tag`."""
+    """Return the length of the longest end of `text` that begins `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)

@@ -11,7 +11,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class Think:
-    """Extract reasoning sections (`<think>…</think>`) from a response. Whitespace next to them is dropped.
+    """Extracts reasoning sections (`<think>…</think>`) from a response, and drops whitespace next to them.
 
     Args:
         inside: Whether the response begins with reasoning, because the prompt ends with the opening tag.
@@ -57,8 +57,7 @@ class Think:
 def ends_within_thinking(prompt: str, prefill: str = "") -> bool:
     """Return whether a response begins inside a reasoning section.
 
-    The opening tag is at the end of the rendered `prompt`, or in the assistant message `prefill` that the response
-    continues.
+    The opening tag is at the end of the rendered `prompt`, or in the message `prefill` that the response continues.
     """
     return prompt.rstrip().endswith(THINK) or THINK in prefill.rpartition(THINK_END)[2]
 

@@ -21,10 +21,10 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
 class Brackets:
-    """Finds the closing bracket of a text that begins with a bracket and arrives in parts.
+    """Finds the closing bracket of a text that arrives in parts and begins with a bracket.
 
-    Brackets in strings are ignored. `quotes` are the characters that delimit strings. `done` is set after the closing
-    bracket, and `failed` if brackets do not match.
+    Brackets in strings, which `quotes` delimit, are ignored. `done` is set after the closing bracket, and `failed` if
+    brackets do not match.
     """
 
     def __init__(self, quotes: str = '"') -> None:
@@ -70,8 +70,8 @@ class Scanner:
     """Base class of tool parsers. Subclasses implement `read_calls` with the reading methods of this class.
 
     The reading methods wait until they have enough text, so the pieces do not depend on how the text is split. A call
-    is emitted when its name and the start of its arguments have arrived, and the rest of the arguments is streamed. All
-    other text is content. Whitespace next to calls is dropped.
+    is emitted with the start of its arguments, and later arguments are streamed. All other text is content. Whitespace
+    next to calls is dropped.
     """
 
     tags: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ class Scanner:
     def accept(self, *tags: str) -> Scan[str]:
         """Skip whitespace and one of `tags`. Return the tag, or "" if another text follows.
 
-        No tag may be a prefix of another one.
+        No tag may be a prefix of another tag.
         """
         yield from self.peek()
         longest = max(map(len, tags))
@@ -197,10 +197,10 @@ class Scanner:
         Args:
             emit: Receives the text in parts.
             tags: The text ends at any of these tags.
-            trailing: Characters before the tag that are not passed to `emit`, such as newlines.
+            trailing: Characters, such as newlines, that are not passed to `emit` before the tag.
 
         Returns:
-            The tag ("" at the end of the response), and the `trailing` characters before the tag.
+            The tag ("" at the end of the response), and the `trailing` characters before it.
         """
         while True:
             rest = self._text[self._at :]
@@ -253,15 +253,15 @@ class Scanner:
         self._found.append(Arguments(text))
 
     def stream_call(self, name: str) -> Scan[None]:
-        """Emit a call of the tool `name`. Its arguments are the JSON object at the current position."""
+        """Emit a call of the tool `name`. The JSON object at the current position is its arguments."""
         self.emit_call(name)
         yield from self.stream_brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
         """Read and emit the call `{"name": …, "arguments": {…}}`.
 
-        If the text is not a call of an offered tool, return False and keep the position. A call with another order of
-        keys is emitted only when it is complete.
+        If the text is not a call of an offered tool, return False and keep the position. With another order of keys,
+        the call is emitted only when it is complete.
         """
         if (yield from self.peek()) != "{":
             return False
@@ -282,13 +282,12 @@ class Scanner:
         return True
 
     def read_call(self) -> Scan[ToolCall | None]:
-        """Read a call as JSON object. Return None if the text is not a call of an offered tool."""
+        """Read a complete JSON call. Return None if the text is not a call of an offered tool."""
         parts: list[str] = []
         complete = yield from self.stream_brackets(parts.append)
         return _described_call(_json("".join(parts)), self.tools) if complete else None
 
     def _json_head(self) -> Scan[str]:
-        """Read `{"name": NAME, "arguments": ` and return the name, or "" if another text follows."""
         yield from self.accept("{")
         if (yield from self.read_string()) != "name" or not (yield from self.accept(":")):
             return ""
@@ -300,7 +299,7 @@ class Scanner:
         return str(name) if (yield from self.peek()) == "{" else ""
 
     def json_calls(self) -> Scan[bool]:
-        """Read a JSON list of calls, or calls with a separator. Return whether a call was found."""
+        """Read a JSON list of calls, or calls with separators. Return whether a call was found."""
         start = self._at
         listed = yield from self.accept("[")
         if not (yield from self.json_call()):

@@ -20,12 +20,7 @@ class XmlCalls(Scanner):
         self.emit_call(name, "{")
 
     def parameter(self, tool: str, name: str, end: str, *, strip: bool) -> Scan[None]:
-        """Read the value of a parameter.
-
-        Args:
-            end: Tag after the value.
-            strip: Whether one newline on each side of the value belongs to the format.
-        """
+        """Read a parameter up to the tag `end`. With `strip`, drop one newline on each side of the value."""
         self.emit_arguments((", " if self._count else "") + json.dumps(name, ensure_ascii=False) + ": ")
         self._count += 1
         if strip and (len(self._text) > self._at or (yield from self.more())) and self._text[self._at] == "\n":
@@ -93,7 +88,6 @@ class Glm(XmlCalls):
 
 
 def _value(text: str, kind: Any) -> str:
-    """Return the value of a parameter as JSON text. Invalid JSON becomes a string."""
     text = text.strip(WHITESPACE)
     named = {"True": "true", "False": "false", "None": "null"}
     try:
