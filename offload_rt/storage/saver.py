@@ -80,7 +80,8 @@ class Saver:
     while the next layer is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
     The owner must keep the blocks in the pool until `flush` or `wait_for`, and call `cancel_replaced` if blocks are
-    replaced. `begin` accepts blocks up to `WRITE_BUFFER` pending bytes. The caller must pass all others again later.
+    replaced. `begin` accepts blocks up to `WRITE_BUFFER` pending bytes, or one larger block. The caller must pass all
+    others again later.
 
     For a pool on disk, blocks are saved after their last layer. If the store has a separate file per block, the pool
     writes full blocks directly to this file and reads them there (*stored extent*, `kv_cache.disk.extents`):
@@ -111,7 +112,8 @@ class Saver:
         Return a handle for `layer_done`, or None if no block fits. For `for_prompt`, see `DiskStore.begin`.
         """
         with self._mutex:
-            most = max(0, (WRITE_BUFFER - self._waiting) // self._pool.block_bytes)
+            # An empty buffer takes one block even if the block is larger, as in OPT-66B with float32.
+            most = max((WRITE_BUFFER - self._waiting) // self._pool.block_bytes, 0 if self._waiting else 1)
         saving = SaveHandle(blocks)
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)

@@ -26,6 +26,7 @@ from offload_rt.engine.scheduler import Scheduler
 from offload_rt.engine.snapshot_keeper import SnapshotKeeper
 from offload_rt.engine.swap import FOLDER, Swap
 from offload_rt.model_runner.sequence import Sequence
+from offload_rt.storage import saver
 from offload_rt.storage.options import StoreOptions
 
 PROMPTS = [tiny_prompt(BLOCK_SIZE + 30) + tiny_prompt(28, seed=i) for i in range(3)]
@@ -89,6 +90,13 @@ def test_restored_requests_continue_unchanged(
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy, policy_options=options)
     assert scheduler.restored == scheduler.preemptions
+
+
+def test_blocks_larger_than_the_write_buffer_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "WRITE_BUFFER", 1)
+    llm, swap = tight(tmp_path, policy="full")
+    tokens, scheduler = run(llm, swap)
+    assert tokens == roomy(policy="full") and scheduler.restored == scheduler.preemptions
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])

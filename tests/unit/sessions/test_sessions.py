@@ -20,6 +20,7 @@ from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams,
 from offload_rt.sessions import truncate as truncation
 from offload_rt.sessions.history import History
 from offload_rt.sessions.session import Session
+from offload_rt.storage import saver
 from offload_rt.storage.block_file import StoredBlock
 from offload_rt.storage.loader import BlockLoader, read_buffer_layers
 
@@ -79,6 +80,17 @@ def test_session_answers_equal_prompts_of_the_whole_conversation(tmp_path: Path)
     assert session.tokens == TURNS[0] + first + TURNS[1] + second
     stats = session.last_stats
     assert stats is not None and stats.new_tokens == 12 and stats.reused_tokens == len(TURNS[0] + first) - 1
+
+
+def test_blocks_larger_than_the_write_buffer_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "WRITE_BUFFER", 1)
+    session = make_llm().session("s", tmp_path)
+    answer(session, tiny_prompt(200))
+    session.close()
+    restored = make_llm().session("s", tmp_path)
+    answer(restored, [5])
+    assert restored.loaded_tokens == 200 + 12 - 1
+    restored.close()
 
 
 def test_sessions_with_a_common_prefix_store_it_once(tmp_path: Path) -> None:
