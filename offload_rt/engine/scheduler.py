@@ -141,21 +141,22 @@ class Scheduler(PoolMember):
     def finish_prefill(self) -> list[Request]:
         """Move the request with a complete prefill to `running`, with its forks. Return these requests.
 
-        A fork that gets no memory goes to `waiting`.
+        Forks that get no memory go to the front of `waiting`.
         """
         assert self.prefilling is not None and self.prefilling[1].done
         request, prefill = self.prefilling
         self.prefilling = None
-        started = [request]
+        started, without_memory = [request], list[Request]()
         for fork in request.take_pending():
             self._arrivals[fork] = self._arrivals[request]
             try:
                 fork.fork_from(self._runner, prefill.sequence)
                 started.append(fork)
             except PoolFullError:
-                self.waiting.append(fork)
+                without_memory.append(fork)
             except Exception as error:
                 self.fail(fork, error)
+        self.waiting.extendleft(reversed(without_memory))
         self.running += started
         return started
 

@@ -73,6 +73,18 @@ def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
     assert llm.runner.pool.bytes_peak <= llm.runner.pool.limit_bytes
 
 
+def test_samples_without_memory_start_before_younger_requests() -> None:
+    engine = Engine(make_llm(blocks=3).runner, max_num_seqs=4)
+    samples = engine.add(tiny_prompt(100), SamplingParams(n=3, max_tokens=5, seed=1))
+    younger = engine.add(tiny_prompt(20, seed=1), greedy(4))
+    engine.step()
+    waiting = list(engine.scheduler.waiting)
+    assert len(waiting) == 2 and waiting[1] is younger
+    while not engine.idle:
+        engine.step()
+    assert [len(sample.token_ids) for sample in samples.completions()] == [5] * 3
+
+
 def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_on() -> None:
     llm = make_llm(blocks=2)
     with pytest.raises(PoolFullError, match=r"3 blocks .* are needed, and of 2 only 2 are free .* 1 too few"):
