@@ -24,7 +24,7 @@ LLAMA3 = {
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """An ellipsis removes an entry of config.json."""
+    """Change entries of config.json. An ellipsis removes an entry."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
