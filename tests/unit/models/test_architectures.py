@@ -230,7 +230,7 @@ class TestCapsAndSinks:
 
     @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
     def test_prompts_with_a_common_prefix_equal_transformers(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Attention to the shared prefix is one product, and sinks count once. Capped scores are not shared."""
+        """One product computes the attention of all requests to the prefix, except with a cap. Sinks count once."""
         monkeypatch.setattr("offload_rt.engine.runner.MIN_SAVED_BYTES", 1)
         model = architecture(name)
         stem = prompt_of(70)

@@ -117,13 +117,13 @@ def test_files_that_change_during_a_load_are_not_cached(
 ) -> None:
     original = getattr(*step)
 
-    def changing(*args: Any, **named: Any) -> Any:
+    def change_files_afterwards(*args: Any, **named: Any) -> Any:
         result = original(*args, **named)
         replace_weights(folder)
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(*step, changing)
+        patch.setattr(*step, change_files_afterwards)
         before = load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
     assert load(folder).fingerprint != before.fingerprint
@@ -132,7 +132,7 @@ def test_files_that_change_during_a_load_are_not_cached(
 def test_files_that_have_just_been_written_are_not_cached(
     folder: Path, counter: FingerprintCounter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later change within the resolution of the clock might keep all timestamps."""
+    """A later change within the resolution of the clock may leave all timestamps unchanged."""
     monkeypatch.setattr(checkpoint_cache, "SETTLED_SECONDS", 60.0)
     load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()

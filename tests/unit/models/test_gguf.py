@@ -151,10 +151,10 @@ def test_unsupported_architecture_is_reported_from_the_header(
 def test_out_of_memory_during_loading_is_a_memory_limit_error(
     gguf_and_model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*given: Any, **named: Any) -> None:
+    def raise_out_of_memory(*given: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate\n2 GiB")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raise_out_of_memory)
     with pytest.raises(MemoryLimitError, match=r"the device does not have enough memory \(Tried to allocate 2 GiB\)"):
         load_model(gguf_and_model[0], device="cpu")
 

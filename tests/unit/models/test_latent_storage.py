@@ -57,7 +57,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", LATENT)
 def test_bytes_per_token(name: str) -> None:
-    """Memory, plan and file need (rank + rotated) numbers per layer."""
+    """Memory, plan and file need (rank + rotated) numbers per token and layer."""
     model = architecture(name)
     config, geometry = model.config.get_text_config(), adapter_for(model).geometry
     per_token = geometry.layers * (config.kv_lora_rank + config.qk_rope_head_dim) * torch.float32.itemsize

@@ -1,4 +1,4 @@
-"""Test linear layers in C for few rows, against float64 at every instruction set level."""
+"""Test the C code of linear layers for few rows, against float64 at every instruction set level."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_kv_of_old_weights_is_not_reused(change: Callable[[PreTrainedModel], Non
 
 
 def test_buffers_of_the_checkpoint_count_as_weights() -> None:
-    """Gemma 4 multiplies each layer's output by a buffer of the checkpoint. RoPE buffers are computed."""
+    """Gemma 4 multiplies each layer's output by a buffer of the checkpoint. RoPE buffers are not in the checkpoint."""
     model = architecture("gemma4")
     before, live = fingerprint(model), WeightChangeDetector(model)
     for name, buffer in model.named_buffers():

@@ -114,7 +114,7 @@ class TestAgainstTransformers:
         assert torch.equal(v[:, -held:], cached.values[0])
 
     def test_yarn_attention_factor_is_not_one(self) -> None:
-        """With a factor of 1, the yarn variant above would not test the factor."""
+        """With a factor of 1, the variant "llama-yarn" would not test the factor."""
         assert build("llama-yarn").model.rotary_emb.attention_scaling > 1.1
 
 
@@ -206,7 +206,7 @@ class TestGeometry:
             ("gpt2", (None,) * 3),
         ],
     )
-    def test_windows(self, variant: str, windows: tuple[int | None, ...]) -> None:
+    def test_sliding_windows(self, variant: str, windows: tuple[int | None, ...]) -> None:
         assert adapter_for(build(variant)).geometry.windows == windows
 
     def test_llama_ignores_a_window_as_transformers_does(self) -> None:

@@ -113,18 +113,18 @@ def test_8b_model_in_4_bits_with_128k_tokens_fits_24_gib(tmp_path: Path, capsys:
     (tmp_path / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {}
 
-    def enter(name: str, dtype: str, shape: list[int], size: int) -> None:
+    def add_entry(name: str, dtype: str, shape: list[int], size: int) -> None:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}
 
     place = find_source(tmp_path)
     for name, weight in build_skeleton(place, read_config(place), torch.bfloat16).named_parameters():
         numbers = weight.numel()
         if ".layers." in name and weight.dim() == 2:
-            enter(name, "U8", [numbers // 2, 1], numbers // 2)
-            enter(f"{name}.absmax", "F32", [numbers // 64], numbers // 16)
-            enter(f"{name}.quant_map", "F32", [16], 64)
+            add_entry(name, "U8", [numbers // 2, 1], numbers // 2)
+            add_entry(f"{name}.absmax", "F32", [numbers // 64], numbers // 16)
+            add_entry(f"{name}.quant_map", "F32", [16], 64)
         else:
-            enter(name, "BF16", list(weight.shape), 2 * numbers)
+            add_entry(name, "BF16", list(weight.shape), 2 * numbers)
     written = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(written).to_bytes(8, "little") + written)
     flags = ["--context", "131072", "--dtype", "bfloat16", "--host-memory", "20GiB"]

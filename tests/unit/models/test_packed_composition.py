@@ -67,7 +67,7 @@ def test_exact_gives_the_tokens_of_full_attention(model_file: Path) -> None:
     assert generate_tokens(make_llm(model_file, **options)) == generate_tokens(make_llm(model_file))
 
 
-def test_packed_draft_model(model_file: Path) -> None:
+def test_packed_draft_model_gives_the_same_tokens(model_file: Path) -> None:
     llm = make_llm(model_file, exact={"method": "model", "model": str(model_file)})
     assert generate_tokens(llm) == generate_tokens(make_llm(model_file))
 

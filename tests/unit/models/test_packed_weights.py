@@ -157,7 +157,7 @@ def test_architecture_that_cannot_be_packed_is_dequantised(tmp_path: Path, monke
         ("shape", r"are damaged; .* \(model.norm.weight has the shape \(32,\)\)"),
     ],
 )
-def test_damaged_packed_weights_are_named(
+def test_damaged_packed_weights_are_refused(
     file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
@@ -246,7 +246,7 @@ def test_checkpoint_is_quantised_when_it_is_loaded(quantize: Any, tmp_path: Path
 def test_weights_are_converted_only_if_they_fit_into_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights in the dtype of the file are mapped, so that only conversion needs host memory."""
+    """Weights that are not converted are mapped from the file and need no host memory."""
     folder = tiny_checkpoint(tmp_path / "tiny", "llama", **SHAPE | {"num_attention_heads": 2})
     monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 16)
     message = r"int4' first converts the float32 weights of .* to bfloat16, which takes .*: pass dtype='float32'"

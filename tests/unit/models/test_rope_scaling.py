@@ -1,6 +1,6 @@
 """Test RoPE scaling that depends on the sequence length.
 
-Frequencies are fixed to those of `max_model_len`, which selects transformers' frequencies for short or long texts.
+`max_model_len` selects transformers' frequencies for short or for long texts.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ SLOW = () if ALL else (*_SLOW, *(name for name in ALLOWED if name.startswith("de
 
 @pytest.fixture
 def host_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
-    """Host waits of decode steps, as (operation, file)."""
+    """Record the host waits of decode steps as (operation, file)."""
     found: set[tuple[str, str]] = set()
     decode = Runner.decode
     with simulated(Lazy()) as sim:
@@ -128,7 +128,7 @@ def test_decode_step_waits_only_where_allowed(name: str, tmp_path: Path, host_wa
 
 
 def test_rows_shared_by_k_and_v_are_copied_as_a_whole() -> None:
-    """K and V of a window head of Gemma 4 share a row. Copying them separately would make the host wait."""
+    """K and V of a sliding head of Gemma 4 share a row. Separate copies of K and V would make the host wait."""
     tokens = [token % VOCAB for token in tiny_prompt(200)]
     with simulated(Lazy()) as sim:
         model = architecture("gemma4").to("cuda")
@@ -261,10 +261,7 @@ def test_free_waits_for_pending_fetches_and_write_backs(fetches: bool) -> None:
     ids=["between steps", "between steps, nothing read", "within a step"],
 )
 def test_eviction_moves_kv_after_pending_write_backs_and_fetches(within: bool, read: bool) -> None:
-    """A pending fetch runs after the write-back, so it is enough to wait for the fetch.
-
-    Within a step, the host does not wait.
-    """
+    """A fetch runs after earlier write-backs, so waiting for the fetch is enough. In a step, the host never waits."""
     with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -358,14 +355,14 @@ def test_saver_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: pyt
             [last] = runner.pool.runs(sequence.blocks, 1, range(40, 41))
             seen.append(bool(last.k.isnan().any()))
 
-        def appended(lists: RowLists, layer: int, *rest: Any) -> None:
+        def append_and_save(lists: RowLists, layer: int, *rest: Any) -> None:
             append(lists, layer, *rest)
             if torch.cuda.is_current_stream_capturing() and layer:
                 saver = threading.Thread(target=save)
                 saver.start()
                 saver.join()
 
-        monkeypatch.setattr(RowLists, "append", appended)
+        monkeypatch.setattr(RowLists, "append", append_and_save)
         runner.decode([sequence])
         runner.decode([sequence])
         assert seen == [False], "the thread failed, or KV was not written yet"
@@ -387,7 +384,7 @@ def test_pool_contains_kv_after_prefill_and_before_a_fork() -> None:
 
 
 def test_missed_mass_equals_the_cpu_path(tmp_path: Path) -> None:
-    """The measurement needs all keys, including the newest one, which is still being written back."""
+    """The missed mass is computed from all keys. The newest key is still being written back."""
     found: list[float] = []
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Test which blocks have slots on the device, against a model that computes everything from the block tables."""
+"""Test which blocks have slots on the device, against a simple model of the block tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test copies of KV blocks on the simulated device: no token depends on them, and their KV is not transferred."""
+"""Test copies of KV blocks on the simulated device: tokens do not change, and KV with a copy is not transferred."""
 
 from __future__ import annotations
 

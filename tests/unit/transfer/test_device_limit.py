@@ -1,6 +1,6 @@
 """Test that the peak of the allocator stays below `device_memory` during prefill and decode.
 
-The peak includes memory that streams still hold, however far the host is ahead of the device.
+The peak includes freed memory that a late stream still uses.
 """
 
 from __future__ import annotations

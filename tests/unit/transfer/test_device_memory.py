@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_memory_for_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration needs more memory than these short contexts. `test_device_limit.py` covers it."""
+    """Calibration needs more memory than these short contexts. `test_device_limit.py` tests this memory."""
     monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
 
 
