@@ -64,7 +64,7 @@ def test_folder_loads_only_the_language_model(name: str, saved_model: Any) -> No
     assert shape.geometry == loaded.adapter.geometry == load_model(whole).adapter.geometry
     assert loaded.fingerprint == fingerprint(whole)
     next(whole.get_submodule(unused_modules(whole)[0]).parameters()).view(-1)[0] += 1
-    assert loaded.fingerprint == fingerprint(whole), "stored KV of texts does not depend on pictures"
+    assert loaded.fingerprint == fingerprint(whole), "the fingerprint does not depend on the vision tower"
 
 
 def test_loaded_dtype_and_size_equal_the_planned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_packed_language_models_run(tmp_path: Path) -> None:
     shape, loaded = load_shape(tmp_path / "packed", dtype="bfloat16"), load_model(tmp_path / "packed", dtype="bfloat16")
     assert shape.packing == "bitsandbytes"
     assert shape.sizes.fixed == loaded.weight_bytes - sum(map(layer_bytes, loaded.layers))
-    assert len(set(shape.sizes.layers)) == 1, "a tower's layer 0 is none of the text's"
+    assert len(set(shape.sizes.layers)) == 1, "layer 0 of the vision tower is not counted"
 
 
 class TestRefusals:

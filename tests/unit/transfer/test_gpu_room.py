@@ -121,7 +121,7 @@ def run_all_parts(out: Path, data: Path) -> Path:
             )
         # The profiler sees no simulated device.
         patch.setattr(gpu_trace, "profile", lambda activities: nullcontext(SimpleNamespace(events=list)))
-        # shutil itself stays as it is: the simulator's build would find a compiler wrapper that does not exist
+        # shutil itself is not patched, because the simulator's build would find a compiler wrapper that does not exist
         patch.setattr(gpu_parts, "shutil", SimpleNamespace(which=lambda name: name))
         patch.setattr(gpu, "_nvidia_smi", lambda: dict.fromkeys(gpu.QUERY, "1"))
         with simulated(Late((1,))):
