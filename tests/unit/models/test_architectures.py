@@ -1,7 +1,6 @@
 """Test every architecture against transformers with tiny random models.
 
-The tests compare logits of prefill and decode, and greedy tokens of ragged batches and of contexts longer than the
-windows. `make stress PART=architectures` combines every policy with every architecture.
+`make stress PART=architectures` combines every policy with every architecture.
 """
 
 from __future__ import annotations
@@ -90,10 +89,6 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
 
 @pytest.mark.parametrize("name", RUNS)
 def test_logits_equal_transformers(name: str) -> None:
-    """Cover a start position other than 0 and a length beyond the windows.
-
-    The tolerance for float32 rounding is relative to the largest logit.
-    """
     model = architecture(name)
     adapter = adapter_for(model)
     assert bool(adapter.geometry.states) == (name in RECURRENT)
@@ -101,13 +96,14 @@ def test_logits_equal_transformers(name: str) -> None:
     tokens, positions = torch.tensor(prompt_of(3 * WINDOW)), torch.arange(first, first + 3 * WINDOW)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]
     actual = forward(adapter, tokens, positions)
+    # float32 rounding, relative to the largest logit
     assert (actual - expected).abs().max() <= TOLERANCES.get(name, 2e-5) * expected.abs().max()
 
 
 @pytest.mark.parametrize(("name", "policy"), cells())
-def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> None:
-    """Prompts are longer and shorter than the windows, and one outgrows them during decode."""
+def test_ragged_batch_generates_the_tokens_of_transformers(name: str, policy: str) -> None:
     model = architecture(name)
+    # the third prompt outgrows the windows during decode
     prompts = [prompt_of(length, seed=length) for length in (3 * WINDOW, 1, WINDOW - 2)]
     chosen, options = POLICIES[policy]
     llm = LLM(model, policy=chosen, policy_options=options, host_memory="8MiB", verify="always")
@@ -120,31 +116,30 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama3", "mimo_v2_flash", "youtu"])
-def test_default_scale_of_attention(name: str) -> None:
-    """If a module has no scale, its own head dimension decides, although the KV cache is wider."""
+def test_attention_scale_defaults_to_the_head_dimension(name: str) -> None:
     model = architecture(name)
     expected = adapter_for(model).geometry.scales
     for module in model.modules():
         if hasattr(module, "scaling"):
             del module.scaling
+    # the head dimension of the module counts, even if the KV cache is wider
     assert adapter_for(model).geometry.scales == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
 def test_rotated_keys_equal_keys_of_later_positions(name: str) -> None:
-    """Layers have different rotations or none. float32 angles of up to 1,050 radians have errors of 6e-5."""
     adapter = adapter_for(architecture(name))
     a, positions = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
     for layer in adapter.geometry.kv_layers:
         keys, _ = adapter.key_value(layer, a, positions)
         for offset in (-7, 0, 1000):
             later, _ = adapter.key_value(layer, a, positions + offset)
+            # float32 angles of up to 1,050 radians have errors of 6e-5
             torch.testing.assert_close(adapter.rotate_keys(layer, keys, offset), later, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_half_precision_rounds_like_transformers(name: str) -> None:
-    """In bfloat16, K of the first layer may differ by one unit in the last place. V must be equal."""
+def test_bfloat16_kv_of_the_first_layer_equals_transformers(name: str) -> None:
     model = architecture(name, dtype=torch.bfloat16)
     adapter = adapter_for(model).for_new_sequence()
     tokens, positions = torch.tensor(prompt_of(WINDOW - 1)), torch.arange(WINDOW - 1)
@@ -158,6 +153,7 @@ def test_half_precision_rounds_like_transformers(name: str) -> None:
     adapter.run_stages(-1, x, [slice(None)])
     _, k, v = adapter.qkv(0, adapter.attention_input(0, x), positions)
     group = keys.shape[1] // len(k)  # Falcon caches grouped heads repeated
+    # K may differ by one unit in the last place
     torch.testing.assert_close(k, keys[0, ::group], rtol=2**-7, atol=2**-6)
     expected = expected[0, ::group]
     torch.testing.assert_close(v[..., : expected.shape[-1]], expected, rtol=0, atol=0)
@@ -175,7 +171,9 @@ class TestRefusals:
             load_model(build(kind.config, **kind.options))
         assert refused.value.reason == reason
 
-    def test_before_the_weights_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_models_are_refused_before_their_weights_are_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         build("Bloom").save_pretrained(tmp_path)
         monkeypatch.setattr(loading, "read_weights", lambda *_, **__: pytest.fail("read"))
         for read in (load_model, load_shape):
@@ -190,10 +188,8 @@ class TestRefusals:
 
 
 class TestCapsAndSinks:
-    """Compare capped attention scores and attention sinks with a plain softmax."""
-
     @staticmethod
-    def plain(
+    def reference(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, cap: float | None, sinks: Any
     ) -> Any:
         """Attend q `[H, m, d]` to k and v `[H, n, d]`, with seen bool `[m, n]` and sinks `[H]` or None."""
@@ -207,7 +203,7 @@ class TestCapsAndSinks:
 
     @pytest.mark.parametrize("window", [None, 7])
     @pytest.mark.parametrize(("cap", "with_sinks"), [(0.8, False), (None, True), (0.8, True)])
-    def test_prefill_chunks_and_parts(
+    def test_prefill_chunks_and_decode_parts_equal_the_reference(
         self, cap: float | None, with_sinks: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(causal, "KEYS_AT_ONCE", 5)
@@ -218,7 +214,7 @@ class TestCapsAndSinks:
         sinks = torch.randn(4, generator=generator, dtype=torch.float64) if with_sinks else None
         ago = torch.arange(17, 23)[:, None] - torch.arange(23)
         seen = (ago >= 0) & (ago < (window or 23))
-        expected = self.plain(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), seen, cap, sinks)
+        expected = self.reference(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), seen, cap, sinks)
         actual = causal.attend_causal(q, k, v, 0.5, window, cap, sinks)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         first = 0 if window is None else 23 - window
@@ -233,8 +229,8 @@ class TestCapsAndSinks:
             torch.testing.assert_close(again, expected[:, -1], rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-    def test_prompts_with_a_common_prefix(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Attention to the shared prefix is one product, and sinks count once. Capped scores are not shared."""
+    def test_prompts_with_a_common_prefix_equal_transformers(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One product computes the attention of all requests to the prefix, except with a cap. Sinks count once."""
         monkeypatch.setattr("offload_rt.engine.runner.MIN_SAVED_BYTES", 1)
         model = architecture(name)
         stem = prompt_of(70)
@@ -252,7 +248,6 @@ class TestCapsAndSinks:
         [("gpt_oss", "off"), *([("gemma2", "off"), ("gpt_oss", "int4"), ("llama4", "off")] if STRESS else [])],
     )
     def test_tokens_on_a_device_equal_the_cpu_path(self, name: str, tail: str) -> None:
-        """Cover batched selection with sinks, and selection per sequence with a cap or with approximate KV."""
         options = (
             {"preset": "rows", "approximate_kv": tail, "scorer": "auto", "dense_layers": ()} if tail == "off" else {}
         )
@@ -268,10 +263,7 @@ class TestCapsAndSinks:
 
     @pytest.mark.parametrize(("name", "tolerance"), [("gemma2", 0.02), ("gpt_oss", 0.1)])
     def test_approximate_kv_uses_cap_and_sinks(self, name: str, tolerance: float) -> None:
-        """4-bit KV changes the logits by a few percent.
-
-        Without the cap on approximate scores, or the sinks in their softmax, the change would be much larger.
-        """
+        """Without the cap or the sinks, the error would be much larger than that of 4-bit KV (a few percent)."""
         model = architecture(name, **({"attn_logit_softcapping": 0.5} if name == "gemma2" else {}))
         for layer in model.model.layers if name == "gpt_oss" else ():
             layer.self_attn.sinks.fill_(3.0)
@@ -284,14 +276,13 @@ class TestCapsAndSinks:
 
 
 def faulty_adapter(model: Any, change: Callable[[DecoderAdapter], None]) -> DecoderAdapter:
-    """Return the model's adapter after `change` has introduced a fault."""
     adapter = adapter_for(model)
     assert isinstance(adapter, DecoderAdapter)
     change(adapter)
     return adapter
 
 
-def geometry_with(adapter: DecoderAdapter, **changes: Any) -> None:
+def set_geometry(adapter: DecoderAdapter, **changes: Any) -> None:
     adapter.geometry = replace(adapter.geometry, **changes)
 
 
@@ -300,7 +291,7 @@ def swap_norms(adapter: DecoderAdapter) -> None:
     layer.before_attention, layer._before_mlp = layer._before_mlp, layer.before_attention
 
 
-def unnormed(rows: torch.Tensor) -> torch.Tensor:
+def without_norm(rows: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1)
 
 
@@ -314,25 +305,25 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "interleaved rotated as half-split": ("glm4", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
     "no residual multiplier": ("granite", lambda a: setattr(a._layers[2], "_after_mlp", nn.Identity()), "layer 2"),
     "no embedding multiplier": ("granite", lambda a: setattr(a, "_multiplier", 1.0), "the embedding"),
-    "another scale of scores": ("granite", lambda a: geometry_with(a, scales=(8**-0.5,) * 3), "layer 0"),
+    "another scale of scores": ("granite", lambda a: set_geometry(a, scales=(8**-0.5,) * 3), "layer 0"),
     "no cap of logits": ("gemma3", lambda a: setattr(a, "_logit_cap", None), "the head"),
     "no scale of logits": ("cohere", lambda a: setattr(a, "_logit_factor", 1.0), "the head"),
-    "no cap of scores": ("gemma2", lambda a: geometry_with(a, softcap=None), "softcap=1.5 in layer 0"),
+    "no cap of scores": ("gemma2", lambda a: set_geometry(a, softcap=None), "softcap=1.5 in layer 0"),
     "norms swapped": ("llama3", swap_norms, "layer 1"),
     "no norm after the attention": (
         "olmo2",
         lambda a: setattr(a._layers[1], "_after_attention", nn.Identity()),
         "layer 1",
     ),
-    "no norm of queries": ("qwen3", lambda a: setattr(a._projections[0], "_query_norm", unnormed), "layer 0"),
+    "no norm of queries": ("qwen3", lambda a: setattr(a._projections[0], "_query_norm", without_norm), "layer 0"),
     "no temperature scaling": ("ministral3", lambda a: setattr(a, "_temperatures", [None] * 3), "layer 0"),
     "no norm of latents": ("youtu", lambda a: setattr(a._projections[0], "_kv_a_norm", nn.Identity()), "layer 0"),
     "no norm of low-rank queries": ("deepseek_v3", lambda a: a._projections[1]._query_modules.pop(1), "layer 1"),
-    "the scale of latent keys": ("glm4_moe_lite", lambda a: geometry_with(a, scales=(32**-0.5,) * 3), "layer 0"),
+    "the scale of latent keys": ("glm4_moe_lite", lambda a: set_geometry(a, scales=(32**-0.5,) * 3), "layer 0"),
     "latent keys rotated as half-split": ("youtu", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
     "no multiplier of residuals": ("minicpm3", lambda a: setattr(a._layers[1], "_after_mlp", nn.Identity()), "layer 1"),
-    "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
-    "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
+    "no window": ("mistral", lambda a: set_geometry(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
+    "a window too short": ("olmo3", lambda a: set_geometry(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
     "no sinks": ("gpt_oss", lambda a: setattr(a, "sinks", [None] * 3), "s_aux in layer 0"),
     "no output gate": ("qwen3_5", lambda a: setattr(a, "_gate", lambda *_: None), "layer 0"),
     "no output gate per head": ("lfm3", lambda a: setattr(a, "_gate", lambda *_: None), "layer 0"),
@@ -347,10 +338,10 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
 
 class TestVerification:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_large_keys_are_no_fault(self, dtype: torch.dtype) -> None:
-        """Large key biases give scores of several hundred, as in Qwen2's first layer.
+    def test_large_keys_are_accepted(self, dtype: torch.dtype) -> None:
+        """Large key biases give scores of several hundred, as in the first layer of Qwen2.
 
-        Eager attention rounds them to half precision with errors above one.
+        Eager attention rounds such scores to half precision with errors above one.
         """
         model = architecture("qwen2", dtype=dtype)
         attention = model.model.layers[0].self_attn
@@ -360,7 +351,7 @@ class TestVerification:
 
     @pytest.mark.parametrize("fault", FAULTS)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_a_fault_is_caught(self, fault: str, dtype: torch.dtype) -> None:
+    def test_fault_is_detected(self, fault: str, dtype: torch.dtype) -> None:
         name, change, named = FAULTS[fault]
         model = architecture(name, dtype=dtype)
         with pytest.raises(ModelError, match=named) as refused:
@@ -368,15 +359,13 @@ class TestVerification:
         assert refused.value.reason == ("attention_argument" if " in layer" in named else "verification")
 
     @pytest.mark.parametrize("call", ["update_conv_state", "update_recurrent_state"])
-    def test_state_that_is_not_kept_is_caught(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Verification runs recurrent layers in two pieces and then token by token."""
+    def test_lost_recurrent_state_is_detected(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(RecurrentState, call, lambda self, given, *_, **__: given)
         model = architecture("qwen3_5")
         with pytest.raises(ModelError, match=r"the embedding .* in prefill"):
             verify_model(model, adapter_for(model))
 
-    def test_a_fault_of_outputs_is_caught_without_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Caps, windows and sinks are normally verified by attention arguments. Faulty outputs must be found, too."""
+    def test_faulty_outputs_are_detected_without_comparing_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(verification._Verification, "_compare_arguments", lambda *_: None)
         for fault in ("no cap of scores", "no window", "a window too short", "no sinks"):
             name, change, _ = FAULTS[fault]
@@ -384,12 +373,11 @@ class TestVerification:
             with pytest.raises(ModelError, match="layer 0"):
                 verify_model(model, faulty_adapter(model, change))
 
-    def test_an_unregistered_class(self) -> None:
-        """A loaded unregistered class runs unless its forward pass computes more than its modules."""
+    def test_unregistered_class_runs_unless_forward_computes_more(self) -> None:
         model = architecture("llama3")
-        model.__class__ = type("Mine", (type(model),), {})
-        assert load_model(model).name == "Mine"
-        with pytest.raises(ModelError, match="Mine is not supported") as refused:
+        model.__class__ = type("Custom", (type(model),), {})
+        assert load_model(model).name == "Custom"
+        with pytest.raises(ModelError, match="Custom is not supported") as refused:
             load_model(model, verify="off")
         assert refused.value.reason == "verification"
 
@@ -405,9 +393,7 @@ class TestVerification:
         assert refused.value.reason == "verification"
 
     @pytest.mark.parametrize("skipped", [False, True])
-    def test_a_layer_without_attention_belongs_to_the_layer_before(self, skipped: bool) -> None:
-        """Layers of an adapter are attention layers. A decoder layer between two of them belongs to the first."""
-
+    def test_layer_without_attention_belongs_to_the_previous_layer(self, skipped: bool) -> None:
         class Mixer(nn.Module):
             def __init__(self, layer: Any) -> None:
                 super().__init__()
@@ -432,13 +418,13 @@ class TestVerification:
             verify_model(model, adapter)
 
     def test_verification_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        done: list[str] = []
-        monkeypatch.setattr(verification, "verify_model", lambda *_: done.append("auto"))
-        monkeypatch.setattr(loading, "verify_model", lambda *_: done.append("always"))
+        verified: list[str] = []
+        monkeypatch.setattr(verification, "verify_model", lambda *_: verified.append("auto"))
+        monkeypatch.setattr(loading, "verify_model", lambda *_: verified.append("always"))
         model = architecture("qwen3", vocab_size=43)
         for verify in ("auto", "auto", "always", "off", "auto"):
             load_model(model, verify=verify)  # type: ignore[arg-type]
-        assert done == ["auto", "always"]
+        assert verified == ["auto", "always"]
         model.config.some_option_of_tomorrow = 2.0  # not part of the fingerprint
         load_model(model)
-        assert done == ["auto", "always", "auto"]
+        assert verified == ["auto", "always", "auto"]

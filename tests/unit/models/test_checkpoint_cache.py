@@ -23,9 +23,7 @@ from offload_rt.models.loading import LoadedModel, load_model
 from offload_rt.models.shape import load_shape
 
 
-class Digests:
-    """Count how often weights are digested."""
-
+class FingerprintCounter:
     def __init__(self) -> None:
         self.count = 0
 
@@ -35,10 +33,10 @@ class Digests:
 
 
 @pytest.fixture
-def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Digests:
+def counter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FingerprintCounter:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(checkpoint_cache, "SETTLED_SECONDS", 0.0)
-    counted = Digests()
+    counted = FingerprintCounter()
     monkeypatch.setattr(fingerprint_module, "fingerprint", counted)
     return counted
 
@@ -65,10 +63,10 @@ def edit_embedding(folder: Path) -> None:
     assert (before.st_size, before.st_ino, before.st_mtime_ns) == (after.st_size, after.st_ino, after.st_mtime_ns)
 
 
-def test_the_second_load_computes_no_digest(folder: Path, digests: Digests, tmp_path: Path) -> None:
+def test_second_load_uses_the_cached_fingerprint(folder: Path, counter: FingerprintCounter, tmp_path: Path) -> None:
     first, second = load(folder).fingerprint, load(folder).fingerprint
     assert first == second == fingerprint(tiny_model("llama", vocab_size=2048))
-    assert digests.count == 1
+    assert counter.count == 1
     [entry] = (tmp_path / "cache" / "fingerprints").iterdir()
     assert stat.S_IMODE(entry.stat().st_mode) == 0o600 and stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
 
@@ -81,58 +79,60 @@ def replace_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change", [edit_embedding, replace_weights, lambda folder: edit_config(folder, rms_norm_eps=0.01)]
 )
-def test_a_change_is_seen(change: Callable[[Path], None], folder: Path, digests: Digests) -> None:
+def test_changed_files_have_another_fingerprint(
+    change: Callable[[Path], None], folder: Path, counter: FingerprintCounter
+) -> None:
     before = load(folder)
     change(folder)
-    assert load(folder).fingerprint != before.fingerprint and digests.count == 2
+    assert load(folder).fingerprint != before.fingerprint and counter.count == 2
 
 
-def test_the_dtype_is_part_of_the_key(folder: Path, digests: Digests) -> None:
-    """Rounding to bfloat16 changes the model."""
-    assert load(folder).fingerprint != load(folder, dtype="bfloat16").fingerprint
-    assert digests.count == 2
+def test_cache_key_includes_the_dtype(folder: Path, counter: FingerprintCounter) -> None:
+    assert load(folder).fingerprint != load(folder, dtype="bfloat16").fingerprint  # rounding changes the model
+    assert counter.count == 2
 
 
-def test_shards_in_other_folders_are_checked(folder: Path, digests: Digests) -> None:
-    """An index may name shards in other folders."""
+def test_shards_in_other_folders_are_checked(folder: Path, counter: FingerprintCounter) -> None:
     tiny_model("llama", vocab_size=2048).save_pretrained(folder, max_shard_size="200kB")
     (folder / "model.safetensors").unlink(missing_ok=True)
     index = folder / "model.safetensors.index.json"
-    said = json.loads(index.read_text())
-    name = said["weight_map"]["model.embed_tokens.weight"]
+    index_data = json.loads(index.read_text())
+    name = index_data["weight_map"]["model.embed_tokens.weight"]
     (folder / "parts").mkdir()
     os.replace(folder / name, folder / "parts" / name)
-    said["weight_map"] = {key: f"parts/{own}" if own == name else own for key, own in said["weight_map"].items()}
-    index.write_text(json.dumps(said))
+    index_data["weight_map"] = {
+        key: f"parts/{own}" if own == name else own for key, own in index_data["weight_map"].items()
+    }
+    index.write_text(json.dumps(index_data))
     before = load(folder)
     tensors = load_file(folder / "parts" / name)
     tensors["model.embed_tokens.weight"][0, 0] += 0.5
     save_file(tensors, folder / "parts" / name, metadata={"format": "pt"})
-    assert load(folder).fingerprint != before.fingerprint and digests.count == 2
+    assert load(folder).fingerprint != before.fingerprint and counter.count == 2
 
 
 @pytest.mark.parametrize("step", [(fingerprint_module, "fingerprint"), (loading, "read_weights")])
 def test_files_that_change_during_a_load_are_not_cached(
-    step: tuple[Any, str], folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: tuple[Any, str], folder: Path, counter: FingerprintCounter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = getattr(*step)
 
-    def changing(*args: Any, **named: Any) -> Any:
+    def change_files_afterwards(*args: Any, **named: Any) -> Any:
         result = original(*args, **named)
         replace_weights(folder)
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(*step, changing)
+        patch.setattr(*step, change_files_afterwards)
         before = load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
     assert load(folder).fingerprint != before.fingerprint
 
 
 def test_files_that_have_just_been_written_are_not_cached(
-    folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, counter: FingerprintCounter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later change within the resolution of the clock might keep all timestamps."""
+    """A later change within the resolution of the clock may leave all timestamps unchanged."""
     monkeypatch.setattr(checkpoint_cache, "SETTLED_SECONDS", 60.0)
     load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
@@ -140,27 +140,29 @@ def test_files_that_have_just_been_written_are_not_cached(
     monkeypatch.setattr(time, "time_ns", lambda: now + 61 * 10**9)
     load(folder)
     load(folder)
-    assert digests.count == 2
+    assert counter.count == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 64, b"0" * 63, b"0" * 65, b"\xff" * 64, b"0" * 64 + b"\n"])
-def test_a_damaged_entry_is_replaced(folder: Path, digests: Digests, tmp_path: Path, content: bytes) -> None:
+def test_damaged_fingerprint_is_replaced(
+    folder: Path, counter: FingerprintCounter, tmp_path: Path, content: bytes
+) -> None:
     expected = load(folder).fingerprint
     [entry] = (tmp_path / "cache" / "fingerprints").iterdir()
     entry.write_bytes(content)
     assert load(folder).fingerprint == expected
-    assert digests.count == 2 and entry.read_text() == expected
+    assert counter.count == 2 and entry.read_text() == expected
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(folder: Path, digests: Digests, tmp_path: Path) -> None:
+def test_unwritable_cache_is_no_error(folder: Path, counter: FingerprintCounter, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     assert load(folder).fingerprint == load(folder).fingerprint
-    assert digests.count == 2
+    assert counter.count == 2
 
 
 @pytest.fixture
-def skeletons(digests: Digests, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that collects each checkpoint for which `load_shape` builds a model without weights."""
+def built_skeletons(counter: FingerprintCounter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the checkpoints for which `load_shape` builds a model without weights."""
     built: list[str] = []
     original = shape.build_skeleton
 
@@ -174,36 +176,36 @@ def skeletons(digests: Digests, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "qwen3_next"])
-def test_the_second_shape_needs_no_model(name: str, tmp_path: Path, skeletons: list[str]) -> None:
+def test_second_load_shape_builds_no_model(name: str, tmp_path: Path, built_skeletons: list[str]) -> None:
     architecture(name).save_pretrained(tmp_path / "model")
     first = load_shape(tmp_path / "model", device="cpu")
-    assert load_shape(tmp_path / "model", device="cpu") == first and len(skeletons) == 1
-    assert load_shape(tmp_path / "model", device="cpu", dtype="float64") != first and len(skeletons) == 2
+    assert load_shape(tmp_path / "model", device="cpu") == first and len(built_skeletons) == 1
+    assert load_shape(tmp_path / "model", device="cpu", dtype="float64") != first and len(built_skeletons) == 2
     edit_config(tmp_path / "model", max_position_embeddings=77)
-    assert load_shape(tmp_path / "model", device="cpu").geometry.max_positions == 77 and len(skeletons) == 3
+    assert load_shape(tmp_path / "model", device="cpu").geometry.max_positions == 77 and len(built_skeletons) == 3
 
 
-def test_a_package_of_another_version_computes_the_shape_again(
-    folder: Path, skeletons: list[str], monkeypatch: pytest.MonkeyPatch
+def test_shape_is_computed_again_with_another_package_version(
+    folder: Path, built_skeletons: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for versions in ({}, {"gguf": "1"}, {"gguf": None}, {"gguf": None}):
         monkeypatch.setattr(shape, "_version", versions.get)
         load_shape(folder)
-    assert len(skeletons) == 2
+    assert len(built_skeletons) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b"\xff"])
-def test_a_damaged_shape_is_replaced(folder: Path, skeletons: list[str], tmp_path: Path, content: bytes) -> None:
+def test_damaged_shape_is_replaced(folder: Path, built_skeletons: list[str], tmp_path: Path, content: bytes) -> None:
     expected = load_shape(folder)
     [entry] = (tmp_path / "cache" / "shapes").iterdir()
     text = entry.read_text()
     entry.write_bytes(content)
     assert load_shape(folder) == expected
-    assert len(skeletons) == 2 and entry.read_text() == text
+    assert len(built_skeletons) == 2 and entry.read_text() == text
 
 
-def test_loaded_models_are_digested(digests: Digests, tmp_path: Path) -> None:
+def test_fingerprint_of_a_loaded_model_is_not_cached(counter: FingerprintCounter, tmp_path: Path) -> None:
     """The files of a loaded model are unknown and may have changed."""
     model = tiny_model("llama", dtype=torch.float32)
     assert load_model(model, verify="off").fingerprint == fingerprint(model)
-    assert digests.count == 0 and not (tmp_path / "cache" / "fingerprints").exists()
+    assert counter.count == 0 and not (tmp_path / "cache" / "fingerprints").exists()

@@ -18,20 +18,19 @@ from offload_rt.errors import ModelError
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Return the files of a Llama checkpoint with three layers."""
+def checkpoint_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = Path(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
-def folder(original: dict[str, bytes], tmp_path: Path) -> Path:
-    for name, data in original.items():
+def folder(checkpoint_files: dict[str, bytes], tmp_path: Path) -> Path:
+    for name, data in checkpoint_files.items():
         (tmp_path / name).write_bytes(data)
     return tmp_path
 
 
-def refused(model: Path, message: str) -> None:
+def assert_refused(model: Path, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         check_before_loading(str(model), EngineConfig())
 
@@ -51,7 +50,7 @@ def write(name: str, data: bytes) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_bytes(data)
 
 
-def append(folder: Path) -> None:
+def append_bytes(folder: Path) -> None:
     with (folder / "model.safetensors").open("ab") as file:
         file.write(bytes(100))
 
@@ -64,7 +63,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text": (write("model.safetensors", b"<html>\nNot found " * 9), "is a text that begins with '<html> Not found"),
     "pointer": (write("model.safetensors", POINTER), "is a Git LFS pointer, not a safetensors file: `git lfs pull`"),
     "header": (write("model.safetensors", b"\x99\1\0\0\0\0\0\0{"), "it states 409 bytes of header, and the file has 9"),
-    "longer": (append, "has 100 bytes more than its header states"),
+    "longer": (append_bytes, "has 100 bytes more than its header states"),
     "dtype": (lambda folder: edit_header(folder, dtype="F7"), "has the unknown dtype F7.*download it again"),
     "size": (lambda folder: edit_header(folder, shape=[1, 2]), r"which is not the size of \[1, 2\] elements"),
     "config": (write("config.json", b'{"a":'), "cannot read the configuration of .*config.json is damaged .*download"),
@@ -89,7 +88,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tokenizer's page": (write("tokenizer.json", b"<html>"), "tokenizer.json is damaged or incomplete; download it"),
     "head": (lambda folder: edit_config(folder, tie_word_embeddings=True), ""),
 }
-"""Damage to a checkpoint folder, and the error. The surplus head of the last one is no error."""
+"""Damage to a checkpoint folder, and the error. The surplus head of the last case is no error."""
 
 
 @pytest.mark.parametrize("change", DAMAGES)
@@ -97,7 +96,7 @@ def test_damaged_folders_are_refused_before_loading(change: str, folder: Path) -
     damage, message = DAMAGES[change]
     damage(folder)
     if message:
-        refused(folder, message)
+        assert_refused(folder, message)
     else:
         check_before_loading(str(folder), EngineConfig())
 
@@ -112,7 +111,7 @@ def test_other_weight_names_are_left_to_transformers(folder: Path) -> None:
     check_before_loading(str(folder), EngineConfig())
 
 
-def gguf(fields: dict[str, str], tensors: int = 1) -> bytes:
+def gguf_bytes(fields: dict[str, str], tensors: int = 1) -> bytes:
     """Return a GGUF file with string metadata and float32 tensors of one element."""
 
     def string(text: str) -> bytes:
@@ -135,21 +134,21 @@ LLAMA = {"general.architecture": "llama", "llama.block_count": "1", "llama.embed
         (POINTER, "is a Git LFS pointer, not a GGUF file: `git lfs pull`"),
         (b"GGU", "is not a GGUF file: it does not begin with GGUF; pass a GGUF file, or a folder with config.json"),
         (b"PK\3\4" * 9, "is not a GGUF file"),
-        (gguf(LLAMA)[:40], "is damaged, or truncated within its header; download or copy it again"),
-        (gguf(LLAMA)[:-30], "is truncated: 2 bytes are missing; download or copy it again"),
-        (gguf(LLAMA, tensors=0), "has no tensors, only metadata; expected a GGUF file with the weights"),
-        (gguf({}), "is not a language model, or is damaged: its header lacks general.architecture"),
+        (gguf_bytes(LLAMA)[:40], "is damaged, or truncated within its header; download or copy it again"),
+        (gguf_bytes(LLAMA)[:-30], "is truncated: 2 bytes are missing; download or copy it again"),
+        (gguf_bytes(LLAMA, tensors=0), "has no tensors, only metadata; expected a GGUF file with the weights"),
+        (gguf_bytes({}), "is not a language model, or is damaged: its header lacks general.architecture"),
         (
-            gguf({"general.architecture": "clip"}),
+            gguf_bytes({"general.architecture": "clip"}),
             "is not a language model, or is damaged: its header lacks clip.block_count",
         ),
     ],
 )
 def test_damaged_gguf_files_are_refused_before_loading(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(data)
-    refused(tmp_path / "a.gguf", f"a.gguf' {re.escape(message)}")
+    assert_refused(tmp_path / "a.gguf", f"a.gguf' {re.escape(message)}")
 
 
 def test_a_complete_gguf_file_passes(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(gguf(LLAMA))
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(LLAMA))
     check_before_loading(str(tmp_path / "a.gguf"), EngineConfig())

@@ -1,5 +1,4 @@
-"""Test Gemma 4 E2B, whose layers share KV and have embeddings of their own, with other features. The oracle is
-transformers."""
+"""Test Gemma 4 E2B (KV shared by layers, per-layer embeddings) with other features, against transformers."""
 
 from __future__ import annotations
 
@@ -51,39 +50,39 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
 
 
-def expected(model: PreTrainedModel, prompt: list[int], tokens: int, **options: Any) -> list[int]:
+def transformers_tokens(model: PreTrainedModel, prompt: list[int], tokens: int, **options: Any) -> list[int]:
     generate: Any = model.generate
     ids = generate(torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **options)
     found: list[int] = ids[0, len(prompt) :].tolist()
     return found
 
 
-def runtime(folder: Path, **settings: Any) -> LLM:
+def make_llm(folder: Path, **settings: Any) -> LLM:
     settings = {"policy": "full", "dtype": "float32", "host_memory": "8MiB", "verify": "off"} | settings
     return LLM(folder, device="cpu", **settings)
 
 
-def check(llm: LLM, model: PreTrainedModel, prompts: list[list[int]], tokens: int) -> None:
+def assert_tokens_equal(llm: LLM, model: PreTrainedModel, prompts: list[list[int]], tokens: int) -> None:
     found = [one.token_ids for one in completed(llm.generate(prompts, greedy(tokens)))]
-    assert found == [expected(model, prompt, tokens) for prompt in prompts]
+    assert found == [transformers_tokens(model, prompt, tokens) for prompt in prompts]
     llm.runner.check_integrity()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_weights_give_the_tokens_of_their_values(bits: int, tmp_path: Path) -> None:
-    """All layers but the table's projection are packed. The table and the embedding, which is the head, are not."""
+def test_quantised_weights_give_the_tokens_of_dequantised_ones(bits: int, tmp_path: Path) -> None:
     model = architecture("gemma4_e2b", **WIDE, tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     packed = copy.deepcopy(model)
     quantize_layers(packed, bits)
     plain = [name for name, module in packed.named_modules() if type(module) is nn.Linear]
+    # all other linear layers are packed
     assert plain == ["model.per_layer_model_projection", "lm_head"]
     for name, module in packed.named_modules():
         if hasattr(module, "packed"):
             own: Any = model.get_submodule(name)
             own.weight.data = module.form.unpack(module.packed, torch.float32)
-    llm = runtime(tmp_path, quantize=f"int{bits}")
-    check(llm, model, [prompt_of(40)], 6)
+    llm = make_llm(tmp_path, quantize=f"int{bits}")
+    assert_tokens_equal(llm, model, [prompt_of(40)], 6)
     shape = load_shape(tmp_path, device="cpu", dtype="float32", quantize=f"int{bits}")
     table = layer_table(model)
     assert shape.weight_bytes == llm.runner.model.weight_bytes and table is not None
@@ -93,70 +92,76 @@ def test_quantised_weights_give_the_tokens_of_their_values(bits: int, tmp_path: 
 def test_quantised_layers_are_streamed(tmp_path: Path) -> None:
     architecture("gemma4_e2b", **WIDE).save_pretrained(tmp_path)
     settings: dict[str, Any] = {"quantize": "int8", "max_model_len": 64, "prefill_chunk_size": 64}
-    plain = runtime(tmp_path, **settings)
+    plain = make_llm(tmp_path, **settings)
     shape = load_shape(tmp_path, device="cpu", dtype="float32", quantize="int8")
     costs = plan_for(replace(plain.runner.config, device_memory=1 << 40), shape).costs
     limit = shape.sizes.fixed + 3 * max(shape.sizes.layers) + costs.total([64])
-    streamed = runtime(tmp_path, device_memory=limit, **settings)
+    streamed = make_llm(tmp_path, device_memory=limit, **settings)
     assert streamed.runner.plan is not None and streamed.runner.plan.streamed
     one, two = (completed(llm.generate([prompt_of(30)], greedy(5)))[0] for llm in (plain, streamed))
     assert one.token_ids == two.token_ids
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "sparse", "model"])
-def test_lossless_mode(drafts: str, folder: Path, model: PreTrainedModel) -> None:
+def test_lossless_mode_equals_transformers(drafts: str, folder: Path, model: PreTrainedModel) -> None:
     policy = {"policy": "infinigen", "policy_options": SPARSE} if drafts == "sparse" else {}
     exact: Any = {"model": str(folder)} if drafts == "model" else drafts
-    check(runtime(folder, exact=exact, **policy), model, [prompt_of(20), prompt_of(70, 1)], 8)
+    assert_tokens_equal(make_llm(folder, exact=exact, **policy), model, [prompt_of(20), prompt_of(70, 1)], 8)
 
 
-def test_a_pool_on_disk(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
-    llm = runtime(folder, disk=tmp_path, disk_limit="32MiB", host_memory="1MiB")
-    check(llm, model, [prompt_of(20), prompt_of(170, 1)], 6)
-    check(llm, model, [prompt_of(170, 1)[:140] + [5] * 20], 6)
+def test_pool_on_disk_equals_transformers(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    llm = make_llm(folder, disk=tmp_path, disk_limit="32MiB", host_memory="1MiB")
+    assert_tokens_equal(llm, model, [prompt_of(20), prompt_of(170, 1)], 6)
+    assert_tokens_equal(llm, model, [prompt_of(170, 1)[:140] + [5] * 20], 6)
 
 
 @pytest.mark.parametrize("swap", [False, True])
-def test_preempted_requests(swap: bool, folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
-    """Two requests grow past a pool of six blocks. One of them is preempted."""
-    llm = runtime(folder, host_memory="96KiB", swap=tmp_path if swap else None)
+def test_preempted_requests_equal_transformers(
+    swap: bool, folder: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    # two requests need more than six blocks
+    llm = make_llm(folder, host_memory="96KiB", swap=tmp_path if swap else None)
     engine, prompts = llm.make_engine(), [prompt_of(50), prompt_of(62, 1)]
     requests = [engine.add(prompt, greedy(72)) for prompt in prompts]
     while not engine.idle:
         if llm._swap is not None:  # The disk counts as infinitely fast.
             llm._swap._write_seconds_per_byte = llm._swap._read_seconds_per_byte = 0.0
         engine.step()
-    assert [request.new_tokens for request in requests] == [expected(model, prompt, 72) for prompt in prompts]
+    assert [request.new_tokens for request in requests] == [
+        transformers_tokens(model, prompt, 72) for prompt in prompts
+    ]
     assert engine.scheduler.preemptions > 0 and (engine.scheduler.restored > 0) == swap
     engine.check_integrity()
 
 
-def test_sessions_after_a_restart(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_sessions_after_a_restart_equal_transformers(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
     text: list[int] = []
     for turn, length in enumerate((150, 20, 40)):
-        llm = runtime(folder, policy="infinigen", policy_options=ALL)
+        llm = make_llm(folder, policy="infinigen", policy_options=ALL)
         session = llm.session("s", tmp_path)
         text += prompt_of(length, turn)
         reply = [event.token_id for event in session.send(prompt_of(length, turn), greedy(6))]
-        assert reply == expected(model, text, 6)
+        assert reply == transformers_tokens(model, text, 6)
         text += reply
         session.close()
         llm.runner.check_integrity()
 
 
-def test_a_shared_prefix_and_queries_predicted_further_ahead(folder: Path, model: PreTrainedModel) -> None:
+def test_shared_prefix_and_queries_predicted_two_layers_ahead(folder: Path, model: PreTrainedModel) -> None:
     stem = prompt_of(130)
-    llm = runtime(folder, policy="infinigen", policy_options=ALL | {"ahead": 2})
-    check(llm, model, [stem + prompt_of(9, 1), stem + prompt_of(20, 2)], 5)
+    llm = make_llm(folder, policy="infinigen", policy_options=ALL | {"ahead": 2})
+    assert_tokens_equal(llm, model, [stem + prompt_of(9, 1), stem + prompt_of(20, 2)], 5)
     [again] = completed(llm.generate([stem + prompt_of(5, 3)], greedy(1)))
     assert again.stats.reused_tokens == 128
 
 
-def test_the_drop_in_with_beams(model: PreTrainedModel) -> None:
+def test_drop_in_with_beams_equals_transformers(model: PreTrainedModel) -> None:
     replaced, prompt = copy.deepcopy(model), prompt_of(70)
     offload(replaced, policy="full", host_memory="8MiB")
     for beams in (1, 3):
-        assert expected(replaced, prompt, 6, num_beams=beams) == expected(model, prompt, 6, num_beams=beams)
+        assert transformers_tokens(replaced, prompt, 6, num_beams=beams) == transformers_tokens(
+            model, prompt, 6, num_beams=beams
+        )
 
 
 def test_gguf_files_are_refused_because_transformers_reads_wrong_dimensions(tmp_path: Path) -> None:

@@ -36,21 +36,21 @@ REAL = Path(os.environ.get("OFFLOAD_RT_MODELS") or Path.home() / ".cache" / "off
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def gguf_and_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     return path, write_tiny_gguf(path)
 
 
 @pytest.fixture(scope="module")
-def loaded(written: tuple[Path, Any]) -> Any:
-    return load_model(written[0], device="cpu", dtype="float32")
+def loaded_model(gguf_and_model: tuple[Path, Any]) -> Any:
+    return load_model(gguf_and_model[0], device="cpu", dtype="float32")
 
 
-def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], loaded: Any) -> None:
-    path, model = written
-    assert loaded.fingerprint == fingerprint(model)
-    assert loaded.name == str(path)
-    assert loaded.eos_token_ids == {model.config.eos_token_id}
+def test_loaded_file_equals_the_written_model(gguf_and_model: tuple[Path, Any], loaded_model: Any) -> None:
+    path, model = gguf_and_model
+    assert loaded_model.fingerprint == fingerprint(model)
+    assert loaded_model.name == str(path)
+    assert loaded_model.eos_token_ids == {model.config.eos_token_id}
     llm, own = LLM(path, dtype="float32", policy="full", host_memory="4MiB"), LLM(model, host_memory="4MiB")
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     assert (
@@ -59,42 +59,39 @@ def test_a_file_gives_the_model_that_was_written(written: tuple[Path, Any], load
     )
 
 
-def test_gguf_blocks_are_dequantised_with_a_warning(written: tuple[Path, Any], loaded: Any) -> None:
-    """transformers dequantises this architecture without a warning.
-
-    The runtime warns and treats the model as unquantised: its fingerprint and packing equal those of the file.
-    """
+def test_gguf_blocks_are_dequantised_with_a_warning(gguf_and_model: tuple[Path, Any], loaded_model: Any) -> None:
+    """transformers dequantises this architecture without a warning."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
-    path = written[0]
-    asked = transformers.GgufConfig(dequantize=False)
+    path = gguf_and_model[0]
+    gguf_config = transformers.GgufConfig(dequantize=False)
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, quantization_config=asked, dtype=torch.float32
+        path.parent, gguf_file=path.name, quantization_config=gguf_config, dtype=torch.float32
     )
     with pytest.warns(
         UserWarning, match=r"the weights of this GGUF file are dequantised; they stay packed if you pass the"
     ):
         given = load_model(model)
-    assert given.fingerprint == loaded.fingerprint
+    assert given.fingerprint == loaded_model.fingerprint
     assert load_shape(model).packing is None
 
 
-def test_info_notes_dequantised_gguf(written: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", str(written[0]), "--context", "100"]) == 0
+def test_info_notes_dequantised_gguf(gguf_and_model: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(gguf_and_model[0]), "--context", "100"]) == 0
     assert "Note: the weights of this GGUF file are dequantised" in capsys.readouterr().out
 
 
-def test_tokenizer_and_chat_template_come_from_the_file(loaded: Any) -> None:
-    assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
-    assert loaded.tokenizer.decode(loaded.tokenizer.encode("he the")) == "he the"
-    assert loaded.tokenizer.eos_token == END
+def test_tokenizer_and_chat_template_come_from_the_file(loaded_model: Any) -> None:
+    assert loaded_model.tokenizer.chat_template == CHAT_TEMPLATE
+    assert loaded_model.tokenizer.decode(loaded_model.tokenizer.encode("he the")) == "he the"
+    assert loaded_model.tokenizer.eos_token == END
 
 
-def test_shape_from_the_header_alone(written: tuple[Path, Any], loaded: Any) -> None:
-    shape = load_shape(written[0], device="cpu", dtype="float32")
-    assert (shape.geometry, shape.weight_bytes) == (loaded.adapter.geometry, loaded.weight_bytes)
+def test_shape_from_the_header_equals_the_loaded_model(gguf_and_model: tuple[Path, Any], loaded_model: Any) -> None:
+    shape = load_shape(gguf_and_model[0], device="cpu", dtype="float32")
+    assert (shape.geometry, shape.weight_bytes) == (loaded_model.adapter.geometry, loaded_model.weight_bytes)
 
 
-def test_threads_replace_the_reader_one_after_the_other() -> None:
+def test_fast_gguf_blocks_other_threads() -> None:
     original, entered = gguf.GGUFReader, threading.Event()
 
     def read() -> None:
@@ -109,17 +106,17 @@ def test_threads_replace_the_reader_one_after_the_other() -> None:
     assert entered.is_set() and gguf.GGUFReader is original
 
 
-def test_a_folder_with_one_file_is_that_model(written: tuple[Path, Any], tmp_path: Path) -> None:
-    shutil.copy(written[0], tmp_path / "a.gguf")
+def test_folder_with_one_gguf_file_is_a_model(gguf_and_model: tuple[Path, Any], tmp_path: Path) -> None:
+    shutil.copy(gguf_and_model[0], tmp_path / "a.gguf")
     assert find_source(tmp_path) == ModelSource(str(tmp_path), "a.gguf") == find_source(tmp_path / "a.gguf")
-    shutil.copy(written[0], tmp_path / "b.GGUF")
+    shutil.copy(gguf_and_model[0], tmp_path / "b.GGUF")
     with pytest.raises(ModelError, match=r"holds 2 GGUF files \(a\.gguf, b\.GGUF"):
         find_source(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert find_source(tmp_path) == ModelSource(str(tmp_path))
 
 
-def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_and_paths_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_source("owner/name/file-q4.gguf") == ModelSource("owner/name", "file-q4.gguf")
     assert find_source("owner/name/sub/file.gguf") == ModelSource("owner/name", "sub/file.gguf")
     assert find_source("owner/name") == ModelSource("owner/name")
@@ -132,30 +129,34 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         find_source("owner/name/file.gguf")
 
 
-def test_a_missing_package_is_named_in_one_line(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_in_one_line(
+    gguf_and_model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
     with pytest.raises(ModelError, match=r"tiny\.gguf' needs the package gguf: pip install 'gguf>=") as caught:
-        load_model(written[0], device="cpu")
+        load_model(gguf_and_model[0], device="cpu")
     assert "\n" not in str(caught.value)
 
 
-def test_an_unsupported_architecture_is_reported_from_the_header(
-    written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+def test_unsupported_architecture_is_reported_from_the_header(
+    gguf_and_model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_adapters", {"LlamaForCausalLM": "none"})
     monkeypatch.setattr(loading, "read_weights", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(ModelError, match=r"^Qwen2ForCausalLM is not supported: it is not a tested architecture"):
-        load_model(written[0], device="cpu", verify="off")
+        load_model(gguf_and_model[0], device="cpu", verify="off")
 
 
-def test_a_device_without_room_is_a_memory_limit(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: Any, **named: Any) -> None:
+def test_out_of_memory_during_loading_is_a_memory_limit_error(
+    gguf_and_model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_out_of_memory(*given: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate\n2 GiB")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raise_out_of_memory)
     with pytest.raises(MemoryLimitError, match=r"the device does not have enough memory \(Tried to allocate 2 GiB\)"):
-        load_model(written[0], device="cpu")
+        load_model(gguf_and_model[0], device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +167,11 @@ def test_a_device_without_room_is_a_memory_limit(written: tuple[Path, Any], monk
         (lambda data: data[:-5000], r"is truncated: [45],\d\d\d bytes are missing"),
     ],
 )
-def test_a_damaged_file_is_refused_before_torch_is_imported(
-    written: tuple[Path, Any], damage: Any, message: str, tmp_path: Path
+def test_damaged_file_is_refused_before_torch_is_imported(
+    gguf_and_model: tuple[Path, Any], damage: Any, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.gguf"
-    path.write_bytes(damage(written[0].read_bytes()))
+    path.write_bytes(damage(gguf_and_model[0].read_bytes()))
     with pytest.raises(ModelError, match=rf"bad\.gguf' {message}"):
         load_model(path, device="cpu")
     code = "import sys; from offload_rt.cli import main; main(['info', sys.argv[1]]); assert 'torch' not in sys.modules"
@@ -178,8 +179,7 @@ def test_a_damaged_file_is_refused_before_torch_is_imported(
     assert re.search(rf"bad\.gguf' {message}", found.stderr) and not found.returncode
 
 
-def test_the_reader_equals_the_gguf_package(written: tuple[Path, Any], tmp_path: Path) -> None:
-    """Configuration and tokenizer depend on all types of values."""
+def test_header_reader_equals_the_gguf_package(gguf_and_model: tuple[Path, Any], tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     for name, kind in gguf.GGUFValueType.__members__.items():
         if name != "ARRAY":
@@ -192,7 +192,7 @@ def test_the_reader_equals_the_gguf_package(written: tuple[Path, Any], tmp_path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    for path in (tmp_path / "a.gguf", written[0]):
+    for path in (tmp_path / "a.gguf", gguf_and_model[0]):
         own, reference = read_header(path), gguf.GGUFReader(path)
         theirs = {name: field for name, field in reference.fields.items() if not name.startswith("GGUF.")}
         assert own.fields.keys() == theirs.keys()
@@ -211,7 +211,7 @@ def test_the_reader_equals_the_gguf_package(written: tuple[Path, Any], tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", *(["qwen"] if "OFFLOAD_RT_STRESS" in os.environ else [])])
-def test_shape_of_real_files(name: str) -> None:
+def test_shape_of_real_gguf_files_equals_their_checkpoints(name: str) -> None:
     if not (REAL / f"{name}.gguf").exists() or not (REAL / name).exists():
         pytest.skip(f"{name} is not among the downloaded models")
     assert load_shape(REAL / f"{name}.gguf", device="cpu", dtype="bfloat16", quantize="none") == load_shape(
@@ -221,10 +221,10 @@ def test_shape_of_real_files(name: str) -> None:
 
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_default_dtype_on_a_cpu(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bundled models use float32 on every processor."""
     monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda: multiplies)
     for own in (torch.bfloat16, torch.float16, torch.float32):
         tiny_model("llama", dtype=own).save_pretrained(tmp_path)
         taken = torch.bfloat16 if multiplies and own != torch.float32 else torch.float32
         assert load_shape(tmp_path, device="cpu").dtype == taken
+    # bundled models use float32 on every processor
     assert load_shape("reference", device="cpu").dtype == torch.float32

@@ -22,8 +22,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """Return a hub cache folder with two revisions of one model, of different sizes."""
+def hub_cache(tmp_path: Path) -> Path:
     repository = tmp_path / "cache" / "models--somebody--tiny"
     (repository / "refs").mkdir(parents=True)
     for revision, commit, layers in (("main", "a" * 40, 2), ("older", "b" * 40, 1)):
@@ -33,25 +32,25 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_revision_from_another_cache_folder(cache: Path) -> None:
+def test_revision_is_loaded_from_download_dir(hub_cache: Path) -> None:
     for revision, layers in ((None, 2), ("main", 2), ("older", 1), ("b" * 40, 1)):
-        config = EngineConfig(revision=revision, download_dir=str(cache), policy="full", host_memory="4MiB")
+        config = EngineConfig(revision=revision, download_dir=str(hub_cache), policy="full", host_memory="4MiB")
         llm = LLM("somebody/tiny", config)
         assert llm.geometry.layers == layers
         assert llm.tokenizer is not None
         assert load_shape("somebody/tiny", hub=hub_of(config)).geometry.layers == layers
     with pytest.raises(ModelError, match="somebody/tiny"):
-        LLM("somebody/tiny", revision="none", download_dir=str(cache))
+        LLM("somebody/tiny", revision="none", download_dir=str(hub_cache))
     with pytest.raises(ModelError, match="somebody/tiny"):
         LLM("somebody/tiny")
 
 
-def test_a_folder_below_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_download_dir_may_begin_with_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert hub_of(EngineConfig(download_dir="~/models")).options["cache_dir"] == str(tmp_path / "models")
 
 
-def test_a_token_is_never_shown() -> None:
+def test_hf_token_is_never_shown() -> None:
     config = EngineConfig(hf_token="hf_secret")
     assert hub_of(config).options["token"] == "hf_secret"
     assert "secret" not in repr(config) + repr(hub_of(config)) + repr(find_source("somebody/tiny", hub_of(config)))
@@ -59,16 +58,16 @@ def test_a_token_is_never_shown() -> None:
         EngineConfig(trust_remote_code="yes")  # type: ignore[arg-type]
 
 
-CODE = """
+REMOTE_CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 Path({ran!r}).touch()
 
-class MineConfig(LlamaConfig):
-    model_type = "mine"
+class CustomConfig(LlamaConfig):
+    model_type = "custom"
 
-class MineForCausalLM(LlamaForCausalLM):
-    config_class = MineConfig
+class CustomForCausalLM(LlamaForCausalLM):
+    config_class = CustomConfig
     def forward(self, *args, **named):
         out = super().forward(*args, **named)
         out.logits = out.logits * {factor}
@@ -76,21 +75,20 @@ class MineForCausalLM(LlamaForCausalLM):
 """
 
 
-def with_code(folder: Path, factor: float) -> Path:
+def save_with_remote_code(folder: Path, factor: float) -> Path:
     """Save a Llama as a custom class whose code scales its logits by `factor`."""
     tiny_checkpoint(folder, "llama")
-    (folder / "modeling_mine.py").write_text(CODE.format(ran=str(folder / "ran"), factor=factor))
-    names = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
-    edit_config(folder, model_type="mine", architectures=["MineForCausalLM"], auto_map=names)
+    (folder / "modeling_custom.py").write_text(REMOTE_CODE.format(ran=str(folder / "ran"), factor=factor))
+    names = {"AutoConfig": "modeling_custom.CustomConfig", "AutoModelForCausalLM": "modeling_custom.CustomForCausalLM"}
+    edit_config(folder, model_type="custom", architectures=["CustomForCausalLM"], auto_map=names)
     return folder
 
 
 def test_remote_code_runs_only_if_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load-time verification also refuses custom code that computes more than its modules."""
     for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
-    folder = with_code(tmp_path / "same", 1)
-    with pytest.raises(ModelError, match="MineForCausalLM is not supported"):
+    folder = save_with_remote_code(tmp_path / "same", 1)
+    with pytest.raises(ModelError, match="CustomForCausalLM is not supported"):
         load_model(folder)
     assert not (folder / "ran").exists()
     shape = load_shape(folder, hub=hub_of(EngineConfig(trust_remote_code=True)))
@@ -101,6 +99,7 @@ def test_remote_code_runs_only_if_requested(tmp_path: Path, monkeypatch: pytest.
     theirs = LLM(plain, policy="full", host_memory="4MiB")
     prompt = tiny_prompt(40)
     assert [e.token_id for e in ours.stream(prompt, GREEDY)] == [e.token_id for e in theirs.stream(prompt, GREEDY)]
+    # load-time verification refuses code that computes more than its modules
     with pytest.raises(ModelError, match="the head differs") as refused:
-        load_model(with_code(tmp_path / "other", 0.5), hub=hub_of(EngineConfig(trust_remote_code=True)))
+        load_model(save_with_remote_code(tmp_path / "other", 0.5), hub=hub_of(EngineConfig(trust_remote_code=True)))
     assert refused.value.reason == "verification"

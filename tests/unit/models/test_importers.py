@@ -31,7 +31,7 @@ Layer = tuple[Tensors, torch.Tensor]
 """Tensors of a layer in the checkpoint, and its weight `[out, in]`."""
 
 
-def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes `[n, m]` into int32 words along the last axis, the first code in the lowest bits."""
     each, numbers = 32 // bits, codes.numpy().astype(np.uint32)
     packed = np.zeros((len(numbers), numbers.shape[1] // each), np.uint32)
@@ -40,7 +40,7 @@ def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.from_numpy(packed.view(np.int32))
 
 
-def numbers(outs: int, ins: int, bits: int, groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def random_codes(outs: int, ins: int, bits: int, groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Return random codes `[out, in]`, zeros and scales `[out, groups]`."""
     codes = torch.randint(1 << bits, (outs, ins))
     zeros = torch.randint((1 << bits - 1) - 2, (1 << bits - 1) + 3, (outs, groups))
@@ -54,13 +54,13 @@ def gptq(bits: int, layout: str = "gptq", desc_act: bool = False) -> Callable[[i
     """
 
     def write(outs: int, ins: int) -> Layer:
-        codes, zeros, scales = numbers(outs, ins, bits, ins // GROUP, torch.float16)
+        codes, zeros, scales = random_codes(outs, ins, bits, ins // GROUP, torch.float16)
         groups = torch.arange(ins) // GROUP
         if desc_act:
             groups = groups[torch.randperm(ins)]
         weight = scales[:, groups] * (codes - zeros[:, groups])
         stored = zeros - 1 if layout == "gptq" else zeros
-        tensors = {"qweight": words(codes, bits).T, "qzeros": words(stored.T, bits), "scales": scales.T}
+        tensors = {"qweight": pack_words(codes, bits).T, "qzeros": pack_words(stored.T, bits), "scales": scales.T}
         return {**tensors, "g_idx": groups.int()}, weight
 
     return write
@@ -71,11 +71,15 @@ def awq(outs: int, ins: int) -> Layer:
 
     See AutoAWQ, awq/utils/packing_utils.py.
     """
-    codes, zeros, scales = numbers(outs, ins, 4, ins // GROUP, torch.float16)
+    codes, zeros, scales = random_codes(outs, ins, 4, ins // GROUP, torch.float16)
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     place = (torch.arange(outs).view(-1, 8)[:, order]).flatten()
     weight = (codes.view(outs, -1, GROUP) - zeros[..., None]) * scales[..., None]
-    tensors = {"qweight": words(codes.T[:, place], 4), "qzeros": words(zeros.T[:, place], 4), "scales": scales.T}
+    tensors = {
+        "qweight": pack_words(codes.T[:, place], 4),
+        "qzeros": pack_words(zeros.T[:, place], 4),
+        "scales": scales.T,
+    }
     return tensors, weight.flatten(1)
 
 
@@ -87,15 +91,15 @@ def compressed(bits: int, layout: str, strategy: str, symmetric: bool = True) ->
 
     def write(outs: int, ins: int) -> Layer:
         groups, half = ins // GROUP if strategy == "group" else 1, 1 << bits - 1
-        codes, zeros, scales = numbers(outs, ins, bits, groups, torch.bfloat16)
+        codes, zeros, scales = random_codes(outs, ins, bits, groups, torch.bfloat16)
         if strategy == "channel":
             scales *= 2.0**-14  # float16 holds these only with an exponent
         zeros = torch.full_like(zeros, half) if symmetric else zeros
         weight = (codes.view(outs, groups, -1) - zeros[..., None]).bfloat16() * scales[..., None]
         tensors = {"weight_scale": scales}
         if layout == "pack-quantized":
-            tensors |= {"weight_packed": words(codes, bits), "weight_shape": torch.tensor([outs, ins])}
-            packed_zeros = words(zeros.T, bits).T
+            tensors |= {"weight_packed": pack_words(codes, bits), "weight_shape": torch.tensor([outs, ins])}
+            packed_zeros = pack_words(zeros.T, bits).T
         else:
             tensors["weight"] = (codes - half).to(torch.int8)
             packed_zeros = (zeros - half).to(torch.int8)
@@ -104,7 +108,7 @@ def compressed(bits: int, layout: str, strategy: str, symmetric: bool = True) ->
     return write
 
 
-def stated(bits: int, layout: str, strategy: str, **others: Any) -> dict[str, Any]:
+def compressed_config(bits: int, layout: str, strategy: str, **others: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": True, **others}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
@@ -116,15 +120,15 @@ VARIANTS: dict[str, tuple[Callable[[int, int], Layer], dict[str, Any]]] = {
     "gptq-8-v2": (gptq(8, "gptq_v2"), {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"}),
     "gptq-4-desc-act": (gptq(4, desc_act=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
-    "w4a16": (compressed(4, PACKED, "group"), stated(4, PACKED, "group")),
-    "w4a16-asymmetric": (compressed(4, PACKED, "group", False), stated(4, PACKED, "group", symmetric=False)),
-    "w8a16": (compressed(8, PACKED, "channel"), stated(8, PACKED, "channel")),
-    "w8a16-int": (compressed(8, INT, "channel", False), stated(8, INT, "channel", symmetric=False)),
+    "w4a16": (compressed(4, PACKED, "group"), compressed_config(4, PACKED, "group")),
+    "w4a16-asymmetric": (compressed(4, PACKED, "group", False), compressed_config(4, PACKED, "group", symmetric=False)),
+    "w8a16": (compressed(8, PACKED, "channel"), compressed_config(8, PACKED, "channel")),
+    "w8a16-int": (compressed(8, INT, "channel", False), compressed_config(8, INT, "channel", symmetric=False)),
 }
 
 
-def write_folder(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write a checkpoint in a packed format, and one with the same weights unpacked. Return both folders."""
+def write_folders(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write the same weights unpacked and packed. Return both folders."""
     write, options = VARIANTS[name]
     dense, packed = (Path(tiny_checkpoint(folder / each, "llama", **SHAPE)) for each in ("dense", "packed"))
     state = load_file(dense / "model.safetensors")
@@ -143,8 +147,8 @@ def write_folder(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_weights_and_tokens_equal_the_format(name: str, tmp_path: Path) -> None:
-    dense, packed = write_folder(tmp_path, name)
+def test_packed_weights_and_tokens_equal_unpacked_ones(name: str, tmp_path: Path) -> None:
+    dense, packed = write_folders(tmp_path, name)
     planned = load_shape(packed, device="cpu", dtype="float32")
     options = {"dtype": "float32", "policy": "full", "host_memory": "4MiB"}
     llm, reference = LLM(packed, verify="always", **options), LLM(dense, **options)
@@ -171,7 +175,7 @@ def test_weights_and_tokens_equal_the_format(name: str, tmp_path: Path) -> None:
 
 
 def test_tokens_on_a_simulated_device_equal_the_cpu_path(tmp_path: Path) -> None:
-    packed = write_folder(tmp_path, "gptq-4-desc-act")[1]
+    packed = write_folders(tmp_path, "gptq-4-desc-act")[1]
     options: dict[str, Any] = {"dtype": "float32", "policy": "full", "host_memory": "4MiB", "verify": "off"}
     prompt, few = tiny_prompt(40), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     [expected] = completed(LLM(packed, device="cpu", **options).generate(prompt, few))
@@ -183,15 +187,15 @@ def test_tokens_on_a_simulated_device_equal_the_cpu_path(tmp_path: Path) -> None
     assert found.token_ids == expected.token_ids
 
 
-def test_a_folder_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, packed = write_folder(tmp_path, "awq")
+def test_folder_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, packed = write_folders(tmp_path, "awq")
     first = load_model(packed, device="cpu")
     monkeypatch.setattr(folder_import.FolderImport, "write", lambda *_: pytest.fail("converted again"))
     assert load_model(packed, device="cpu").fingerprint == first.fingerprint
 
 
 MARLIN = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
-W8A8 = stated(8, INT, "channel")
+W8A8 = compressed_config(8, INT, "channel")
 W8A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
 
 
@@ -201,12 +205,15 @@ W8A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": 
         (MARLIN, "the layout marlin; supported are gptq and gptq_v2"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the layout gemv; supported is gemm"),
         (W8A8, "quantised activations; supported are quantised weights alone"),
-        (stated(8, "float-quantized", "channel"), "the format float-quantized; supported are pack-quantized and"),
-        (stated(3, PACKED, "group"), "weights of the type int with 3 bits"),
-        (stated(4, PACKED, "group") | {"transform_config": {"a": 1}}, "a transform_config"),
+        (
+            compressed_config(8, "float-quantized", "channel"),
+            "the format float-quantized; supported are pack-quantized and",
+        ),
+        (compressed_config(3, PACKED, "group"), "weights of the type int with 3 bits"),
+        (compressed_config(4, PACKED, "group") | {"transform_config": {"a": 1}}, "a transform_config"),
     ],
 )
-def test_unsupported_variants_are_one_sentence(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_variants_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     packed = Path(tiny_checkpoint(tmp_path, "llama", **SHAPE))
     edit_config(packed, quantization_config=options)
     for load in (load_shape, load_model):
@@ -226,17 +233,23 @@ def test_unsupported_variants_are_one_sentence(options: dict[str, Any], message:
             lambda path, data: path.write_bytes(data[:30]),
             "cannot read the packed weights .* bytes of header",
         ),
-        (lambda path, data: drop(path, "scales"), "a kind that is not supported: .* lacks 'scales'"),
-        (lambda path, data: drop(path, "embed_tokens.weight"), r"are damaged; .* \(it lacks model.embed_tokens.weight"),
-        (lambda path, data: add(path, "model.other", torch.zeros(2)), "the model in transformers has no model.other"),
-        (lambda path, data: add(path, GATE, torch.full((1, 1), torch.nan)), "scales that are not finite"),
-        (lambda path, data: add(path, GATE, torch.zeros(3, 128)), "3 groups for 64 inputs"),
+        (lambda path, data: drop_tensor(path, "scales"), "a kind that is not supported: .* lacks 'scales'"),
+        (
+            lambda path, data: drop_tensor(path, "embed_tokens.weight"),
+            r"are damaged; .* \(it lacks model.embed_tokens.weight",
+        ),
+        (
+            lambda path, data: replace_tensor(path, "model.other", torch.zeros(2)),
+            "the model in transformers has no model.other",
+        ),
+        (lambda path, data: replace_tensor(path, GATE, torch.full((1, 1), torch.nan)), "scales that are not finite"),
+        (lambda path, data: replace_tensor(path, GATE, torch.zeros(3, 128)), "3 groups for 64 inputs"),
     ],
 )
-def test_damaged_and_foreign_files_are_one_error(
+def test_damaged_and_foreign_files_are_refused(
     damage: Callable[[Path, bytes], None], message: str, tmp_path: Path
 ) -> None:
-    _, packed = write_folder(tmp_path, "gptq-4")
+    _, packed = write_folders(tmp_path, "gptq-4")
     path = packed / "model.safetensors"
     damage(path, path.read_bytes())
     with pytest.raises(ModelError, match=message):
@@ -246,10 +259,10 @@ def test_damaged_and_foreign_files_are_one_error(
 GATE = "model.layers.1.mlp.gate_proj.scales"
 
 
-def drop(path: Path, name: str) -> None:
+def drop_tensor(path: Path, name: str) -> None:
     save_file({key: each for key, each in load_file(path).items() if not key.endswith(name)}, path, {"format": "pt"})
 
 
-def add(path: Path, name: str, tensor: torch.Tensor) -> None:
+def replace_tensor(path: Path, name: str, tensor: torch.Tensor) -> None:
     state = load_file(path)
     save_file(state | {name: tensor.expand_as(state[name]).contiguous() if tensor.numel() == 1 else tensor}, path)

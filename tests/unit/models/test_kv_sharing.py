@@ -26,7 +26,7 @@ from offload_rt.transfer.streams import InlineStream
 from offload_rt.transfer.weights.streamed import StreamedAdapter, WeightStream
 
 PATTERNS = {"after full": "sf|sfsf", "after sliding": "fs|fssf", "one after the other": "sf|ffff", "unused": "sffs|sf"}
-"""Types of layers. Layers after the bar use the KV of the last layer of their type before it."""
+"""Types of layers (f: full, s: sliding). Those after the bar use the KV of the last layer of their type before it."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SPARSE: dict[str, Any] = {"sinks": 2, "recent": 6, "preset": "rows", "budget": 0.4, "dense_layers": ()}
 
@@ -38,7 +38,7 @@ def model_of(pattern: str) -> PreTrainedModel:
     return architecture("gemma4_e2b", **more)
 
 
-def make(pattern: str, policy: str = "full", **options: Any) -> LLM:
+def make_llm(pattern: str, policy: str = "full", **options: Any) -> LLM:
     options = {"policy_options": SPARSE if policy == "infinigen" else None, "verify": "off"} | options
     return LLM(model_of(pattern), policy=policy, host_memory="8MiB", **options)
 
@@ -50,35 +50,34 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize(
     ("pattern", "device"), [*((pattern, "host") for pattern in PATTERNS), ("after full", "staged")]
 )
-def test_logits_after_prefills_of_odd_lengths(pattern: str, device: str) -> None:
-    """Prefills that end within blocks and windows, and decode steps, are compared with transformers."""
-    llm, tokens = make(pattern, prefill_chunk_size=7), prompt_of(90)
+def test_logits_after_prefills_of_odd_lengths_equal_transformers(pattern: str, device: str) -> None:
+    llm, tokens = make_llm(pattern, prefill_chunk_size=7), prompt_of(90)
     runner = (staged(llm) if device == "staged" else llm).runner
     expected = model_of(pattern)(torch.tensor([tokens])).logits[0]
-    near = 2e-5 * float(expected.abs().max())
+    tolerance = 2e-5 * float(expected.abs().max())
     sequence = runner.new_sequence(tokens, len(tokens))
     for stop in (5, 36, 71):
         logits = runner.prefill(sequence, stop, want_logits=True)
-        assert logits is not None and float((logits - expected[stop - 1]).abs().max()) <= near
+        assert logits is not None and float((logits - expected[stop - 1]).abs().max()) <= tolerance
     for position in range(71, 90):
-        assert float((runner.decode([sequence])[0] - expected[position]).abs().max()) <= near
+        assert float((runner.decode([sequence])[0] - expected[position]).abs().max()) <= tolerance
     runner.check_integrity()
     runner.free(sequence)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_batch_selects_as_each_sequence_alone(pattern: str) -> None:
+def test_batch_selects_the_same_as_single_sequences(pattern: str) -> None:
     prompts = [prompt_of(length, seed=length) for length in (20, 70, 63)]
-    llm, other = make(pattern, "infinigen"), make(pattern, "infinigen", enable_prefix_caching=False)
+    llm, other = make_llm(pattern, "infinigen"), make_llm(pattern, "infinigen", enable_prefix_caching=False)
     together = completed(llm.generate(prompts, GREEDY))
-    alone = [completed(other.generate([prompt], GREEDY))[0] for prompt in prompts]
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    singles = [completed(other.generate([prompt], GREEDY))[0] for prompt in prompts]
+    assert [one.token_ids for one in together] == [one.token_ids for one in singles]
     assert all(one.stats.exact_fraction < 1 for one in together)
     llm.runner.check_integrity()
 
 
-def test_a_cached_prefix_is_not_computed_again() -> None:
-    llm, stem = make("after full"), prompt_of(2 * BLOCK_SIZE + 9)
+def test_cached_prefix_is_not_computed_again() -> None:
+    llm, stem = make_llm("after full"), prompt_of(2 * BLOCK_SIZE + 9)
     model, prompts = model_of("after full"), [stem + prompt_of(9, seed=seed) for seed in (1, 2)]
     found = [completed(llm.generate([prompt], GREEDY))[0] for prompt in prompts]
     for prompt, one in zip(prompts, found, strict=True):
@@ -92,7 +91,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_only_layers_with_their_own_keys_are_stored(pattern: str) -> None:
     own, users = PATTERNS[pattern].split("|")
-    llm, model = make(pattern, "infinigen"), model_of(pattern)
+    llm, model = make_llm(pattern, "infinigen"), model_of(pattern)
     geometry, pool = llm.geometry, llm.runner.pool
     full, window = (geometry.rows(next(i for i, k in enumerate(own) if k == kind)) for kind in "fs")
     costs = costs_for(EngineConfig(policy="infinigen", policy_options=SPARSE), load_shape(model))
@@ -110,7 +109,7 @@ def test_only_layers_with_their_own_keys_are_stored(pattern: str) -> None:
     llm.runner.free(sequence)
 
 
-def test_the_shape_of_a_checkpoint_equals_the_model(tmp_path: Path) -> None:
+def test_shape_of_a_checkpoint_equals_the_model(tmp_path: Path) -> None:
     model = model_of("after full")
     model.save_pretrained(tmp_path)
     shapes = [load_shape(tmp_path, device="cpu").geometry for _ in range(2)]  # the second one is cached

@@ -29,11 +29,11 @@ COPY = 4 * (10 + 12) * 64 * 4
 """Size in bytes of the weights of 4 heads (10 + 12 outputs, 64 inputs) in float32."""
 
 
-def texts(llm: LLM) -> list[list[int]]:
+def generate_tokens(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
-def copies(llm: LLM) -> list[torch.Tensor]:
+def unpacked_copies(llm: LLM) -> list[torch.Tensor]:
     adapter: Any = llm.runner.adapter
     while not isinstance(adapter, DecoderAdapter):
         adapter = adapter._inner
@@ -43,7 +43,7 @@ def copies(llm: LLM) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
-def test_weights_are_unpacked_once(bits: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_b_proj_is_unpacked_once(bits: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "_ABSORBED", ())
     model = architecture("youtu", kv_lora_rank=64)
     before = load_shape(model)
@@ -53,19 +53,19 @@ def test_weights_are_unpacked_once(bits: int, policy: str, monkeypatch: pytest.M
     options = {"approximate_kv": "off", "budget": 1.0} if policy == "infinigen" else {}
     llm = LLM(model, policy=policy, policy_options=options, host_memory="8MiB", verify="off")
     if policy == "full":  # calibration uses the weights
-        assert not copies(llm)
-    for prompt, text in zip(PROMPTS, texts(llm), strict=True):
+        assert not unpacked_copies(llm)
+    for prompt, text in zip(PROMPTS, generate_tokens(llm), strict=True):
         assert_greedy(model, prompt, text)
-    held = copies(llm)
+    held = unpacked_copies(llm)
     assert [copy.nbytes for copy in held] == [COPY] * 3
-    texts(llm)
-    assert all(one is other for one, other in zip(copies(llm), held, strict=True))
+    generate_tokens(llm)
+    assert all(one is other for one, other in zip(unpacked_copies(llm), held, strict=True))
     shape = load_shape(model)
     assert shape.sizes.fixed == before.sizes.fixed + 3 * COPY
     assert shape.weight_bytes == sum(p.nbytes for p in (*model.parameters(), *model.buffers())) + 3 * COPY
 
 
-def test_quantize_leaves_the_weights_plain() -> None:
+def test_quantize_does_not_pack_kv_b_proj() -> None:
     model = architecture("youtu", kv_lora_rank=64)
     quantize.quantize_layers(model, 4)
     assert plain_weight(model.model.layers[0].self_attn.kv_b_proj) is not None
@@ -78,7 +78,7 @@ class CastingLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def test_weights_of_another_dtype_are_unpacked_too() -> None:
+def test_kv_b_proj_of_another_dtype_is_unpacked() -> None:
     model = architecture("youtu", kv_lora_rank=64)
     plain = load_shape(model).sizes.fixed
     for layer in model.model.layers:
@@ -86,30 +86,31 @@ def test_weights_of_another_dtype_are_unpacked_too() -> None:
         layer.self_attn.kv_b_proj.bfloat16()
     assert load_shape(model).sizes.fixed == plain + 3 * COPY
     llm = LLM(model, policy="full", host_memory="8MiB", verify="off")
-    for prompt, text in zip(PROMPTS, texts(llm), strict=True):
+    for prompt, text in zip(PROMPTS, generate_tokens(llm), strict=True):
         assert_greedy(model, prompt, text)
-    assert [copy.nbytes for copy in copies(llm)] == [COPY] * 3
+    assert [copy.nbytes for copy in unpacked_copies(llm)] == [COPY] * 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_a_packed_checkpoint_whose_layers_are_streamed(tmp_path: Path) -> None:
-    """A streamed layer is unpacked while it is on the device. The plan counts the copies before weights are read."""
+def test_kv_b_proj_of_streamed_layers_is_unpacked_and_planned(tmp_path: Path) -> None:
     from transformers import BitsAndBytesConfig
 
     architecture("youtu", kv_lora_rank=64, num_hidden_layers=6).save_pretrained(tmp_path / "plain")
-    way = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=way, dtype=torch.float32)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=quantization, dtype=torch.float32
+    )
     assert plain_weight(model.model.layers[0].self_attn.kv_b_proj) is None
     model.save_pretrained(tmp_path / "packed")
     shape = load_shape(tmp_path / "packed", device="cpu", dtype="float32")
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=128, host_memory="8MiB", verify="off")
-    roomy = LLM(tmp_path / "packed", config, dtype="float32", device="cpu")
+    large_llm = LLM(tmp_path / "packed", config, dtype="float32", device="cpu")
     outside = sum(weight.nbytes for name, weight in model.named_parameters() if ".layers." not in name)
     assert shape.sizes.fixed == outside + sum(buffer.nbytes for buffer in model.buffers()) + 6 * COPY
     assert shape.weight_bytes == shape.sizes.fixed + sum(shape.sizes.layers)
-    expected = texts(roomy)
+    expected = generate_tokens(large_llm)
     limit = shape.sizes.fixed + 4 * max(shape.sizes.layers) + plan_for(config, shape).costs.total([128])
     llm = LLM(tmp_path / "packed", config, dtype="float32", device="cpu", device_memory=limit)
     assert llm.runner.weights is not None and llm.runner.weights.stream is not None
-    assert texts(llm) == expected
-    assert [copy.nbytes for copy in copies(llm)] == [COPY] * 6
+    assert generate_tokens(llm) == expected
+    assert [copy.nbytes for copy in unpacked_copies(llm)] == [COPY] * 6

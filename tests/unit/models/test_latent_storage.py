@@ -39,7 +39,7 @@ PROMPTS = [PREFIX, [*PREFIX[:128], 7, 8, 9], PREFIX[:3]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 
 
-def make(policy: str = "full", name: str = "youtu", **options: Any) -> LLM:
+def make_llm(policy: str = "full", name: str = "youtu", **options: Any) -> LLM:
     chosen, own = POLICIES[policy]
     fixed = {"policy": chosen, "policy_options": own, "host_memory": "16MiB", "verify": "off", "dtype": "float32"}
     return LLM(architecture(name), **(fixed | options))
@@ -57,32 +57,31 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", LATENT)
 def test_bytes_per_token(name: str) -> None:
-    """Memory, plan and file need (rank + rotated) numbers per layer in any format."""
+    """Memory, plan and file need (rank + rotated) numbers per token and layer."""
     model = architecture(name)
     config, geometry = model.config.get_text_config(), adapter_for(model).geometry
     per_token = geometry.layers * (config.kv_lora_rank + config.qk_rope_head_dim) * torch.float32.itemsize
     assert geometry.kv_bytes(1, torch.float32) == per_token and geometry.value_dim == config.kv_lora_rank
-    llm = make(name=name)
+    llm = make_llm(name=name)
     pool, costs = llm.runner.pool, costs_for(EngineConfig(policy="full"), load_shape(model))
     assert pool.block_bytes == BLOCK_SIZE * per_token and pool.token_bytes(0) * geometry.layers == per_token
     assert FileLayout(pool.layout).entry_bytes * geometry.layers == per_token
     assert requirements(costs, 0, 1000).kv_per_token == per_token
-    quantised = make(name=name, kv_cache_dtype="int8").runner.pool
+    quantised = make_llm(name=name, kv_cache_dtype="int8").runner.pool
     assert quantised.block_bytes == BLOCK_SIZE * geometry.layers * quantised.format.width
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", [{}, {"working_set": 40}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}])
-def test_all_transfers_give_the_same_tokens(policy: str, options: dict[str, Any]) -> None:
-    """Tokens equal transformers' with unquantised KV. Without a working set, transferred bytes are equal as well."""
+def test_device_transfers_give_the_same_tokens(policy: str, options: dict[str, Any]) -> None:
     cached = "working_set" in options  # with device transfers on any device
-    found = outputs(make(policy, **({} if cached else options)))
+    found = outputs(make_llm(policy, **({} if cached else options)))
     if "kv_cache_dtype" not in options:
         model = architecture("youtu")
         for prompt, one in zip(PROMPTS, found, strict=True):
             assert_greedy(model, prompt, one.token_ids)
-    llm = make(policy, **options)
+    llm = make_llm(policy, **options)
     copied = outputs(llm if cached else staged(llm))
     assert [one.token_ids for one in copied] == [one.token_ids for one in found]
     if not options:
@@ -93,16 +92,16 @@ def test_all_transfers_give_the_same_tokens(policy: str, options: dict[str, Any]
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_a_pool_on_disk_gives_the_same_tokens(policy: str, kv_cache_dtype: str, tmp_path: Path) -> None:
-    kept = tokens_of(make(policy, kv_cache_dtype=kv_cache_dtype))
-    llm = make(policy, kv_cache_dtype=kv_cache_dtype, disk=tmp_path, disk_limit="8MiB")
-    assert llm.runner.pool.file is not None and tokens_of(llm) == kept
+def test_pool_on_disk_gives_the_same_tokens(policy: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    expected = tokens_of(make_llm(policy, kv_cache_dtype=kv_cache_dtype))
+    llm = make_llm(policy, kv_cache_dtype=kv_cache_dtype, disk=tmp_path, disk_limit="8MiB")
+    assert llm.runner.pool.file is not None and tokens_of(llm) == expected
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_a_dense_step_transfers_one_vector_per_token(copies: bool) -> None:
+def test_dense_step_transfers_one_vector_per_token(copies: bool) -> None:
     prompt, new = PREFIX, 6
-    llm = make()
+    llm = make_llm()
     geometry, window = llm.runner.adapter.geometry, llm.runner.policy.sinks + llm.runner.policy.recent
     assert geometry.layers == LAYERS
     llm = staged(llm) if copies else llm
@@ -112,9 +111,8 @@ def test_a_dense_step_transfers_one_vector_per_token(copies: bool) -> None:
     assert one.stats.d2h_bytes == (len(prompt) + new - 1) * LAYERS * WIDTH
 
 
-def test_device_memory_has_one_vector_per_token() -> None:
-    """The recent window and the working set contain keys only."""
-    runner = make("rows", working_set=40).runner
+def test_window_and_working_set_store_one_vector_per_token() -> None:
+    runner = make_llm("rows", working_set=40).runner
     sequence = runner.new_sequence(PREFIX, len(PREFIX) + 1)
     sequence.tokens.append(5)
     runner.prefill(sequence, len(PREFIX))
@@ -129,7 +127,7 @@ def test_device_memory_has_one_vector_per_token() -> None:
 
 def test_approximate_values_exclude_the_rotated_part() -> None:
     """The rotated part would enlarge the quantisation steps of the values."""
-    keys = make("tail").runner.new_sequence(PREFIX, len(PREFIX)).state.scoring_keys
+    keys = make_llm("tail").runner.new_sequence(PREFIX, len(PREFIX)).state.scoring_keys
     assert isinstance(keys, ApproximateKV) and len(keys.bases) == LAYERS
     rows = torch.randn(1, 9, RANK + ROTATED, generator=torch.Generator().manual_seed(1))
     for own in keys.bases.values():
@@ -139,16 +137,15 @@ def test_approximate_values_exclude_the_rotated_part() -> None:
 
 
 @pytest.mark.parametrize(("policy", "on_disk"), [("full", True), ("tail", False)])
-def test_a_session_continues_after_a_restart(policy: str, on_disk: bool, tmp_path: Path) -> None:
-    """A second turn equals that of a session that was never closed."""
+def test_session_continues_after_a_restart(policy: str, on_disk: bool, tmp_path: Path) -> None:
     options = {"disk": tmp_path / "rows", "disk_limit": "8MiB"} if on_disk else {}
 
     def turns(restart: bool, folder: Path) -> list[int]:
-        session = make(policy, **options).session("s", folder)
+        session = make_llm(policy, **options).session("s", folder)
         list(session.send(PREFIX, GREEDY))
         if restart:
             session.close()
-            session = make(policy, **options).session("s", folder)
+            session = make_llm(policy, **options).session("s", folder)
         answer = [event.token_id for event in session.send([3, 1, 4], GREEDY)]
         assert not restart or session.loaded_tokens >= len(PREFIX)
         session.check_integrity()
@@ -161,10 +158,10 @@ def test_a_session_continues_after_a_restart(policy: str, on_disk: bool, tmp_pat
 def test_preempted_requests_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.engine.swap.Swap._recompute_seconds", lambda *_: math.inf)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    plain = make()
-    tight = make(host_memory=3 * plain.runner.pool.block_bytes, swap=tmp_path)
+    plain = make_llm()
+    small_llm = make_llm(host_memory=3 * plain.runner.pool.block_bytes, swap=tmp_path)
     prompts = [[seed, *PREFIX[:59]] for seed in range(1, 4)]
-    engine = tight.make_engine()
+    engine = small_llm.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not engine.idle:
         engine.step()

@@ -1,4 +1,4 @@
-"""Test linear layers in C for few rows, against float64 at every instruction set level."""
+"""Test the C code of linear layers for few rows, against float64 at every instruction set level."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ ERRORS = {torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}, torch.float32: {"rtol":
 @pytest.mark.parametrize(("outs", "ins"), [(3, 32), (70, 128), (5, 416), (200, 1536)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_equal_float64(outs: int, ins: int, bias: bool, dtype: torch.dtype, level: str) -> None:
-    """The result of a row does not depend on the number of rows."""
     layer = nn.Linear(ins, outs, bias=bias).to(dtype)
     x = torch.randn(dense.MAX_ROWS, ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
@@ -36,6 +35,7 @@ def test_products_equal_float64(outs: int, ins: int, bias: bool, dtype: torch.dt
         fewer = [layer(x[:rows]) for rows in range(1, dense.MAX_ROWS)]
     assert few.dtype == dtype and few.shape == expected.shape
     torch.testing.assert_close(few.double(), expected, **ERRORS[dtype])
+    # the result of a row does not depend on the number of rows
     assert all(few[: len(rows)].equal(rows) for rows in fewer)
 
 
@@ -68,7 +68,7 @@ def test_threads_share_the_weight(outs: int, dtype: torch.dtype, monkeypatch: py
     assert all(found[0].equal(other) for other in found)
 
 
-def test_nan_and_infinity(level: str) -> None:
+def test_nan_and_infinity_propagate(level: str) -> None:
     layer = nn.Linear(32, 2, bias=False).bfloat16()
     layer.weight.data.copy_(torch.tensor([[torch.inf], [1.0]]).expand(2, 32))
     use_backends(layer, CPU)
@@ -78,7 +78,7 @@ def test_nan_and_infinity(level: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_weight_that_is_no_longer_contiguous_is_multiplied_by_torch(dtype: torch.dtype) -> None:
+def test_weight_that_is_not_contiguous_is_multiplied_by_torch(dtype: torch.dtype) -> None:
     layer, x = nn.Linear(64, 32, bias=False).to(dtype), torch.randn(3, 64, dtype=dtype)
     use_backends(layer, CPU)
     layer.weight.data = torch.randn(64, 32, dtype=dtype).T
@@ -96,9 +96,9 @@ def test_training_gives_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_checkpoints_use_the_c_code_and_loaded_models_do_not(dtype: str, tmp_path: Path) -> None:
-    mine = tiny_model("qwen2", dtype=torch.bfloat16)
+    given_model = tiny_model("qwen2", dtype=torch.bfloat16)
     folder = tiny_checkpoint(tmp_path / "tiny", "qwen2")
     loaded = load_model(str(folder), device="cpu", dtype=dtype)
     assert any(isinstance(module, BackendLinear) for layer in loaded.layers for module in layer.modules())
-    load_model(mine)
-    assert not any(isinstance(module, BackendLinear) for module in mine.modules())
+    load_model(given_model)
+    assert not any(isinstance(module, BackendLinear) for module in given_model.modules())

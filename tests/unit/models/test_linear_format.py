@@ -30,7 +30,7 @@ class RowInt8Linear(BackendLinear):
 
 
 class RowInt8(LinearBackend):
-    """Weight format with int8 codes and a scale per output, packed when a checkpoint is loaded."""
+    """Weight format with int8 codes and a scale per output."""
 
     layer_class = RowInt8Linear
 
@@ -52,8 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def rounded(folder: Path) -> Any:
-    """Return the model in transformers, with weights rounded to the codes."""
+def rounded_model(folder: Path) -> Any:
+    """Return the model in transformers, with weights rounded to int8 codes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for layer in (each for each in model.modules() if isinstance(each, nn.Linear)):
         scale = layer.weight.data.abs().amax(1, keepdim=True) / 127
@@ -61,9 +61,9 @@ def rounded(folder: Path) -> Any:
     return model
 
 
-def test_a_format_has_planned_bytes_and_its_own_fingerprint(folder: Path, rounded: Any) -> None:
+def test_loaded_bytes_equal_the_plan_and_fingerprint_is_different(folder: Path, rounded_model: Any) -> None:
     shape, loaded = load_shape(folder, dtype="float32"), load_model(folder, dtype="float32")
-    dense = load_model(rounded)
+    dense = load_model(rounded_model)
     assert shape.weight_bytes == loaded.weight_bytes
     assert sum(map(layer_bytes, loaded.layers)) == sum(shape.sizes.layers) < 0.3 * sum(map(layer_bytes, dense.layers))
     assert loaded.fingerprint == load_model(folder, dtype="float32").fingerprint != dense.fingerprint
@@ -71,7 +71,7 @@ def test_a_format_has_planned_bytes_and_its_own_fingerprint(folder: Path, rounde
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"budget": 1.0, "approximate_kv": "off"}])
-def test_tokens_equal_transformers(folder: Path, rounded: Any, options: Any, streamed: bool) -> None:
+def test_tokens_equal_transformers(folder: Path, rounded_model: Any, options: Any, streamed: bool) -> None:
     policy = "infinigen" if options else "full"
     config = EngineConfig(policy, options, max_model_len=192, host_memory="16MiB", dtype="float32", verify="always")
     if streamed:
@@ -80,7 +80,7 @@ def test_tokens_equal_transformers(folder: Path, rounded: Any, options: Any, str
         config = replace(config, device_memory=shape.sizes.fixed + 4 * max(shape.sizes.layers) + rest)
     llm = LLM(folder, config)
     [output] = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
-    assert_greedy(rounded, PROMPT, list(output.outputs[0].token_ids))
+    assert_greedy(rounded_model, PROMPT, list(output.outputs[0].token_ids))
     weights = llm.runner.weights
     assert (weights is not None and weights.stream is not None and weights.stream.bytes > 0) is streamed
     llm.runner.check_integrity()

@@ -27,25 +27,25 @@ def optimizer_step(model: PreTrainedModel) -> None:
 
 
 def merge_through_data(model: PreTrainedModel) -> None:
-    """Change a weight as PEFT merges an adapter, which does not increase its version counter."""
+    """Change a weight as PEFT merges an adapter. The version counter of the weight does not change."""
     weight = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
     weight.data += torch.full((len(weight), 1), 0.3) @ torch.full((1, weight.shape[1]), 0.3)
 
 
-def load(model: PreTrainedModel) -> None:
+def load_other_weights(model: PreTrainedModel) -> None:
     model.load_state_dict(tiny_model("llama", seed=5).state_dict())
 
 
-def new_parameter(model: PreTrainedModel) -> None:
+def replace_parameter(model: PreTrainedModel) -> None:
     layer = model.get_submodule("model.layers.0.self_attn.k_proj")
     layer.weight = torch.nn.Parameter(layer.weight.detach() * 2, requires_grad=False)
 
 
-CHANGES = [optimizer_step, merge_through_data, load, new_parameter]
+CHANGES = [optimizer_step, merge_through_data, load_other_weights, replace_parameter]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_prompt_is_answered_from_kv_of_old_weights(change: Callable[[PreTrainedModel], None]) -> None:
+def test_kv_of_old_weights_is_not_reused(change: Callable[[PreTrainedModel], None]) -> None:
     model = tiny_model("llama")
     llm = LLM(model, policy="full", host_memory="8MiB")
     llm.generate(PROMPT, GREEDY)
@@ -59,8 +59,8 @@ def test_no_prompt_is_answered_from_kv_of_old_weights(change: Callable[[PreTrain
     assert again.num_cached_tokens == 128 and again.outputs[0].token_ids == found.outputs[0].token_ids
 
 
-def test_a_buffer_of_the_checkpoint_is_a_weight() -> None:
-    """Gemma 4 multiplies each layer's output by a buffer of the checkpoint. RoPE buffers are computed."""
+def test_buffers_of_the_checkpoint_count_as_weights() -> None:
+    """Gemma 4 multiplies each layer's output by a buffer of the checkpoint. RoPE buffers are not in the checkpoint."""
     model = architecture("gemma4")
     before, live = fingerprint(model), WeightChangeDetector(model)
     for name, buffer in model.named_buffers():
@@ -72,7 +72,7 @@ def test_a_buffer_of_the_checkpoint_is_a_weight() -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_drop_in_sees_changes_between_calls(change: Callable[[PreTrainedModel], None]) -> None:
+def test_drop_in_detects_changes_between_calls(change: Callable[[PreTrainedModel], None]) -> None:
     model = tiny_model("llama")
     ids = torch.tensor([PROMPT])
     with offload(model, policy="full", host_memory="8MiB"):
@@ -83,7 +83,6 @@ def test_a_drop_in_sees_changes_between_calls(change: Callable[[PreTrainedModel]
 
 
 def test_sessions_refuse_changed_weights(tmp_path: Path) -> None:
-    """A session must not be saved with the fingerprint of other weights."""
     model = tiny_model("llama")
     llm = LLM(model, policy="full", host_memory="8MiB")
     session = llm.session("s", tmp_path)
@@ -98,7 +97,7 @@ def test_sessions_refuse_changed_weights(tmp_path: Path) -> None:
     assert changed.session("s", tmp_path).tokens == [], "sessions belong to a model"
 
 
-def test_a_replaced_module_is_refused() -> None:
+def test_replaced_module_is_refused() -> None:
     model = tiny_model("llama")
     llm, attention = LLM(model, policy="full", host_memory="8MiB"), model.get_submodule("model.layers.0.self_attn")
     attention.q_proj = torch.nn.Linear(*reversed(attention.q_proj.weight.shape), bias=False)

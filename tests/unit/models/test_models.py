@@ -72,8 +72,8 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
     return adapter.logits(x)
 
 
-def compare(model: Any, start: int, tolerance: float) -> None:
-    """Check the largest difference of logits, relative to the largest logit, with positions from `start`."""
+def assert_logits_equal_transformers(model: Any, start: int, tolerance: float) -> None:
+    """`tolerance` is relative to the largest logit, and positions begin at `start`."""
     tokens = torch.tensor(tiny_prompt(LENGTH))
     positions = torch.arange(start, start + LENGTH)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]
@@ -92,18 +92,17 @@ def widen_norms(model: nn.Module) -> None:
             model.set_submodule(path, norm)
 
 
-class TestOracle:
+class TestAgainstTransformers:
     @variants
     @pytest.mark.parametrize("start", [0, 37])
-    def test_logits_float64(self, variant: str, start: int) -> None:
+    def test_float64_logits_equal_transformers(self, variant: str, start: int) -> None:
         model = build(variant, torch.float64)
         widen_norms(model)
-        compare(model, start, 1e-10)
+        assert_logits_equal_transformers(model, start, 1e-10)
 
     @variants
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_kv_of_the_first_layer_equals_transformers_bit_for_bit(self, variant: str, dtype: torch.dtype) -> None:
-        """K and V of layer 0, including biases, QK-norm and RoPE, equal transformers' cache bit for bit."""
         model = build(variant, dtype)
         adapter = adapter_for(model)
         tokens, positions = torch.tensor(tiny_prompt(LENGTH)), torch.arange(LENGTH)
@@ -115,11 +114,11 @@ class TestOracle:
         assert torch.equal(v[:, -held:], cached.values[0])
 
     def test_yarn_attention_factor_is_not_one(self) -> None:
-        """With a factor of 1, the yarn variant above would not test the factor."""
+        """With a factor of 1, the variant "llama-yarn" would not test the factor."""
         assert build("llama-yarn").model.rotary_emb.attention_scaling > 1.1
 
 
-class TestPieces:
+class TestAdapterMethods:
     @variants
     def test_query_and_key_value_equal_qkv(self, variant: str) -> None:
         adapter = adapter_for(build(variant))
@@ -136,8 +135,7 @@ class TestPieces:
             torch.testing.assert_close(adapter.key_value(layer, a, positions), (k, v), rtol=1e-5, atol=1e-5)
 
     @variants
-    def test_tokens_are_independent(self, variant: str) -> None:
-        """A permuted input gives the permuted output, and no argument is modified."""
+    def test_permuted_tokens_give_permuted_results(self, variant: str) -> None:
         adapter = adapter_for(build(variant))
         tokens, positions = torch.tensor(tiny_prompt(12)), torch.tensor([3, 900, 7, 7, 0, 55, 54, 300, 2, 1, 11, 1023])
         order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
@@ -167,7 +165,7 @@ class TestPieces:
     def test_rotation_follows_the_positions(self) -> None:
         """Cached cos and sin must not be used for other positions.
 
-        Another position tensor takes effect in any layer, a tensor changed in place from layer 0 on.
+        A tensor of positions that was changed in place takes effect from layer 0 on.
         """
         adapter, fresh = adapter_for(build("llama")), adapter_for(build("llama"))
         a = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
@@ -183,7 +181,7 @@ class TestPieces:
 
 class TestGeometry:
     @pytest.mark.parametrize("name", NAMES)
-    def test_shapes(self, name: str) -> None:
+    def test_dimensions(self, name: str) -> None:
         learned = name in ("opt", "opt_postnorm", "gpt2")
         head_dim = {"qwen3": 24, "opt_postnorm": 16, "gpt2": 16}.get(name, 32)
         g, hidden = adapter_for(tiny_model(name)).geometry, 128 if name in ("qwen2", "opt") else 64
@@ -208,14 +206,14 @@ class TestGeometry:
             ("gpt2", (None,) * 3),
         ],
     )
-    def test_windows(self, variant: str, windows: tuple[int | None, ...]) -> None:
+    def test_sliding_windows(self, variant: str, windows: tuple[int | None, ...]) -> None:
         assert adapter_for(build(variant)).geometry.windows == windows
 
     def test_llama_ignores_a_window_as_transformers_does(self) -> None:
         assert adapter_for(tiny_model("llama", sliding_window=8)).geometry.windows == (None,) * 3
-        compare(tiny_model("llama", sliding_window=8), 0, 2e-5)
+        assert_logits_equal_transformers(tiny_model("llama", sliding_window=8), 0, 2e-5)
 
-    def test_yarn_stretches_the_positions(self) -> None:
+    def test_yarn_extends_max_positions(self) -> None:
         rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 4096}
         assert adapter_for(tiny_model("llama", rope_parameters=rope)).geometry.max_positions == 16384
 
@@ -247,8 +245,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
 
 class TestLoading:
     @pytest.mark.parametrize("name", NAMES)
-    def test_a_saved_folder(self, name: str, tmp_path: Path) -> None:
-        """The shape is known from the configuration alone."""
+    def test_saved_folder_equals_the_model(self, name: str, tmp_path: Path) -> None:
         model = tiny_model(name)
         model.save_pretrained(tmp_path)
         loaded = load_model(tmp_path, device="cpu")
@@ -256,14 +253,14 @@ class TestLoading:
         assert torch.equal(forward(loaded.adapter, tokens, positions), forward(adapter_for(model), tokens, positions))
         assert (loaded.fingerprint, loaded.name) == (fingerprint(model), str(tmp_path))
         assert loaded.tokenizer is None and loaded.eos_token_ids == frozenset()
-        (tmp_path / "model.safetensors").unlink()
+        (tmp_path / "model.safetensors").unlink()  # `load_shape` needs only the configuration
         shape = load_shape(tmp_path, device="cpu", dtype="bfloat16")
         half = load_model(tiny_model(name, dtype=torch.bfloat16))
         assert (shape.geometry, shape.dtype) == (loaded.adapter.geometry, torch.bfloat16)
         assert shape.weight_bytes == half.weight_bytes
         assert shape == load_shape(tiny_model(name, dtype=torch.bfloat16))
 
-    def test_the_reference(self) -> None:
+    def test_reference_model(self) -> None:
         loaded = load_model("reference", device="cpu")
         assert (loaded.name, loaded.adapter.dtype, loaded.adapter.geometry.layers) == ("reference", torch.float32, 8)
         assert loaded.tokenizer is not None
@@ -296,7 +293,7 @@ class TestLoading:
         assert load_model(folder, device="cpu").eos_token_ids == {7, 9}
         assert load_model(tiny_model("llama", eos_token_id=5)).eos_token_ids == {5}
 
-    def test_a_loaded_model_is_taken_as_it_is(self) -> None:
+    def test_loaded_model_keeps_dtype_and_device(self) -> None:
         model = tiny_model("gpt2", dtype=torch.bfloat16).train()
         loaded = load_model(model)
         assert loaded.adapter.dtype == torch.bfloat16
@@ -312,11 +309,11 @@ class TestLoading:
             load_model(folder, tokenizer="./nowhere", device="cpu")
 
 
-def swap_config(folder: Path) -> None:
+def rename_config_to_adapter_config(folder: Path) -> None:
     (folder / "config.json").rename(folder / "adapter_config.json")
 
 
-def lose_shard(folder: Path) -> None:
+def remove_shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     tiny_model("llama").save_pretrained(folder, max_shard_size="200kB")
     next(folder.glob("model-00002*.safetensors")).unlink()
@@ -324,7 +321,7 @@ def lose_shard(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "adapter": (swap_config, r"is a PEFT adapter.*merge_and_unload\(\)"),
+    "adapter": (rename_config_to_adapter_config, r"is a PEFT adapter.*merge_and_unload\(\)"),
     "contradiction": (
         lambda folder: edit_config(folder, model_type="mixtral"),
         "is inconsistent: architecture LlamaForCausalLM, model type 'mixtral'",
@@ -347,16 +344,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
         r"model.safetensors' is truncated: [\d,]+ bytes are missing; download or copy it again",
     ),
-    "lost shard": (lose_shard, "model-00002-of-00004.safetensors' does not exist, but the index"),
+    "lost shard": (remove_shard, "model-00002-of-00004.safetensors' does not exist, but the index"),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot load the tokenizer of"),
 }
 """Damage to a checkpoint folder, and the error that names it."""
 
 
 class TestRefusals:
-    """Each case raises a ModelError, whose one-line text matches `message`."""
-
-    def refused(self, model: Any, message: str) -> None:
+    def assert_refused(self, model: Any, message: str) -> None:
         with pytest.raises(ModelError, match=message) as caught:
             load_model(model, device="cpu" if isinstance(model, (str, Path)) else "auto")
         assert "\n" not in str(caught.value)
@@ -369,63 +364,63 @@ class TestRefusals:
     ) -> None:
         (tmp_path / "here").mkdir()
         monkeypatch.chdir(tmp_path / "here")  # ".." must not find files beside this repository
-        self.refused(path, "does not exist|no config.json")
+        self.assert_refused(path, "does not exist|no config.json")
         assert no_network == []
 
     def test_a_hub_id_without_network(self, no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # avoid 20 s of retries
-        self.refused("offload-rt-tests/no-such-model", "not a local folder, so looked up on the hub")
+        self.assert_refused("offload-rt-tests/no-such-model", "not a local folder, so looked up on the hub")
 
-    def test_not_shipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_model_that_is_not_in_this_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(source.SHIPPED, "reference-opt", "no-such-folder")
-        self.refused("reference-opt", "does not ship with this version")
+        self.assert_refused("reference-opt", "does not ship with this version")
 
     def test_unsupported_architecture(self, folder: Path, no_network: list[str]) -> None:
         edit_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
-        self.refused(
+        self.assert_refused(
             folder, r"^MambaForCausalLM is not supported: none of the \d+ layers of .* has an attention module"
         )
         edit_config(folder, architectures=None)
-        self.refused(folder, "^model type 'mamba' is not supported; supported are " + ", ".join(architectures()))
+        self.assert_refused(folder, "^model type 'mamba' is not supported; supported are " + ", ".join(architectures()))
         config = MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
-        self.refused(MambaForCausalLM(config), "^MambaForCausalLM is not supported")
+        self.assert_refused(MambaForCausalLM(config), "^MambaForCausalLM is not supported")
 
     def test_remote_code(self, folder: Path) -> None:
-        code = folder / "modeling_mine.py"
+        code = folder / "modeling_custom.py"
         code.write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
-        edit_config(folder, model_type="mine", auto_map={"AutoConfig": "modeling_mine.Mine"})
-        self.refused(folder, "the configuration of .* is not valid")
+        edit_config(folder, model_type="custom", auto_map={"AutoConfig": "modeling_custom.Custom"})
+        self.assert_refused(folder, "the configuration of .* is not valid")
         assert not (folder / "ran").exists()
 
     @pytest.mark.parametrize("change", DAMAGES)
     def test_damaged_folder(self, change: str, folder: Path) -> None:
         damage, message = DAMAGES[change]
         damage(folder)
-        self.refused(folder, message)
+        self.assert_refused(folder, message)
 
     @pytest.mark.parametrize("text", ["{", "", "[1]", '{"architectures": ["LlamaForCausalLM"]}', "\0\1\2"])
     def test_damaged_config(self, folder: Path, text: str) -> None:
         (folder / "config.json").write_text(text)
-        self.refused(folder, "configuration of")
+        self.assert_refused(folder, "configuration of")
 
     @pytest.mark.parametrize("key", ["num_attention_heads", "hidden_act"])
     def test_invalid_config(self, folder: Path, key: str) -> None:
         edit_config(folder, **{key: "many"})
-        self.refused(folder, "cannot load the weights|configuration of .* is not valid: .*many")
+        self.assert_refused(folder, "cannot load the weights|configuration of .* is not valid: .*many")
         with pytest.raises(ModelError, match=r"configuration of .* is not valid: .*many"):
             load_shape(folder)
 
-    def test_a_file(self, folder: Path) -> None:
-        self.refused(folder / "model.safetensors", "is a file")
+    def test_weight_file_instead_of_a_folder(self, folder: Path) -> None:
+        self.assert_refused(folder / "model.safetensors", "is a file")
 
     def test_surplus_weights_are_named(self, folder: Path) -> None:
         edit_weights(folder, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
         with pytest.warns(UserWarning, match=r"unused weights model.layers.0.self_attn.q_proj.bias"):
             load_model(folder, device="cpu")
 
-    def test_adapters_beside_the_weights(self) -> None:
-        """Cover a model changed by transformers' `load_adapter`, and a class of peft."""
+    def test_peft_adapters(self) -> None:
         marked, wrapped = tiny_model("llama"), tiny_model("llama")
+        # as transformers' `load_adapter` does
         marked._hf_peft_config_loaded = True
         wrapped.__class__ = type("PeftModelForCausalLM", (type(wrapped),), {"__module__": "peft.peft_model"})
         for model, load in itertools.product((marked, wrapped), (load_model, load_shape)):
@@ -434,11 +429,11 @@ class TestRefusals:
             assert refused.value.reason == "peft"
 
     def test_unsupported_loaded_models(self) -> None:
-        self.refused(tiny_model("llama", num_key_value_heads=3), "4 query heads cannot share 3 KV heads")
-        self.refused(tiny_model("gpt2", add_cross_attention=True), "cross-attention")
+        self.assert_refused(tiny_model("llama", num_key_value_heads=3), "4 query heads cannot share 3 KV heads")
+        self.assert_refused(tiny_model("gpt2", add_cross_attention=True), "cross-attention")
         scattered = tiny_model("llama")
         scattered.lm_head.to("meta")
-        self.refused(scattered, "the weights are on cpu, meta")
+        self.assert_refused(scattered, "the weights are on cpu, meta")
 
 
 class TestFingerprint:
@@ -453,7 +448,7 @@ class TestFingerprint:
         edit_config(tmp_path / "elsewhere", transformers_version="4.0.0", use_cache=False, _name_or_path="x")
         assert load_model(tmp_path / "elsewhere", device="cpu").fingerprint == expected
 
-    def test_the_model_is_not_changed(self) -> None:
+    def test_does_not_change_the_model(self) -> None:
         model = tiny_model("llama")
         before = {name: weight.clone() for name, weight in model.named_parameters()}
         assert fingerprint(model) == fingerprint(model)
@@ -461,12 +456,12 @@ class TestFingerprint:
 
     @pytest.mark.parametrize("path", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-    def test_sees_every_element(self, path: str, dtype: torch.dtype) -> None:
-        """The smallest change of any element counts, even if bfloat16 would round it away."""
+    def test_changes_with_every_element(self, path: str, dtype: torch.dtype) -> None:
         model = tiny_model("llama", dtype=dtype)
         weight, before = model.get_parameter(path).data.view(-1), fingerprint(model)
         for element in (0, len(weight) // 3, len(weight) - 1):
             kept = weight[element].clone()
+            # the smallest change, even if bfloat16 would round it away
             weight[element] = torch.nextafter(kept, torch.tensor(100.0, dtype=dtype))
             assert fingerprint(model) != before
             weight[element] = kept
@@ -487,18 +482,15 @@ class TestFingerprint:
             ("llama", {"use_qk_norm": True}),
         ],
     )
-    def test_sees_the_configuration(self, name: str, overrides: dict[str, Any]) -> None:
+    def test_changes_with_the_configuration(self, name: str, overrides: dict[str, Any]) -> None:
         assert fingerprint(tiny_model(name, **overrides)) != fingerprint(tiny_model(name))
 
-    def test_tells_models_apart(self) -> None:
+    def test_differs_between_models(self) -> None:
         prints = [fingerprint(tiny_model(name)) for name in NAMES] + [fingerprint(tiny_model("llama", seed=1))]
         assert len(set(prints)) == len(prints)
 
-    def test_is_the_same_in_bfloat16(self) -> None:
-        """A bfloat16 checkpoint calibrated in float32 on a CPU can run in bfloat16 on a GPU.
-
-        Rounding values that bfloat16 cannot represent changes the model.
-        """
+    def test_does_not_depend_on_the_dtype_of_equal_values(self) -> None:
+        """A bfloat16 checkpoint may be calibrated in float32 on a CPU and run in bfloat16 on a GPU."""
         exact = fingerprint(tiny_model("llama"))
         half = tiny_model("llama", dtype=torch.bfloat16)
         expected = fingerprint(half)
@@ -510,8 +502,8 @@ class TestFingerprint:
         weight.data = weight.data.t().contiguous().t()
         assert fingerprint(model) == before
 
-    def test_number_types_do_not_matter(self) -> None:
-        """A checkpoint may store rope_theta as 10000 or 10000.0."""
+    def test_does_not_depend_on_int_or_float_in_the_configuration(self) -> None:
+        # a checkpoint may store 10000 or 10000.0
         whole, real = ({"rope_type": "default", "rope_theta": theta} for theta in (10000, 10000.0))
         assert fingerprint(tiny_model("llama", rope_parameters=whole)) == fingerprint(
             tiny_model("llama", rope_parameters=real)

@@ -25,7 +25,7 @@ from offload_rt.models.shape import load_shape
 from offload_rt.models.weights import layer_bytes
 from offload_rt.planning.device_plan import plan_for
 
-WHOLES = [name for name, kind in RUNS.items() if "text_config" in kind.options]
+MULTIMODAL = [name for name, kind in RUNS.items() if "text_config" in kind.options]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPT = torch.randint(1, VOCAB, (3 * WINDOW,), generator=torch.Generator().manual_seed(0)).tolist()
 NOTICE = r"ignore:.*images and audio are not supported"
@@ -33,28 +33,26 @@ pytestmark = pytest.mark.filterwarnings(NOTICE)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """Return a function that returns the folder of a saved multimodal model and the model."""
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
     made: dict[str, tuple[Path, Any]] = {}
 
-    def give(name: str) -> tuple[Path, Any]:
+    def save(name: str) -> tuple[Path, Any]:
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name), architecture(name)
             made[name][1].save_pretrained(made[name][0])
         return made[name]
 
-    return give
+    return save
 
 
-@pytest.mark.parametrize("name", WHOLES)
-def test_a_folder_gives_the_language_model(name: str, saved: Any) -> None:
-    """Tokens and fingerprint equal the whole model's, and other weights are not loaded."""
-    folder, whole = saved(name)
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_folder_loads_only_the_language_model(name: str, saved_model: Any) -> None:
+    folder, whole = saved_model(name)
     with pytest.warns(
         UserWarning, match=r"only the language model is loaded; images and audio are not supported"
-    ) as told:
+    ) as caught:
         llm = LLM(folder, policy="full", host_memory="4MiB", verify="always", dtype="float32", device="cpu")
-    assert len(told) == 1, "no warning about weights of other parts"
+    assert len(caught) == 1, "no warning about weights of other parts"
     assert_greedy(whole, PROMPT, completed(llm.generate([PROMPT], GREEDY))[0].token_ids)
     loaded, shape = load_model(folder, dtype="float32", verify="off"), load_shape(folder, dtype="float32")
     others = sum(w.nbytes for part in unused_modules(whole) for w in whole.get_submodule(part).parameters())
@@ -66,11 +64,10 @@ def test_a_folder_gives_the_language_model(name: str, saved: Any) -> None:
     assert shape.geometry == loaded.adapter.geometry == load_model(whole).adapter.geometry
     assert loaded.fingerprint == fingerprint(whole)
     next(whole.get_submodule(unused_modules(whole)[0]).parameters()).view(-1)[0] += 1
-    assert loaded.fingerprint == fingerprint(whole), "stored KV of texts does not depend on pictures"
+    assert loaded.fingerprint == fingerprint(whole), "the fingerprint does not depend on the vision tower"
 
 
-def test_half_precision_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loaded dtype and size equal the planned ones, although the model was first inspected without weights."""
+def test_loaded_dtype_and_size_equal_the_planned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda: True)
     architecture("gemma3_multimodal", dtype=torch.bfloat16).save_pretrained(tmp_path)
     loaded, shape = load_model(tmp_path, device="cpu"), load_shape(tmp_path, device="cpu")
@@ -78,8 +75,8 @@ def test_half_precision_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["gemma3_multimodal", "qwen2_vl"])
-def test_layers_are_streamed(name: str, saved: Any) -> None:
-    folder, whole = saved(name)
+def test_layers_are_streamed(name: str, saved_model: Any) -> None:
+    folder, whole = saved_model(name)
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=64, host_memory="4MiB", dtype="float32")
     shape = load_shape(folder, dtype="float32")
     limit = shape.weight_bytes + plan_for(config, shape).costs.total([64]) - 1
@@ -90,9 +87,8 @@ def test_layers_are_streamed(name: str, saved: Any) -> None:
     assert weights.stream.bytes > 0
 
 
-def test_a_session_continues_with_the_whole_model(saved: Any, tmp_path: Path) -> None:
-    """KV stored with the language model of a checkpoint is reused with the loaded multimodal model."""
-    folder, whole = saved("mistral3")
+def test_session_continues_with_the_loaded_multimodal_model(saved_model: Any, tmp_path: Path) -> None:
+    folder, whole = saved_model("mistral3")
     first = LLM(folder, policy="full", host_memory="4MiB", dtype="float32").session("s", tmp_path)
     list(first.send(PROMPT * 3, GREEDY))
     first.close()
@@ -104,7 +100,7 @@ def test_a_session_continues_with_the_whole_model(saved: Any, tmp_path: Path) ->
 
 
 def test_packed_language_models_run(tmp_path: Path) -> None:
-    """bitsandbytes does not pack the vision tower. Plans count only the packed language model."""
+    """bitsandbytes does not pack the vision tower, so plans count only the language model as packed."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
@@ -120,13 +116,11 @@ def test_packed_language_models_run(tmp_path: Path) -> None:
     shape, loaded = load_shape(tmp_path / "packed", dtype="bfloat16"), load_model(tmp_path / "packed", dtype="bfloat16")
     assert shape.packing == "bitsandbytes"
     assert shape.sizes.fixed == loaded.weight_bytes - sum(map(layer_bytes, loaded.layers))
-    assert len(set(shape.sizes.layers)) == 1, "a tower's layer 0 is none of the text's"
+    assert len(set(shape.sizes.layers)) == 1, "layer 0 of the vision tower is not counted"
 
 
 class TestRefusals:
-    """Checkpoints are refused before their weights are read."""
-
-    def test_an_unsupported_language_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unsupported_language_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = RUNS["llava"].options["text_config"] | {"model_type": "falcon", "alibi": True}
         build("Llava", **(RUNS["llava"].options | {"text_config": text})).save_pretrained(tmp_path)
         monkeypatch.setattr(loading, "read_weights", lambda *_, **__: pytest.fail("read"))
@@ -135,17 +129,17 @@ class TestRefusals:
                 read(tmp_path)
             assert refused.value.reason == "alibi"
 
-    def test_a_forward_pass_that_needs_unused_modules(self, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_forward_pass_that_needs_unused_modules(self, saved_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self: Any, input_ids: torch.Tensor, **named: Any) -> None:
             raise AttributeError(self.model.vision_tower.device)
 
-        folder, model = saved("llava")
+        folder, model = saved_model("llava")
         monkeypatch.setattr(type(model), "forward", forward)
         with pytest.raises(ModelError, match=r"Llava.* cannot be verified"):
             load_model(folder, verify="always")
 
-    def test_a_class_that_transformers_does_not_have(self, saved: Any, tmp_path: Path) -> None:
-        saved("llava")[1].config.save_pretrained(tmp_path)
+    def test_class_that_transformers_does_not_have(self, saved_model: Any, tmp_path: Path) -> None:
+        saved_model("llava")[1].config.save_pretrained(tmp_path)
         edit_config(tmp_path, architectures=["StrangeForConditionalGeneration"])
         with pytest.raises(
             ModelError, match="it is multimodal, and this version of transformers has no class"

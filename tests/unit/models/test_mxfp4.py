@@ -28,7 +28,7 @@ PROMPTS = [torch.randint(1, VOCAB, (length,), generator=GENERATOR).tolist() for 
 
 
 def write_folders(folder: Path) -> tuple[Path, Path]:
-    """Write a checkpoint in MXFP4, and one with the same weights dequantised. Return both folders."""
+    """Write the same weights dequantised and in MXFP4. Return both folders."""
     dense, packed = folder / "dense", folder / "packed"
     model = architecture("gpt_oss", **SIZES)
     for each in (dense, packed):
@@ -50,7 +50,7 @@ def write_folders(folder: Path) -> tuple[Path, Path]:
     return dense, packed
 
 
-def test_weights_and_tokens_equal_the_format(tmp_path: Path) -> None:
+def test_packed_weights_and_tokens_equal_dequantised_ones(tmp_path: Path) -> None:
     dense, packed = write_folders(tmp_path)
     planned = load_shape(packed, device="cpu", dtype="float32")
     options: dict[str, Any] = {"dtype": "float32", "policy": "full", "host_memory": "4MiB", "device": "cpu"}
@@ -72,7 +72,6 @@ def test_weights_and_tokens_equal_the_format(tmp_path: Path) -> None:
 
 
 def test_tokens_on_a_simulated_device_equal_the_cpu_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill computes expert by expert, and a decode step computes all chosen experts at once."""
     pytest.importorskip("triton", reason="triton is not installed")
     folder, at_once = write_folders(tmp_path)[1], []
     products = PackedProjection.products
@@ -87,11 +86,12 @@ def test_tokens_on_a_simulated_device_equal_the_cpu_path(tmp_path: Path, monkeyp
         [found] = completed(llm.generate(PROMPTS[:1], few))
     assert found.token_ids == expected.token_ids
     chosen = llm.runner.model.layers[0].get_submodule("mlp.router").top_k
+    # prefill computes one expert at a time, and a decode step all chosen experts at once
     assert at_once == [chosen] * len(at_once) != []
 
 
-def test_a_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop over experts would read them on the host, which ends the capture."""
+def test_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over experts would read the chosen experts on the host, which ends the capture."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr("offload_rt.models.linear.packed.MAX_BATCHED_PAIRS", 1)
     folder, few = write_folders(tmp_path)[1], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -115,7 +115,7 @@ def test_a_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkey
         ("blocks", lambda each: each[..., :8].contiguous(), "groups of 16 inputs; groups of 32 are supported"),
     ],
 )
-def test_damaged_experts_are_one_error(part: str, change: Any, message: str, tmp_path: Path) -> None:
+def test_damaged_experts_are_refused(part: str, change: Any, message: str, tmp_path: Path) -> None:
     _, packed = write_folders(tmp_path)
     path = packed / "model.safetensors"
     state, name = load_file(path), f"model.layers.1.mlp.experts.gate_up_proj_{part}"

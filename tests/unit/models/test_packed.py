@@ -51,38 +51,39 @@ def int8(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed, dtype=torch.float32)
 
 
-WAYS: dict[str, tuple[Callable[[Path], Any], float]] = {"bitsandbytes": (nf4, 0.6), "torchao": (int8, 1.1)}
+PACKERS: dict[str, tuple[Callable[[Path], Any], float]] = {"bitsandbytes": (nf4, 0.6), "torchao": (int8, 1.1)}
 """How to pack a checkpoint, and the largest number of bytes per weight in a layer's matrices, scales included."""
 
 
-@pytest.fixture(scope="module", params=list(WAYS))
+@pytest.fixture(scope="module", params=list(PACKERS))
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small Llama checkpoint in this format."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     plain = tiny_checkpoint(tmp_path_factory.mktemp("plain"), "llama", intermediate_size=128, head_dim=32)
     folder = tmp_path_factory.mktemp("packed") / str(request.param)
-    WAYS[request.param][0](plain).save_pretrained(folder)
+    PACKERS[request.param][0](plain).save_pretrained(folder)
     return folder
 
 
-def ours(packed: Path, policy: str, **options: Any) -> list[int]:
+def generate_tokens(packed: Path, policy: str, **options: Any) -> list[int]:
     llm = LLM(packed, policy=policy, policy_options=options, host_memory="16MiB", verify="always", dtype="float32")
     return [event.token_id for event in llm.stream(PROMPT, GREEDY)]
 
 
 def test_tokens_equal_transformers(packed: Path) -> None:
-    """The reference is `generate` with the same packed modules in float32. A full budget selects all tokens."""
     model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
     given = torch.tensor([PROMPT])
     made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
-    assert ours(packed, "full") == made[0, len(PROMPT) :].tolist()
-    assert ours(packed, "infinigen", budget=1.0, approximate_kv="off", **WINDOW) == made[0, len(PROMPT) :].tolist()
+    assert generate_tokens(packed, "full") == made[0, len(PROMPT) :].tolist()
+    assert (
+        generate_tokens(packed, "infinigen", budget=1.0, approximate_kv="off", **WINDOW)
+        == made[0, len(PROMPT) :].tolist()
+    )
 
 
 def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
-    """The plan reads only the header of a file, and estimates the loaded size within 2 %."""
     shape, loaded = load_shape(packed, dtype="float32"), load_model(packed, dtype="float32")
+    # the shape is estimated from the header of the file
     assert shape.weight_bytes == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert shape.packing == packed.name
     assert shape.sizes.widest == 128
@@ -92,7 +93,7 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
     numbers = sum(
         m.in_features * m.out_features for layer in loaded.layers for m in layer.modules() if hasattr(m, "in_features")
     )
-    assert sum(map(nbytes_of, matrices)) <= WAYS[packed.name][1] * numbers
+    assert sum(map(nbytes_of, matrices)) <= PACKERS[packed.name][1] * numbers
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=128)
     least = shape.weight_bytes + plan_for(config, shape).costs.total([128])
     assert not plan_for(replace(config, device_memory=least), shape).streamed
@@ -103,7 +104,7 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
         LLM(packed, config, device_memory=least - 1, dtype="float32")
 
 
-def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path: Path, capsys: Any) -> None:
+def test_8b_model_in_4_bits_with_128k_tokens_fits_24_gib(tmp_path: Path, capsys: Any) -> None:
     """`info` reads `config.json` and the header of a bitsandbytes file without weights."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256}
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "dtype": "bfloat16"}
@@ -112,42 +113,39 @@ def test_eight_billion_weights_in_four_bits_and_128k_tokens_fit_a_card(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {}
 
-    def enter(name: str, dtype: str, shape: list[int], size: int) -> None:
+    def add_entry(name: str, dtype: str, shape: list[int], size: int) -> None:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}
 
     place = find_source(tmp_path)
     for name, weight in build_skeleton(place, read_config(place), torch.bfloat16).named_parameters():
         numbers = weight.numel()
         if ".layers." in name and weight.dim() == 2:
-            enter(name, "U8", [numbers // 2, 1], numbers // 2)
-            enter(f"{name}.absmax", "F32", [numbers // 64], numbers // 16)
-            enter(f"{name}.quant_map", "F32", [16], 64)
+            add_entry(name, "U8", [numbers // 2, 1], numbers // 2)
+            add_entry(f"{name}.absmax", "F32", [numbers // 64], numbers // 16)
+            add_entry(f"{name}.quant_map", "F32", [16], 64)
         else:
-            enter(name, "BF16", list(weight.shape), 2 * numbers)
+            add_entry(name, "BF16", list(weight.shape), 2 * numbers)
     written = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(written).to_bytes(8, "little") + written)
     flags = ["--context", "131072", "--dtype", "bfloat16", "--host-memory", "20GiB"]
     assert main(["info", str(tmp_path), *flags, "--device-memory", "24GiB"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for row in (
         "weights +│ 5.61 GiB",
         "scoring keys +│ 4.13 GiB",
         "device: peak +│ 11.9 GiB",
         "streamed layers +│ none",
     ):
-        assert re.search(row, said)
+        assert re.search(row, output)
 
 
-def test_packed_layers_are_streamed(tmp_path: Path) -> None:
-    """Packed bytes and scales are copied, and logits equal those of resident modules.
-
-    The reference keeps the weight layout of bitsandbytes, as streamed layers do.
-    """
+def test_streamed_packed_layers_give_the_same_logits(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     plain = tiny_checkpoint(tmp_path / "plain", "llama", intermediate_size=128, num_hidden_layers=8)
     packed = tmp_path / "packed"
     nf4(Path(plain)).save_pretrained(packed)
     model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+    # keep the weight layout of bitsandbytes, as streamed layers do
     BitsAndBytes().prepare(model, None, offloaded=True)
     shape = load_shape(packed, dtype="float32")
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=192, host_memory="16MiB", dtype="float32")
@@ -158,14 +156,14 @@ def test_packed_layers_are_streamed(tmp_path: Path) -> None:
         assert stream is not None and len(stream.layers) == 6 and runner.plan is not None
         sequence = runner.new_sequence([*PROMPT, 5, 6], 192)
         logits = [runner.prefill(sequence, len(PROMPT), want_logits=True)]
-        crossed = stream.bytes
+        prefill_bytes = stream.bytes
         logits += [runner.decode([sequence])[0] for _ in range(2)]
         runner.check_integrity()
         runner.free(sequence)
         expected = model(torch.tensor([[*PROMPT, 5, 6]])).logits[0, -3:]
         torch.testing.assert_close(torch.stack(logits), expected, rtol=1e-4, atol=1e-4)
         layers = [runner.model.layers[layer] for layer in stream.layers]
-        assert stream.bytes - crossed == 2 * sum(map(layer_bytes, layers)) <= 2 * runner.plan.streamed_bytes
+        assert stream.bytes - prefill_bytes == 2 * sum(map(layer_bytes, layers)) <= 2 * runner.plan.streamed_bytes
         numbers = sum(m.in_features * m.out_features for layer in layers for m in layer.modules() if is_linear(m))
         assert sum(map(layer_bytes, layers)) < 0.7 * numbers
         scales = [place.tensor for weight in layers[0].parameters() for place in tensor_locations(weight)]
@@ -176,7 +174,7 @@ def is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear)
 
 
-def test_only_4_bit_bitsandbytes_streams() -> None:
+def test_only_4_bit_bitsandbytes_can_stream() -> None:
     four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     for packing, moves in ((four, True), (four | {"load_in_4bit": False}, False), ({"quant_method": "torchao"}, False)):
         config = SimpleNamespace(quantization_config=packing)
@@ -200,7 +198,7 @@ def test_other_weights_have_another_fingerprint(packed: Path) -> None:
     assert fingerprint(again) != model.fingerprint
 
 
-def test_a_missing_part_is_one_error(packed: Path, tmp_path: Path) -> None:
+def test_missing_weight_is_refused(packed: Path, tmp_path: Path) -> None:
     for file in packed.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
@@ -220,7 +218,7 @@ def test_gpt2_refuses_packed_weights(tmp_path: Path) -> None:
 
 
 def test_dequantised_formats_are_not_packed(tmp_path: Path) -> None:
-    """transformers has no mxfp4 kernel for CPUs, so weights are dequantised and layers can stream."""
+    """transformers has no mxfp4 kernel for CPUs, and dequantises the weights."""
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     plain = load_shape(folder, device="cpu")
     edit_config(folder, quantization_config={"quant_method": "mxfp4"})
@@ -242,15 +240,13 @@ def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
         assert_greedy(model, PROMPT, [event.token_id for event in llm.stream(PROMPT, GREEDY)])
 
 
-def test_a_failed_conversion_names_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers reports the cause only in its own log.
-
-    The loader requests unpacking in host memory, as transformers would otherwise use a GPU.
-    """
+def test_error_of_a_failed_conversion_names_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reports the cause only in its own log."""
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     edit_config(folder, quantization_config={"quant_method": "torchao"})
 
     def fail(*given: Any, **named: Any) -> None:
+        # without a device map, transformers would use a GPU
         assert named["device_map"] == {"": "cpu"}
         raise RuntimeError("look at the `CONVERSION` entries of the above report!")
 
@@ -262,7 +258,7 @@ def test_a_failed_conversion_names_from_pretrained(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
-def test_the_error_of_a_missing_library_names_what_to_install(method: str, tmp_path: Path) -> None:
+def test_error_of_a_missing_library_names_what_to_install(method: str, tmp_path: Path) -> None:
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     edit_config(folder, quantization_config={"quant_method": method, "bits": 4, "group_size": 64})
     weights = load_file(folder / "model.safetensors")
@@ -272,7 +268,7 @@ def test_the_error_of_a_missing_library_names_what_to_install(method: str, tmp_p
         load_model(folder, quantize="none")
 
 
-def test_a_damaged_header_is_one_error(tmp_path: Path) -> None:
+def test_damaged_header_is_refused(tmp_path: Path) -> None:
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     for damage in (

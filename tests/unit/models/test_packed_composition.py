@@ -25,17 +25,17 @@ SELECTS = {"sinks": 2, "recent": 8, "budget": 0.3}
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
     write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE)
     return path
 
 
-def runtime(file: Path, **options: Any) -> LLM:
-    return LLM(file, **{"dtype": "float32", "policy": "full", "host_memory": "8MiB", "device": "cpu"} | options)
+def make_llm(model_file: Path, **options: Any) -> LLM:
+    return LLM(model_file, **{"dtype": "float32", "policy": "full", "host_memory": "8MiB", "device": "cpu"} | options)
 
 
-def tokens(llm: LLM, sampling: SamplingParams = GREEDY) -> list[list[int]]:
+def generate_tokens(llm: LLM, sampling: SamplingParams = GREEDY) -> list[list[int]]:
     found = [completion.token_ids for completion in completed(llm.generate(PROMPTS, sampling))]
     llm.runner.check_integrity()
     return found
@@ -56,64 +56,63 @@ def tokens(llm: LLM, sampling: SamplingParams = GREEDY) -> list[list[int]]:
     ],
     ids=str,
 )
-def test_tokens_equal_dequantised_weights(file: Path, options: dict[str, Any]) -> None:
-    packed, dense = runtime(file, **options), runtime(file, **options, quantize="none")
+def test_tokens_equal_dequantised_weights(model_file: Path, options: dict[str, Any]) -> None:
+    packed, dense = make_llm(model_file, **options), make_llm(model_file, **options, quantize="none")
     assert packed.runner.model.weight_bytes < 0.6 * dense.runner.model.weight_bytes
-    assert tokens(packed) == tokens(dense)
+    assert generate_tokens(packed) == generate_tokens(dense)
 
 
-def test_exact_gives_the_tokens_of_full_attention(file: Path) -> None:
+def test_exact_gives_the_tokens_of_full_attention(model_file: Path) -> None:
     options = {"policy": "infinigen", "policy_options": SELECTS, "exact": True}
-    assert tokens(runtime(file, **options)) == tokens(runtime(file))
+    assert generate_tokens(make_llm(model_file, **options)) == generate_tokens(make_llm(model_file))
 
 
-def test_a_packed_model_drafts_for_another(file: Path) -> None:
-    llm = runtime(file, exact={"method": "model", "model": str(file)})
-    assert tokens(llm) == tokens(runtime(file))
+def test_packed_draft_model_gives_the_same_tokens(model_file: Path) -> None:
+    llm = make_llm(model_file, exact={"method": "model", "model": str(model_file)})
+    assert generate_tokens(llm) == generate_tokens(make_llm(model_file))
 
 
-def test_beams_equal_dequantised_weights(file: Path) -> None:
+def test_beams_equal_dequantised_weights(model_file: Path) -> None:
     beams = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, num_beams=3)
-    assert tokens(runtime(file), beams) == tokens(runtime(file, quantize="none"), beams)
+    assert generate_tokens(make_llm(model_file), beams) == generate_tokens(make_llm(model_file, quantize="none"), beams)
 
 
-def test_sessions_continue_after_a_restart(file: Path, tmp_path: Path) -> None:
+def test_sessions_continue_after_a_restart(model_file: Path, tmp_path: Path) -> None:
     first, second = tiny_prompt(150), tiny_prompt(20, seed=5)
-    session = runtime(file).session("s", tmp_path)
+    session = make_llm(model_file).session("s", tmp_path)
     answer(session, first, GREEDY)
     session.close()
-    again = runtime(file).session("s", tmp_path)
+    again = make_llm(model_file).session("s", tmp_path)
     found = answer(again, second, GREEDY)
     assert again.loaded_tokens > 100
-    [expected] = completed(runtime(file, quantize="none").generate([again.tokens[: -len(found)]], GREEDY))
+    [expected] = completed(make_llm(model_file, quantize="none").generate([again.tokens[: -len(found)]], GREEDY))
     assert found == expected.token_ids
     again.close()
 
 
 @pytest.mark.parametrize("quantize", ["auto", "int4"])
-def test_streamed_layers_with_the_embedding_in_host_memory(quantize: Any, file: Path, tmp_path: Path) -> None:
+def test_streamed_layers_with_the_embedding_in_host_memory(quantize: Any, model_file: Path, tmp_path: Path) -> None:
     if quantize == "int4":
-        file = tmp_path / "model"
-        tiny_model("llama", **SHAPE).save_pretrained(file)
+        model_file = tmp_path / "model"
+        tiny_model("llama", **SHAPE).save_pretrained(model_file)
     options = {"budget": 1.0, "approximate_kv": "off"}
     config = EngineConfig(
         "infinigen", options, max_model_len=192, host_memory="16MiB", dtype="float32", embedding_on_host=True,
         quantize=quantize, device="cpu",
     )  # fmt: skip
-    shape = load_shape(file, dtype="float32", device="cpu", quantize=quantize)
+    shape = load_shape(model_file, dtype="float32", device="cpu", quantize=quantize)
     rest = plan_for(EngineConfig(**{**vars(config), "device_memory": 1 << 30}), shape).costs.total([192])
     size = shape.sizes.fixed + 4 * max(shape.sizes.layers) + rest
-    small = EngineConfig(**{**vars(config), "device_memory": size})
-    llm = LLM(file, small)
-    found = tokens(llm)
+    limited = EngineConfig(**{**vars(config), "device_memory": size})
+    llm = LLM(model_file, limited)
+    found = generate_tokens(llm)
     assert llm.runner.weights is not None and llm.runner.weights.embedding is not None
     assert llm.runner.weights.stream is not None and llm.runner.weights.stream.bytes > 0
-    assert found == tokens(LLM(file, config))
+    assert found == generate_tokens(LLM(model_file, config))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_transformers_generates_with_packed_weights(bits: int) -> None:
-    """`generate` and the drop-in use the packed layers of a loaded model."""
+def test_generate_and_drop_in_use_packed_layers(bits: int) -> None:
     model = tiny_model("llama", **SHAPE)
     quantize_layers(model, bits)
     assert packing_of(model) == "offload-rt"

@@ -39,7 +39,7 @@ of_each_code = pytest.mark.parametrize(("level", "dtype"), CODE, indirect=["leve
 @needs_code
 @of_each_code
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_code_unpacks_the_same_numbers(form: PackedFormat, dtype: torch.dtype, level: str) -> None:
+def test_compiled_code_unpacks_the_same_numbers(form: PackedFormat, dtype: torch.dtype, level: str) -> None:
     rows, _ = random_rows(form, 5)
     code = packed_products.compiled_for(dtype)
     assert code is not None
@@ -50,7 +50,6 @@ def test_code_unpacks_the_same_numbers(form: PackedFormat, dtype: torch.dtype, l
 @of_each_code
 @pytest.mark.parametrize(("form", "bias"), [*zip(FORMATS, cycle([False, True]), strict=False)], ids=str)
 def test_products_equal_float64(form: PackedFormat, bias: bool, dtype: torch.dtype, level: str) -> None:
-    """The result of a row does not depend on the number of rows, unless torch multiplies."""
     rows, weights = random_rows(form, 21)
     layer = nn.Linear(form.ins, 21, bias=bias).to(dtype)
     use_packed_weights(layer, form, dtype, rows)
@@ -64,10 +63,11 @@ def test_products_equal_float64(form: PackedFormat, bias: bool, dtype: torch.dty
     error = 2**-8 if dtype == torch.bfloat16 else 1e-5
     assert ((few.double() - expected[:-1]).abs() <= error * expected[:-1].abs() + 1e-5 * size[:-1]).all()
     assert ((many.double() - expected).abs() <= error * expected.abs() + 2 * error * size).all()
+    # up to MAX_ROWS rows, the result of a row does not depend on the number of rows
     assert all(few[: len(rows)].equal(rows) for rows in fewer)
 
 
-def test_gradients_of_inputs_pass_through() -> None:
+def test_inputs_get_gradients() -> None:
     rows, weights = random_rows(FORMATS[0], 3)
     layer, x = nn.Linear(192, 3), torch.randn(2, 192, requires_grad=True)
     use_packed_weights(layer, FORMATS[0], torch.float32, rows)
@@ -103,7 +103,7 @@ def test_non_finite_inputs_give_non_finite_results(dtype: torch.dtype, level: st
 
 @needs_code
 @of_each_code
-def test_tiny_and_large_inputs(dtype: torch.dtype, level: str) -> None:
+def test_products_of_tiny_and_large_inputs_equal_float64(dtype: torch.dtype, level: str) -> None:
     rows, weights = random_rows(FORMATS[0], 3)
     code: Any = packed_products.compiled_for(dtype)
     for size in (1e-40, 1e-30, 1e30):

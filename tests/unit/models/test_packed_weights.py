@@ -49,8 +49,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("kind", "halves"), HALVES.items())
-def test_blocks_equal_the_reference(kind: str, halves: list[int]) -> None:
-    """Packed weights equal the reference bit by bit."""
+def test_packed_blocks_equal_the_dequantisation_of_gguf(kind: str, halves: list[int]) -> None:
     own = gguf.GGMLQuantizationType[kind]
     values, size = gguf.GGML_QUANT_SIZES[own]
     generator = np.random.default_rng(0)
@@ -79,8 +78,7 @@ def test_scales_that_are_not_finite_are_not_packed() -> None:
 @pytest.mark.parametrize(
     ("kind", "architecture", "output"), [("Q4_1", "qwen2", False), ("Q8_0", "llama", True), ("Q5_0", "llama", False)]
 )
-def test_a_file_stays_packed(kind: str, architecture: str, output: bool, tmp_path: Path) -> None:
-    """Weights equal transformers' dequantisation, in its order of rows. Tied weights are stored once."""
+def test_loaded_file_stays_packed(kind: str, architecture: str, output: bool, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, kind, architecture=architecture, output=output, **SHAPE)
     planned = load_shape(path, device="cpu", dtype="float32")  # from the header
@@ -124,7 +122,7 @@ def test_streamed_layers_give_the_same_tokens(tmp_path: Path) -> None:
     assert found == completed(LLM(path, config).generate(prompt, GREEDY))[0].token_ids
 
 
-def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, "Q8_0", **SHAPE)
     first = load_model(path, device="cpu")
@@ -136,7 +134,7 @@ def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert again.tokenizer.chat_template == first.tokenizer.chat_template
 
 
-def test_an_architecture_that_cannot_be_packed_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_architecture_that_cannot_be_packed_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, "Q8_0", **SHAPE)
     tried = []
@@ -159,7 +157,7 @@ def test_an_architecture_that_cannot_be_packed_is_dequantised(tmp_path: Path, mo
         ("shape", r"are damaged; .* \(model.norm.weight has the shape \(32,\)\)"),
     ],
 )
-def test_damaged_packed_weights_are_named(
+def test_damaged_packed_weights_are_refused(
     file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
@@ -180,7 +178,7 @@ def test_damaged_packed_weights_are_named(
         load_model(path, device="cpu")
 
 
-def test_the_cache_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_the_packed_cache_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, "2500")
 
     def write(folder: Path) -> None:
@@ -227,7 +225,7 @@ def test_processes_convert_a_file_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_a_checkpoint_is_quantised_when_it_is_loaded(quantize: Any, tmp_path: Path) -> None:
+def test_checkpoint_is_quantised_when_it_is_loaded(quantize: Any, tmp_path: Path) -> None:
     folder = Path(tiny_checkpoint(tmp_path / "tiny", "llama", **SHAPE | {"num_attention_heads": 2}))
     dense = load_model(folder, device="cpu", dtype="float32")
     llm = LLM(folder, dtype="float32", policy="full", host_memory="4MiB", quantize=quantize, verify="always")
@@ -248,7 +246,7 @@ def test_a_checkpoint_is_quantised_when_it_is_loaded(quantize: Any, tmp_path: Pa
 def test_weights_are_converted_only_if_they_fit_into_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights in the dtype of the file are mapped, so that only conversion needs host memory."""
+    """Weights that are not converted are mapped from the file and need no host memory."""
     folder = tiny_checkpoint(tmp_path / "tiny", "llama", **SHAPE | {"num_attention_heads": 2})
     monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 16)
     message = r"int4' first converts the float32 weights of .* to bfloat16, which takes .*: pass dtype='float32'"
@@ -259,13 +257,13 @@ def test_weights_are_converted_only_if_they_fit_into_host_memory(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_memory_for_quantisation_does_not_depend_on_the_weight(bits: int) -> None:
-    """On a GPU, this is device memory. `count` includes the results, which a GPU would store in host memory."""
+def test_memory_for_quantisation_does_not_depend_on_the_weight(bits: int) -> None:
     form = PackedFormat(1024, bits, 32, bits == 4, 0 if bits == 4 else 128)
     extra = []
     for rows in (4096, 8192):
         weight = torch.randn(rows, 1024)
         _, used = count(lambda w=weight: w, lambda w: set(), lambda w: quantize._quantized(w, form, w.device))
+        # `count` includes the result, which a GPU would store in host memory
         extra.append(used.peak - used.before - rows * form.row_bytes)
     assert extra[0] == extra[1] < 50 * quantize._WEIGHTS_AT_ONCE
 
@@ -293,7 +291,7 @@ def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
         load_model(model, quantize="int8")
 
 
-def test_an_embedding_that_scales_its_results_still_does() -> None:
+def test_packed_embedding_keeps_its_scale() -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
     from offload_rt.models.linear.packed import use_packed_weights

@@ -24,7 +24,7 @@ LLAMA3 = {
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """An ellipsis removes an entry of config.json."""
+    """Change entries of config.json. An ellipsis removes an entry."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
@@ -46,7 +46,7 @@ def change_config(folder: Path, **changes: Any) -> None:
         ("qwen3", {"use_sliding_window": False, "tie_word_embeddings": True}, {}),
     ],
 )
-def test_shapes_equal_those_of_the_model(
+def test_shape_from_config_equals_the_shape_of_the_model(
     name: str, overrides: dict[str, Any], changes: dict[str, Any], dtype: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     tiny_model(name, **overrides).save_pretrained(tmp_path)

@@ -1,6 +1,6 @@
 """Test RoPE scaling that depends on the sequence length.
 
-Frequencies are fixed to those of `max_model_len`, which selects transformers' frequencies for short or long texts.
+`max_model_len` selects transformers' frequencies for short or for long texts.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ from offload_rt.models.loading import load_model
 from offload_rt.models.rotary import MAX_CACHED_POSITIONS
 from offload_rt.models.shape import load_shape
 
-TRAINED = 64
+TRAINED_LENGTH = 64
 LONG = LONGROPE | {"short_factor": [1.0, 1.3, 1.1, 1.6], "long_factor": [2.0, 3.0, 5.0, 4.0]}
 KINDS: dict[str, dict[str, Any]] = {
     "longrope": {
         "sliding_window": None,
-        "rope_parameters": LONG | {"original_max_position_embeddings": TRAINED},
-        "original_max_position_embeddings": TRAINED,
+        "rope_parameters": LONG | {"original_max_position_embeddings": TRAINED_LENGTH},
+        "original_max_position_embeddings": TRAINED_LENGTH,
         "max_position_embeddings": 512,
     },
     "dynamic": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-        "max_position_embeddings": TRAINED,
+        "max_position_embeddings": TRAINED_LENGTH,
     },
 }
-SHORT = 30
+SHORT_LENGTH = 30
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tiny Phi-3 or Llama with one kind of RoPE scaling."""
     folder = tmp_path_factory.mktemp("checkpoint") / str(request.param)
     model = build("Phi3" if request.param == "longrope" else "Llama", torch.float64, **KINDS[request.param])
     model.save_pretrained(folder)
     return folder
 
 
-def ours(checkpoint: Path, prompt: list[int], max_model_len: int | None) -> list[int]:
+def generate_tokens(checkpoint: Path, prompt: list[int], max_model_len: int | None) -> list[int]:
     config: dict[str, Any] = {
         "max_model_len": max_model_len,
         "host_memory": "4MiB",
@@ -57,7 +56,7 @@ def ours(checkpoint: Path, prompt: list[int], max_model_len: int | None) -> list
         return llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].token_ids
 
 
-def theirs(checkpoint: Path, prompt: list[int]) -> list[int]:
+def transformers_tokens(checkpoint: Path, prompt: list[int]) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     given = torch.tensor([prompt])
     made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
@@ -68,7 +67,7 @@ def prompt_of(tokens: int) -> list[int]:
     return [token % VOCAB for token in tiny_prompt(tokens)]
 
 
-def test_tables_are_kept_for_a_few_tensors_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_tables_are_cached_for_a_few_position_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill chunks alternate in each layer. Layer 0 recomputes their tables, because positions may have changed."""
     rotary = load_model(tiny_model("llama")).adapter._rotary
     computed, tables = [], rotary._tables
@@ -86,45 +85,47 @@ def test_tables_are_kept_for_a_few_tensors_of_positions(monkeypatch: pytest.Monk
     assert len(rotary._cached) == 2, "tables of freed positions are dropped"
 
 
-def test_short_texts(checkpoint: Path) -> None:
-    prompt = prompt_of(SHORT)
-    expected = theirs(checkpoint, prompt)
-    assert ours(checkpoint, prompt, TRAINED) == expected
+def test_short_texts_equal_transformers(checkpoint: Path) -> None:
+    prompt = prompt_of(SHORT_LENGTH)
+    expected = transformers_tokens(checkpoint, prompt)
+    assert generate_tokens(checkpoint, prompt, TRAINED_LENGTH) == expected
     if checkpoint.name == "longrope":
-        assert ours(checkpoint, prompt, None) != expected, "the long frequencies are others"
+        assert generate_tokens(checkpoint, prompt, None) != expected, "the frequencies of long texts give other tokens"
 
 
-def test_an_unregistered_class(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inspecting an unregistered class before its weights are read must not change the loaded model."""
+def test_unregistered_class_equals_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unregistered class is inspected before its weights are read. This must not change the loaded model."""
     for architecture in ("Phi3ForCausalLM", "LlamaForCausalLM"):
         monkeypatch.delitem(registry._adapters, architecture)
-    prompt = prompt_of(SHORT)
-    assert ours(checkpoint, prompt, TRAINED) == theirs(checkpoint, prompt)
+    prompt = prompt_of(SHORT_LENGTH)
+    assert generate_tokens(checkpoint, prompt, TRAINED_LENGTH) == transformers_tokens(checkpoint, prompt)
 
 
-def test_long_texts(checkpoint: Path) -> None:
+def test_long_texts_equal_transformers_or_are_refused(checkpoint: Path) -> None:
     if checkpoint.name == "dynamic":
-        with pytest.raises(ModelError, match=f"max_model_len={2 * TRAINED} must be at most {TRAINED}") as refused:
-            load_model(checkpoint, max_model_len=2 * TRAINED)
+        with pytest.raises(
+            ModelError, match=f"max_model_len={2 * TRAINED_LENGTH} must be at most {TRAINED_LENGTH}"
+        ) as refused:
+            load_model(checkpoint, max_model_len=2 * TRAINED_LENGTH)
         assert refused.value.reason == "rope_length"
         return
-    prompt = prompt_of(2 * TRAINED)
-    assert ours(checkpoint, prompt, None) == theirs(checkpoint, prompt)
+    prompt = prompt_of(2 * TRAINED_LENGTH)
+    assert generate_tokens(checkpoint, prompt, None) == transformers_tokens(checkpoint, prompt)
 
 
 def test_each_length_has_separate_positions_and_fingerprint(checkpoint: Path) -> None:
     """KV stored with one set of frequencies must not be reused with the other."""
-    short, whole = (load_model(checkpoint, max_model_len=length) for length in (TRAINED, None))
+    short, whole = (load_model(checkpoint, max_model_len=length) for length in (TRAINED_LENGTH, None))
     same = checkpoint.name == "dynamic"
     assert (
         short.adapter.geometry.max_positions
-        == TRAINED
-        == load_shape(checkpoint, max_model_len=TRAINED).geometry.max_positions
+        == TRAINED_LENGTH
+        == load_shape(checkpoint, max_model_len=TRAINED_LENGTH).geometry.max_positions
     )
     assert (short.fingerprint == whole.fingerprint) is same
     assert load_shape(checkpoint).geometry == whole.adapter.geometry
 
 
-def test_a_loaded_model_is_not_changed(checkpoint: Path) -> None:
+def test_loaded_model_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ModelError, match="pass the model's folder or hub id"):
         load_model(AutoModelForCausalLM.from_pretrained(checkpoint))

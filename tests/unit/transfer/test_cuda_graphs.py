@@ -1,4 +1,4 @@
-"""Test which steps are captured as CUDA graphs, and failed captures.
+"""Test which steps are captured as CUDA graphs, and captures that fail.
 
 The cells "graphs" of `test_cuda_path.py` compare the tokens of replayed steps.
 """
@@ -24,8 +24,8 @@ from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.policies.rule import Rule
 
 
-class Repeating:
-    """Stand-in for `Graph`: `replay` runs the step again and copies the results to those of the first run."""
+class RecordedGraph:
+    """Replacement of `Graph` whose `replay` runs the step again."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -43,7 +43,7 @@ class Repeating:
 
 
 def test_steps_that_cannot_be_captured_run_eagerly() -> None:
-    class Never:
+    class UncapturableGraph:
         def capture(self, body: Any) -> Any:
             raise AssertionError("captured")
 
@@ -51,15 +51,16 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
         first = begun(runner, 70)
         first.trace.recorder = recorder
         batch = [first, runner.fork(first, 110)] if share else [first]
-        runner.steps = GraphSteps(runner.eager, Never)  # type: ignore[arg-type]
+        runner.steps = GraphSteps(runner.eager, UncapturableGraph)  # type: ignore[arg-type]
         for _ in range(steps):
             runner.decode(batch)
 
-    class Deaf:
+    class IgnoringRecorder:
         def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-            """Ignore the selection. Any recorder makes the step eager."""
+            pass
 
-    decode(make(), 3, recorder=Deaf())
+    # any recorder makes the step eager
+    decode(make(), 3, recorder=IgnoringRecorder())
     decode(make(preset="paper"), 3)
     decode(make(False), 3)
     measuring = staged(LLM(tiny_model("llama"), policy_options=OPTIONS, host_memory="4MiB", missed_mass_every=1))
@@ -71,37 +72,36 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
             decode(make(), 2, share=share)
 
 
-def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture) -> None:
-    """The capture fails within a step, is logged once and is not tried again."""
-    tried = []
+def test_failed_capture_is_logged_once_and_later_steps_are_eager(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
 
-    class Breaks:
+    class FailingGraph:
         def capture(self, body: Any) -> Any:
             body()
-            tried.append(self)
+            attempts.append(self)
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     eager, runner = make(), make()
-    runner.steps = GraphSteps(runner.eager, Breaks)  # type: ignore[arg-type]
+    runner.steps = GraphSteps(runner.eager, FailingGraph)  # type: ignore[arg-type]
     want, got = ([one.decode([sequence]) for _ in range(6)] for one in (eager, runner) for sequence in [begun(one, 61)])
     torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-5)
-    assert len(tried) == 1
+    assert len(attempts) == 1
     assert [record.getMessage().endswith("stream is capturing") for record in caplog.records] == [True]
     runner.check_integrity()
 
 
 @pytest.mark.parametrize("fits", [False, True], ids=["never", "alone"])
-def test_a_capture_without_memory_drops_the_other_graphs(fits: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """If a graph fits alone, it replaces the others. If not, only its steps are eager."""
-    eager, runner, made, tried = make(), make(), [], []
+def test_capture_without_memory_drops_other_graphs_or_runs_eagerly(
+    fits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    eager, runner, made, attempts = make(), make(), [], []
 
-    class Small(Repeating):
-        """Graph in memory for one graph, or for no graph of two sequences."""
-
+    class LimitedGraph(RecordedGraph):
         def capture(self, body: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
             results = super().capture(body)
-            tried.append(len(results[0]))
-            if tried[-1] == 2 and (not fits or steps._captured):
+            attempts.append(len(results[0]))
+            # a graph of two sequences fits only without other graphs, or not at all
+            if attempts[-1] == 2 and (not fits or steps._captured):
                 try:
                     raise torch.OutOfMemoryError("CUDA out of memory")
                 finally:
@@ -112,7 +112,7 @@ def test_a_capture_without_memory_drops_the_other_graphs(fits: bool, caplog: pyt
         def _end(self) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    runner.steps = steps = GraphSteps(runner.eager, Small)
+    runner.steps = steps = GraphSteps(runner.eager, LimitedGraph)
     runs = []
     for one in (eager, runner):
         batch = [begun(one, 20), begun(one, 21, seed=1)]
@@ -121,7 +121,7 @@ def test_a_capture_without_memory_drops_the_other_graphs(fits: bool, caplog: pyt
         one.check_integrity()
     for want, got in zip(*runs, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert tried == [1, 2, 2, 1] and all(graph.replays for graph in made) and len(made) == 2 + fits
+    assert attempts == [1, 2, 2, 1] and all(graph.replays for graph in made) and len(made) == 2 + fits
     assert ["no device memory is left" in record.getMessage() for record in caplog.records] == ([] if fits else [True])
 
 
@@ -130,7 +130,7 @@ def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     monkeypatch.setattr(cuda_graphs, "_Captured", lambda graph, batch, inputs: graph)
-    steps: Any = GraphSteps(make().eager, Repeating, max_graphs=4)
+    steps: Any = GraphSteps(make().eager, RecordedGraph, max_graphs=4)
     inputs = [Inputs() for _ in range(6)]
     for captured, one in enumerate(inputs, start=1):
         steps._capture(None, one)
@@ -139,7 +139,7 @@ def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.simulated
-def test_a_module_that_asks_the_device_something_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+def test_module_that_reads_device_data_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     prompts, tokens = [tiny_prompt(length, seed=length) for length in (30, 61)], []
     for graphs in (False, None):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -161,8 +161,8 @@ def test_graphs_need_a_cuda_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"dense_layers": (0,)}, {"scorer": "partial", "dense_layers": ()}])
-def test_graphs_on_a_device_generate_the_eager_tokens(options: dict[str, Any]) -> None:
-    """A ragged batch passes through two buckets. The cells "graphs" of `test_cuda_path.py` use a simulated device."""
+def test_graphs_on_a_device_generate_tokens_of_eager_steps(options: dict[str, Any]) -> None:
+    # a ragged batch that passes through two length buckets
     prompts = [tiny_prompt(length, seed=length) for length in (30, 61)]
     tokens = []
     for graphs in (False, True):

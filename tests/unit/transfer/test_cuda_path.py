@@ -1,6 +1,4 @@
-"""Test the CUDA path on a simulated device: late streams change no token, and the host waits for the device only where
-it must.
-"""
+"""Test the CUDA path on a simulated device: tokens with late streams, host waits, launches and memory."""
 
 from __future__ import annotations
 
@@ -33,26 +31,22 @@ assert {name for _, name in RUNS} == set(SCHEDULES)
 _expected: dict[str, list[list[int]]] = {}
 
 
-def on_cpu(cell: Cell, folder: Path) -> list[list[int]]:
-    """Return the answers on a CPU, computed once for each cell.
-
-    With a working set, byte counts come from a simulated run, because hits depend on the order of selected tokens,
-    which differs on a CPU.
-    """
+def expected_answers(cell: Cell, folder: Path) -> list[list[int]]:
     if cell.name not in _expected:
         answers = cell.run("cpu", folder)
+        # hits depend on the order of selected tokens, so byte counts come from a simulated run
         if "working_set" in cell.settings:
             with simulated(Late()):
-                there = cell.run("cuda", folder)
-            assert [one[:-1] for one in there] == [one[:-1] for one in answers]
-            answers = there
+                device_answers = cell.run("cuda", folder)
+            assert [one[:-1] for one in device_answers] == [one[:-1] for one in answers]
+            answers = device_answers
         _expected[cell.name] = answers
     return _expected[cell.name]
 
 
 @pytest.mark.parametrize(("cell", "schedule"), RUNS, ids=lambda x: str(x))
 def test_tokens_equal_the_cpu_path(cell: Cell, schedule: str, tmp_path: Path) -> None:
-    expected = on_cpu(cell, tmp_path)
+    expected = expected_answers(cell, tmp_path)
     with simulated(SCHEDULES[schedule]()):
         assert cell.run("cuda", tmp_path) == expected
 
@@ -111,30 +105,30 @@ SLOW = () if ALL else (*_SLOW, *(name for name in ALLOWED if name.startswith("de
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
-    """Collect the host waits of decode steps as (operation, file)."""
+def host_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """Record the host waits of decode steps as (operation, file)."""
     found: set[tuple[str, str]] = set()
     decode = Runner.decode
     with simulated(Lazy()) as sim:
 
-        def watched(self: Runner, *args: Any) -> torch.Tensor:
+        def decode_and_record(self: Runner, *args: Any) -> torch.Tensor:
             before = len(sim.syncs)
             logits = decode(self, *args)
             found.update((sync.what, sync.file) for sync in sim.syncs[before:])
             return logits
 
-        monkeypatch.setattr(Runner, "decode", watched)
+        monkeypatch.setattr(Runner, "decode", decode_and_record)
         yield found
 
 
 @pytest.mark.parametrize("name", [name for name in ALLOWED if name not in SLOW] + ["default"])
-def test_a_decode_step_waits_only_where_allowed(name: str, tmp_path: Path, waits: set[tuple[str, str]]) -> None:
+def test_decode_step_waits_only_where_allowed(name: str, tmp_path: Path, host_waits: set[tuple[str, str]]) -> None:
     BY_NAME[name].run("cuda", tmp_path)
-    assert waits == ALLOWED.get(name, set())
+    assert host_waits == ALLOWED.get(name, set())
 
 
 def test_rows_shared_by_k_and_v_are_copied_as_a_whole() -> None:
-    """K and V of a window head of Gemma 4 share a row. Copying them separately would make the host wait."""
+    """K and V of a sliding head of Gemma 4 share a row. Separate copies of K and V would make the host wait."""
     tokens = [token % VOCAB for token in tiny_prompt(200)]
     with simulated(Lazy()) as sim:
         model = architecture("gemma4").to("cuda")
@@ -148,8 +142,7 @@ def test_rows_shared_by_k_and_v_are_copied_as_a_whole() -> None:
         assert not [sync for sync in sim.syncs if sync.what.endswith("in pieces")]
 
 
-def test_a_batch_takes_as_many_launches_as_one_sequence() -> None:
-    """A step of the default policy launches at most 45 operations per layer."""
+def test_batch_takes_as_many_launches_as_one_sequence() -> None:
     counts: list[Counter[str]] = []
     with simulated(Lazy()) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -166,48 +159,47 @@ def test_a_batch_takes_as_many_launches_as_one_sequence() -> None:
     one, three = ({name: n for name, n in each.items() if name.startswith("triton")} for each in counts)
     assert one == three and one["triton _append"] == one["triton _score"] == 2
     assert one["triton _merge"] == 4  # parts of exact attention, and approximate KV
+    # at most 45 launches in each of the two layers
     assert counts[0].total() <= counts[1].total() <= 2 * 45 + 50
 
 
 LAUNCHES = {"full": 25, "quest": 45}
-"""Kernels and copies that a decode step may launch for each further layer, at most 45. The model's own are 15: seven
-matrix products, norms, positions and the MLP. Dense layers add a copy for K and V of each KV head, two here.
-`test_step_counts.py` counts those of the default policy."""
+"""Largest number of launches per layer. 15 are those of the model: seven matrix products, norms, RoPE and the MLP.
+
+A dense layer also copies K and V of each KV head. `test_step_counts.py` counts launches of the default policy.
+"""
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_layer_launches_no_more_than_it_may(name: str) -> None:
+def test_launches_per_layer_are_limited(name: str) -> None:
     launched = launches_of_a_layer(name)
     assert 15 < launched.total() <= LAUNCHES[name] <= 45, launched
 
 
-def test_a_device_other_than_the_current_one_computes(tmp_path: Path) -> None:
-    """Kernels, copies and graphs all run on the model's device."""
+def test_kernels_copies_and_graphs_run_on_the_device_of_the_model(tmp_path: Path) -> None:
     cell = replace(BY_NAME["default, graphs"], scene=single)
-    expected = on_cpu(replace(BY_NAME["default, batch"], name="default, single", scene=single), tmp_path)
+    expected = expected_answers(replace(BY_NAME["default, batch"], name="default, single", scene=single), tmp_path)
     with simulated(Late(), devices=2) as sim:
         assert cell.run("cuda:1", tmp_path) == expected
         assert sim.device == 0 and all(queue.device == 1 for queue in sim.engine.queues[2:])
 
 
 @pytest.mark.parametrize("name", ["infinigen", "graphs", "working set", "shared", "rounded"] if ALL else ["infinigen"])
-def test_the_host_copies_kv_if_kernels_cannot_read_host_memory(name: str, tmp_path: Path) -> None:
-    """WSL is such a system. Loading a model warns once, and no step is captured."""
+def test_host_gathers_kv_if_kernels_cannot_read_host_memory(name: str, tmp_path: Path) -> None:
     cell = BY_NAME[name]
     scene = single if name == "graphs" else cell.scene
-    expected = on_cpu(replace(cell, scene=scene, name=f"{name}, copied"), tmp_path)
+    expected = expected_answers(replace(cell, scene=scene, name=f"{name}, copied"), tmp_path)
     with (
+        # as on WSL 2
         simulated(Late((1, 2)), in_place=False),
-        pytest.warns(UserWarning, match="the host gathers KV before copying it") as said,
+        pytest.warns(UserWarning, match="the host gathers KV before copying it") as caught,
     ):
         assert replace(cell, scene=scene).run("cuda", tmp_path) == expected
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", [0]), ("cuda", [])])
-def test_the_missed_mass_is_measured_on_the_device_of_the_keys(device: str, steps: list[int], tmp_path: Path) -> None:
-    """By default, missed mass is measured on a CPU only."""
-
+def test_missed_mass_is_measured_by_default_only_on_a_cpu(device: str, steps: list[int], tmp_path: Path) -> None:
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
         [done] = completed(make(missed_mass_every=None).generate([tiny_prompt(40)], SamplingParams(3, temperature=0)))
         assert [step for step, _ in done.stats.missed_by_step] == steps
@@ -219,24 +211,16 @@ def test_the_missed_mass_is_measured_on_the_device_of_the_keys(device: str, step
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy", "options"), [("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})])
-def test_staging_memory_does_not_depend_on_how_far_the_host_is_ahead(policy: str, options: dict[str, Any]) -> None:
-    """Operations run only when the host waits at the end of a step.
-
-    The staged memory of two layers equals that of four, except for 2 KB per layer of pending write-backs and positions.
-    One layer stages 120 KB.
-    """
+def test_staging_memory_does_not_grow_with_the_number_of_layers(policy: str, options: dict[str, Any]) -> None:
     extra = [staged_bytes(policy, options, layers) for layers in (2, 4)]
+    # write-backs and positions take about 2 KB per layer, and staged KV takes 120 KB per layer
     assert extra[1] - extra[0] < (4 - 2) * 20 * 1024
     assert extra[0] > 0.8 * 0.9 * layer_bytes(), "nothing was staged"
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}], ids=["as they are", "rounded"])
-def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings: dict[str, Any]) -> None:
-    """Prefill chunks stay on the device for one layer until they are written back.
-
-    Two layers have the same peak as four, except for 1 KB per layer of resident KV and positions.
-    """
+def test_prefill_peak_does_not_grow_with_the_number_of_layers(settings: dict[str, Any]) -> None:
     extra = []
     for layers, schedule in ((2, Late()), (2, Lazy()), (4, Lazy()), (4, Late((2,)))):
         with simulated(schedule) as sim:
@@ -249,14 +233,12 @@ def test_a_prefill_s_peak_does_not_grow_with_how_far_the_host_is_ahead(settings:
             runner.prefill(sequence, 299)
             extra.append(sim.memory.usage.active_peak - before)
             runner.free(sequence)
+    # resident KV and positions take about 1 KB per layer
     assert max(extra) - min(extra) < 20 * 1024, extra
 
 
 @pytest.mark.parametrize("fetches", [False, True])
-def test_a_closed_sequence_has_no_pending_transfers(fetches: bool) -> None:
-    """Another sequence may reuse the blocks, so `free` waits for pending fetches and for the write-back of the last KV
-    entry.
-    """
+def test_free_waits_for_pending_fetches_and_write_backs(fetches: bool) -> None:
     with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -269,7 +251,7 @@ def test_a_closed_sequence_has_no_pending_transfers(fetches: bool) -> None:
         if fetches:
             runner.transfer.rows.fetch_range(sequence.blocks, 1, range(20))
             assert reading
-        runner.free(sequence)
+        runner.free(sequence)  # another sequence may now use its blocks
         assert not last.k.isnan().any() and not reading
 
 
@@ -278,12 +260,8 @@ def test_a_closed_sequence_has_no_pending_transfers(fetches: bool) -> None:
     [(False, True), (False, False), (True, True)],
     ids=["between steps", "between steps, nothing read", "within a step"],
 )
-def test_kv_moves_after_pending_reads(within: bool, read: bool) -> None:
-    """An eviction overwrites a slot with a KV entry that is still being written back.
-
-    The write-back and a pending fetch of the slot must run first. The fetch runs after the write-back, so it is enough
-    to wait for the fetch. Within a step, the host does not wait.
-    """
+def test_eviction_moves_kv_after_pending_write_backs_and_fetches(within: bool, read: bool) -> None:
+    """A fetch runs after earlier write-backs, so waiting for the fetch is enough. In a step, the host never waits."""
     with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -307,14 +285,13 @@ def test_kv_moves_after_pending_reads(within: bool, read: bool) -> None:
         runner.free(sequence)
 
 
-def overwritten(device: str) -> list[torch.Tensor]:
-    """Allocate small tensors, which overwrite memory that was just freed."""
+def overwrite_freed_memory(device: str) -> list[torch.Tensor]:
     return [torch.full((n,), 3, dtype=torch.int64, device=device) for n in (1, 64, 65) for _ in range(20)]
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["prefetch", "write-back"])
 def test_freed_row_lists_are_not_reused_while_read(late: int) -> None:
-    """The compute stream allocated the row lists, and two other streams read them."""
+    """The compute stream allocates row lists, and the prefetch and write-back streams read them."""
     with simulated(Late((late,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -332,7 +309,7 @@ def test_freed_row_lists_are_not_reused_while_read(late: int) -> None:
         else:
             lists.append(1, KVPart(k, v), one, lists.row(20))
         del lists, k, v, tokens, one
-        junk = overwritten("cuda")
+        junk = overwrite_freed_memory("cuda")
         if late == 1:
             [run] = runner.pool.runs(sequence.blocks, 1, range(20))
             assert torch.equal(pending.wait().k.cpu(), run.k), junk
@@ -342,8 +319,7 @@ def test_freed_row_lists_are_not_reused_while_read(late: int) -> None:
         runner.free(sequence)
 
 
-def test_write_backs_of_a_graph_count_as_written() -> None:
-    """A replay records an event after the write-back, so that later readers wait for it."""
+def test_graph_replay_records_an_event_after_write_backs() -> None:
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         options = BY_NAME["infinigen"].options
@@ -363,8 +339,8 @@ def test_write_backs_of_a_graph_count_as_written() -> None:
         runner.free(sequence)
 
 
-def test_another_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that saves a sequence waits for KV of earlier steps, not for events of the capture."""
+def test_saver_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver thread waits for KV of earlier steps, not for events of the capture."""
     seen: list[bool] = []
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
@@ -379,22 +355,21 @@ def test_another_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: p
             [last] = runner.pool.runs(sequence.blocks, 1, range(40, 41))
             seen.append(bool(last.k.isnan().any()))
 
-        def appended(lists: RowLists, layer: int, *rest: Any) -> None:
+        def append_and_save(lists: RowLists, layer: int, *rest: Any) -> None:
             append(lists, layer, *rest)
             if torch.cuda.is_current_stream_capturing() and layer:
                 saver = threading.Thread(target=save)
                 saver.start()
                 saver.join()
 
-        monkeypatch.setattr(RowLists, "append", appended)
+        monkeypatch.setattr(RowLists, "append", append_and_save)
         runner.decode([sequence])
         runner.decode([sequence])
-        assert seen == [False], "an exception, or KV that is not there yet"
+        assert seen == [False], "the thread failed, or KV was not written yet"
         runner.free(sequence)
 
 
-def test_shared_kv_is_in_the_pool() -> None:
-    """Prompt KV is in the pool after prefill, and decoded KV before a fork copies it."""
+def test_pool_contains_kv_after_prefill_and_before_a_fork() -> None:
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -408,8 +383,8 @@ def test_shared_kv_is_in_the_pool() -> None:
             runner.free(one)
 
 
-def test_the_missed_mass_equals_the_cpu_path(tmp_path: Path) -> None:
-    """Missed mass is measured with all keys, including the newest one, which is still being written back."""
+def test_missed_mass_equals_the_cpu_path(tmp_path: Path) -> None:
+    """The missed mass is computed from all keys. The newest key is still being written back."""
     found: list[float] = []
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
@@ -424,18 +399,18 @@ def test_the_missed_mass_equals_the_cpu_path(tmp_path: Path) -> None:
     assert max(found) > 0.01 and found[: len(found) // 2] == pytest.approx(found[len(found) // 2 :], abs=1e-3)
 
 
-def test_the_error_without_a_compiler_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other RuntimeErrors are raised unchanged."""
+def test_missing_compiler_error_names_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = pytest.importorskip("offload_rt.kernels.triton_norm")
-    said = ["Failed to find C compiler. Please specify via CC environment variable", "CUDA error: out of luck"]
+    messages = ["Failed to find C compiler. Please specify via CC environment variable", "CUDA error: out of luck"]
 
-    def fails(*args: object) -> None:
-        raise RuntimeError(said.pop(0))
+    def fail(*args: object) -> None:
+        raise RuntimeError(messages.pop(0))
 
-    monkeypatch.setattr(kernel, "rms_norm", fails)
+    monkeypatch.setattr(kernel, "rms_norm", fail)
     with simulated(Lazy()):
         model = tiny_model("llama", num_hidden_layers=1).to("cuda")
         with pytest.raises(ConfigError, match="install gcc or clang"):
             LLM(model, policy="full", host_memory="4MiB")
+        # other errors are raised unchanged
         with pytest.raises(RuntimeError, match="out of luck"):
             LLM(model, policy="full", host_memory="4MiB")

@@ -1,4 +1,4 @@
-"""Test the CUDA simulator: it reports each kind of fault and accepts the correct variant of the same code."""
+"""Test the CUDA simulator: it detects each kind of fault and accepts the correct variant of the same code."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ def sim(request: pytest.FixtureRequest) -> Iterator[Simulator]:
 
 
 @pytest.fixture
-def late_side() -> Iterator[Simulator]:
+def late_side_stream() -> Iterator[Simulator]:
     with simulated(Late((1,))) as machine:
         yield machine
 
 
 @pytest.fixture
-def late_compute() -> Iterator[Simulator]:
+def late_compute_stream() -> Iterator[Simulator]:
     with simulated(Late((0,))) as machine:
         yield machine
 
 
-def test_operations_run_as_on_a_host(sim: Simulator) -> None:
-    """Cover views, writes through views, reductions, sorting, indexing and products."""
+def test_operations_equal_those_of_a_cpu(sim: Simulator) -> None:
     x = torch.arange(12.0, device=CUDA).view(3, 4)
     x[1, 2:] = -1
     x[:, 0].mul_(3).add_(1)
@@ -49,8 +48,7 @@ def test_operations_run_as_on_a_host(sim: Simulator) -> None:
     assert y.device == torch.device("cuda:0") and y.is_cuda and values.untyped_storage().device.type == "cuda"
 
 
-def side_product(side: torch.cuda.Stream, wait: bool) -> torch.Tensor:
-    """Return a product of the side stream as the compute stream reads it."""
+def read_side_stream_result(side: torch.cuda.Stream, wait: bool) -> torch.Tensor:
     x = torch.full((4,), 2.0, device=CUDA)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -60,14 +58,14 @@ def side_product(side: torch.cuda.Stream, wait: bool) -> torch.Tensor:
     return (y + 1).cpu()
 
 
-def test_a_missing_wait_shows(late_side: Simulator) -> None:
+def test_missing_wait_between_streams_is_detected(late_side_stream: Simulator) -> None:
     side = torch.cuda.Stream()
-    assert side_product(side, wait=True).tolist() == [7.0] * 4
-    assert side_product(side, wait=False).isnan().all()
+    assert read_side_stream_result(side, wait=True).tolist() == [7.0] * 4
+    assert read_side_stream_result(side, wait=False).isnan().all()
 
 
-def staged_and_freed(side: torch.cuda.Stream, record: bool) -> torch.Tensor:
-    """Read a tensor of the side stream on the compute stream after the side stream freed it and continued."""
+def read_after_free(side: torch.cuda.Stream, record: bool) -> torch.Tensor:
+    """Read a tensor on the compute stream after the side stream freed it and reused its memory."""
     with torch.cuda.stream(side):
         staged = torch.full((4,), 5.0, device=CUDA)
     torch.cuda.current_stream().wait_stream(side)
@@ -80,13 +78,13 @@ def staged_and_freed(side: torch.cuda.Stream, record: bool) -> torch.Tensor:
     return read.cpu()
 
 
-def test_a_missing_record_stream_shows(late_compute: Simulator) -> None:
+def test_missing_record_stream_is_detected(late_compute_stream: Simulator) -> None:
     side = torch.cuda.Stream()
-    assert staged_and_freed(side, record=True).tolist() == [10.0] * 4
-    assert staged_and_freed(side, record=False).tolist() != [10.0] * 4
+    assert read_after_free(side, record=True).tolist() == [10.0] * 4
+    assert read_after_free(side, record=False).tolist() != [10.0] * 4
 
 
-def test_a_host_that_reads_too_early_reads_poison(late_compute: Simulator) -> None:
+def test_host_does_not_see_the_result_of_a_pending_copy(late_compute_stream: Simulator) -> None:
     x = torch.full((4,), 2.0, device=CUDA)
     event = torch.cuda.Event()
     early = x.to("cpu", non_blocking=True)
@@ -99,14 +97,14 @@ def test_a_host_that_reads_too_early_reads_poison(late_compute: Simulator) -> No
     assert into.tolist() == [0.0] * 4
 
 
-def test_a_host_that_writes_too_early_changes_the_copied_data(late_compute: Simulator) -> None:
+def test_host_write_during_a_pending_copy_changes_the_copy(late_compute_stream: Simulator) -> None:
     values = torch.ones(4).pin_memory()
     x = values.to(CUDA, non_blocking=True)
     values.fill_(7)
     assert x.tolist() == [7.0] * 4
 
 
-def test_a_block_that_was_freed_is_poison(sim: Simulator) -> None:
+def test_freed_memory_contains_poison(sim: Simulator) -> None:
     x = torch.full((600,), 2, dtype=torch.int64, device=CUDA)
     address = x.data_ptr()
     y = x + 1
@@ -119,8 +117,7 @@ def test_a_block_that_was_freed_is_poison(sim: Simulator) -> None:
     assert torch.empty(600, device=CUDA).isnan().all().item()
 
 
-def test_copies_that_are_not_asynchronous_are_noted(sim: Simulator) -> None:
-    """The note contains the line in this file. Asynchronous copies are not noted."""
+def test_synchronous_operations_are_recorded_with_their_file(sim: Simulator) -> None:
     pageable, pinned = torch.ones(4, 4), torch.ones(4, 4).pin_memory()
     x = torch.empty(4, 4, device=CUDA)
     x.copy_(pinned, non_blocking=True)
@@ -148,7 +145,7 @@ def test_copies_that_are_not_asynchronous_are_noted(sim: Simulator) -> None:
     ]
 
 
-def test_host_and_device_do_not_mix(sim: Simulator) -> None:
+def test_host_and_device_tensors_cannot_be_combined(sim: Simulator) -> None:
     x = torch.ones(4, device=CUDA)
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(4)
@@ -172,7 +169,7 @@ def test_memory_is_limited_and_counted() -> None:
         x = torch.empty(0, device=CUDA)
         sim.memory.collect()
         held = sim.memory.usage.active - sim.memory.usage.allocated
-        assert held == 512, "a stream that has not got there keeps the block"
+        assert held == 512, "the block is held until the side stream reaches this point"
         side.synchronize()
         sim.memory.collect()
         assert sim.memory.usage.active == sim.memory.usage.allocated
@@ -181,8 +178,7 @@ def test_memory_is_limited_and_counted() -> None:
 # ------------------------------------------------------------------------------------------------------------- graphs
 
 
-def forked(side: torch.cuda.Stream, x: torch.Tensor, join: bool = True) -> torch.Tensor:
-    """Return a product that uses both a side stream and the current stream."""
+def compute_on_two_streams(side: torch.cuda.Stream, x: torch.Tensor, join: bool = True) -> torch.Tensor:
     now = torch.cuda.current_stream()
     side.wait_stream(now)
     with torch.cuda.stream(side):
@@ -194,24 +190,23 @@ def forked(side: torch.cuda.Stream, x: torch.Tensor, join: bool = True) -> torch
     return y + z
 
 
-def test_a_graph_repeats_the_captured_launches(sim: Simulator) -> None:
+def test_graph_repeats_the_captured_launches(sim: Simulator) -> None:
     side, x = torch.cuda.Stream(), torch.zeros(4, device=CUDA)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = forked(side, x)
+        out = compute_on_two_streams(side, x)
     for value in (1.0, 5.0):
         x.fill_(value)
         graph.replay()
         assert out.tolist() == [3 * value + 1] * 4
 
 
-def test_captures_are_refused_as_cuda_refuses_them(sim: Simulator) -> None:
-    """Cover a side stream that is not joined, an event recorded outside the capture, and a host wait."""
+def test_invalid_captures_are_refused(sim: Simulator) -> None:
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     before, x = torch.cuda.Event(), torch.zeros(4, device=CUDA)
     before.record()
     with pytest.raises(CaptureError, match="not joined"), torch.cuda.graph(graph):
-        forked(side, x, join=False)
+        compute_on_two_streams(side, x, join=False)
     for body, what in ((before.wait, "outside"), (before.synchronize, "host waits"), (x.cpu, "host waits")):
         graph = torch.cuda.CUDAGraph()
         with pytest.raises(CaptureError, match=what), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -221,7 +216,7 @@ def test_captures_are_refused_as_cuda_refuses_them(sim: Simulator) -> None:
 # ------------------------------------------------------------------------------------------------------------- Triton
 
 
-def test_kernels_touch_device_and_page_locked_memory_only(sim: Simulator) -> None:
+def test_kernels_access_only_device_and_page_locked_memory(sim: Simulator) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from offload_rt.kernels.triton_gather import gather_rows
 
@@ -234,12 +229,12 @@ def test_kernels_touch_device_and_page_locked_memory_only(sim: Simulator) -> Non
     gather_rows(pinned, ids, counts, out)
     assert torch.equal(out.cpu()[0, [0, 2]], rows[[3, 7]]) and out[0, 1].abs().sum().item() == 0
 
-    def astray() -> None:
+    def read_out_of_bounds() -> None:
         gather_rows(pinned, ids + (1 << 40), counts, out)
         torch.cuda.synchronize()
 
     with pytest.raises(Exception, match="cannot reach"):
-        astray()
+        read_out_of_bounds()
 
 
 def test_kernels_run_on_the_current_device() -> None:

@@ -1,4 +1,4 @@
-"""Test which blocks have slots on the device, against a model that computes everything from the block tables."""
+"""Test which blocks have slots on the device, against a simple model of the block tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload_rt.transfer.device_blocks import DeviceBlocks
 LAYERS = (0, 2)
 
 
-def test_blocks_keep_their_slots_and_new_ones_stay_on_the_host_under_pressure() -> None:
+def test_blocks_keep_their_slots_and_new_blocks_get_free_slots() -> None:
     blocks = DeviceBlocks(3, LAYERS)
     assert blocks.update(7, [10, 11], 0)
     assert blocks.update(8, [20, 21], 0)
@@ -27,7 +27,7 @@ def test_blocks_keep_their_slots_and_new_ones_stay_on_the_host_under_pressure() 
     blocks.check_integrity()
 
 
-def test_a_block_with_kv_is_readable_layer_by_layer_after_it_was_loaded() -> None:
+def test_block_with_kv_is_readable_per_layer_after_loading() -> None:
     blocks = DeviceBlocks(4, LAYERS)
     blocks.update(1, [5, 6], BLOCK_SIZE + 1)
     assert blocks.incomplete(1) and blocks.complete_slots(1) == [-1, -1]
@@ -40,8 +40,7 @@ def test_a_block_with_kv_is_readable_layer_by_layer_after_it_was_loaded() -> Non
     assert blocks.complete_slots(1) == [0, -1] and blocks.version(1) != before
 
 
-def test_a_block_that_the_pool_reuses_loses_its_copy() -> None:
-    """A truncated sequence gets its freed block again, with KV that the host copied there."""
+def test_freed_block_loses_its_device_copy() -> None:
     blocks = DeviceBlocks(4, LAYERS)
     blocks.update(1, [5, 6], 0)
     before = blocks.version(1)
@@ -53,8 +52,8 @@ def test_a_block_that_the_pool_reuses_loses_its_copy() -> None:
     blocks.check_integrity()
 
 
-class Tables(RuleBasedStateMachine):
-    """Block tables of sequences that share, drop and regain blocks of a small pool."""
+class DeviceBlocksMachine(RuleBasedStateMachine):
+    """Sequences whose block tables share, release and regain blocks of a small pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,31 +62,30 @@ class Tables(RuleBasedStateMachine):
         self.known: dict[int, list[int]] = {}  # in the last `update`, without blocks freed after it
         self.copies: dict[int, set[int]] = {}  # missing layers of each copy
         self.versions: dict[int, tuple[int, list[int]]] = {}  # sequence and slots by version
-        self.told: set[int] = set()  # sequences whose table is known
+        self.up_to_date: set[int] = set()  # sequences whose table the device knows
         self.keys = iter(range(1, 1 << 20))
 
-    def free(self) -> list[int]:
+    def free_blocks(self) -> list[int]:
         return [block for block in range(12) if all(block not in ids for ids in self.tables.values())]
 
-    def drop(self, dropped: list[int]) -> None:
-        """Free the blocks that no sequence has any more."""
-        gone = [block for block in dropped if block in self.free()]
+    def release(self, dropped: list[int]) -> None:
+        gone = [block for block in dropped if block in self.free_blocks()]
         self.blocks.freed(gone)
         for block in gone:
             self.copies.pop(block, None)
             for ids in self.known.values():
                 if block in ids:
                     ids.remove(block)
-        self.forget_unused()
+        self.drop_unused_copies()
 
-    def forget_unused(self) -> None:
+    def drop_unused_copies(self) -> None:
         used = {block for ids in self.known.values() for block in ids}
         self.copies = {block: missing for block, missing in self.copies.items() if block in used}
 
-    def tell(self, key: int, length: int) -> None:
+    def update_device(self, key: int, length: int) -> None:
         ids = self.tables[key]
         self.known[key] = [block for block in self.known.get(key, []) if block in ids]
-        self.forget_unused()
+        self.drop_unused_copies()
         for index, block in enumerate(ids):
             if block not in self.known[key]:
                 new = index * BLOCK_SIZE >= length and all(block not in own for own in self.known.values())
@@ -95,13 +93,13 @@ class Tables(RuleBasedStateMachine):
                     self.copies[block] = set() if new else set(LAYERS)
                 self.known[key].append(block)
         self.blocks.update(key, list(ids), length)
-        self.told.add(key)
+        self.up_to_date.add(key)
 
     @rule(data=st.data(), count=st.integers(0, 4))
     def open(self, data: Any, count: int) -> None:
         key = next(self.keys)
-        self.tables[key] = self.free()[:count]
-        self.tell(key, data.draw(st.integers(0, count * BLOCK_SIZE)))
+        self.tables[key] = self.free_blocks()[:count]
+        self.update_device(key, data.draw(st.integers(0, count * BLOCK_SIZE)))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -110,21 +108,21 @@ class Tables(RuleBasedStateMachine):
         shared = data.draw(st.integers(0, len(self.tables[origin])))
         key = next(self.keys)
         self.tables[key] = self.tables[origin][:shared]
-        self.tell(key, shared * BLOCK_SIZE)
+        self.update_device(key, shared * BLOCK_SIZE)
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), told=st.booleans(), grow=st.integers(0, 3))
-    def change(self, data: Any, told: bool, grow: int) -> None:
-        """Truncate a sequence and let it grow. If not `told`, the device learns of both changes later."""
+    @rule(data=st.data(), notify=st.booleans(), grow=st.integers(0, 3))
+    def truncate_and_extend(self, data: Any, notify: bool, grow: int) -> None:
+        """Truncate a sequence and extend it. Without `notify`, the device is updated later."""
         key = data.draw(st.sampled_from(sorted(self.tables)))
         kept = data.draw(st.integers(0, len(self.tables[key])))
         dropped = self.tables[key][kept:]
         del self.tables[key][kept:]
-        self.drop(dropped)
-        self.tables[key] += self.free()[:grow]
-        self.told.discard(key)
-        if told:
-            self.tell(key, data.draw(st.integers(0, len(self.tables[key]) * BLOCK_SIZE)))
+        self.release(dropped)
+        self.tables[key] += self.free_blocks()[:grow]
+        self.up_to_date.discard(key)
+        if notify:
+            self.update_device(key, data.draw(st.integers(0, len(self.tables[key]) * BLOCK_SIZE)))
 
     @precondition(lambda self: any(self.copies.values()))
     @rule(data=st.data())
@@ -140,16 +138,16 @@ class Tables(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.tables)))
         self.blocks.close(key)
         self.known.pop(key)
-        self.told.discard(key)
-        self.forget_unused()
-        self.drop(self.tables.pop(key))
+        self.up_to_date.discard(key)
+        self.drop_unused_copies()
+        self.release(self.tables.pop(key))
 
     @invariant()
     def agrees(self) -> None:
         self.blocks.check_integrity()
         slots = {block: self.blocks.slot(block) for block in range(12)}
         assert {block for block, slot in slots.items() if slot >= 0} == self.copies.keys()
-        for key in self.told:
+        for key in self.up_to_date:
             complete = self.blocks.complete_slots(key)
             assert self.versions.setdefault(self.blocks.version(key), (key, complete)) == (key, complete)
         for block, missing in self.copies.items():
@@ -160,4 +158,6 @@ class Tables(RuleBasedStateMachine):
 
 
 def test_slots_follow_the_block_tables() -> None:
-    run_state_machine_as_test(Tables, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(
+        DeviceBlocksMachine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None)
+    )

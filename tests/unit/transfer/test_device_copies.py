@@ -1,4 +1,4 @@
-"""Test copies of KV blocks on the simulated device: no token depends on them, and their KV is not transferred."""
+"""Test copies of KV blocks on the simulated device: tokens do not change, and KV with a copy is not transferred."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 RUNS = DAILY + (OTHERS if ALL else [])
 
 
-def tokens(answers: list[list[int]], cell: Cell) -> list[list[int]]:
-    """Return the answers without their byte counts."""
+def without_byte_counts(answers: list[list[int]], cell: Cell) -> list[list[int]]:
     counted = cell.scene.__name__ not in ("forked", "session", "stored")
     return [one[:-1] if counted else one for one in answers]
 
@@ -75,18 +74,17 @@ def tokens(answers: list[list[int]], cell: Cell) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "memory", "schedule"), RUNS, ids=lambda x: str(x))
 def test_copies_change_no_token(name: str, memory: int, schedule: str, tmp_path: Path) -> None:
     cell = BY_NAME[name]
-    expected = tokens(cell.run("cpu", tmp_path), cell)
+    expected = without_byte_counts(cell.run("cpu", tmp_path), cell)
     with simulated(SCHEDULES[schedule]()):
         copied = replace(cell, settings=cell.settings | {"device_kv_memory": memory})
-        assert tokens(copied.run("cuda", tmp_path), cell) == expected
+        assert without_byte_counts(copied.run("cuda", tmp_path), cell) == expected
 
 
 LENGTHS = (100, 70, 130)
 DECODED = 5
 
 
-def run(memory: int | None, policy: str, options: dict[str, Any], **settings: Any) -> list[CompletionOutput]:
-    """Decode three sequences on the simulated device, with copies of up to `memory` bytes."""
+def generate(memory: int | None, policy: str, options: dict[str, Any], **settings: Any) -> list[CompletionOutput]:
     model = tiny_model("llama", num_hidden_layers=LAYERS).to("cuda")
     llm = LLM(
         model, policy=policy, policy_options=options, host_memory="4MiB", missed_mass_every=0, device_kv_memory=memory,
@@ -102,10 +100,9 @@ def run(memory: int | None, policy: str, options: dict[str, Any], **settings: An
 @pytest.mark.parametrize(
     ("policy", "options"), [("full", {}), ("quest", POLICIES["quest"]), *([("infinigen", LOW_BITS)] if ALL else [])]
 )
-def test_kv_with_copies_is_not_transferred(policy: str, options: dict[str, Any]) -> None:
-    """If all blocks have copies, decode steps transfer no KV. With two copies, they transfer less than without."""
+def test_kv_with_device_copies_is_not_transferred(policy: str, options: dict[str, Any]) -> None:
     with simulated(Lazy()):
-        without, few, many = (run(memory, policy, options) for memory in (None, FEW, MANY))
+        without, few, many = (generate(memory, policy, options) for memory in (None, FEW, MANY))
     for plain, mixed, copied in zip(without, few, many, strict=True):
         assert plain.token_ids == mixed.token_ids == copied.token_ids
         assert plain.stats.h2d_bytes_steps > 0 and plain.stats.device_kv_hit_rate is None
@@ -118,8 +115,7 @@ def test_kv_with_copies_is_not_transferred(policy: str, options: dict[str, Any])
     assert 0 < sum(one.stats.h2d_bytes for one in few) < sum(one.stats.h2d_bytes for one in without)
 
 
-def test_a_prefix_is_transferred_once() -> None:
-    """The prefill after a cached prefix copies the prefix to the device, where decode steps read it."""
+def test_cached_prefix_is_transferred_once_in_prefill() -> None:
     params, stem = SamplingParams(max_tokens=DECODED, temperature=0), tiny_prompt(128)
     # The second request overwrites the copies of the first one.
     prompts = [stem + tiny_prompt(9, seed=1), tiny_prompt(137, seed=2), stem + tiny_prompt(9, seed=3)]
@@ -137,8 +133,7 @@ def test_a_prefix_is_transferred_once() -> None:
 
 
 @pytest.mark.parametrize(("memory", "swaps"), [(FEW, True), (MANY, False), *([(MANY, True)] if ALL else [])])
-def test_preempted_requests_continue_with_copies(memory: int, swaps: bool, tmp_path: Path) -> None:
-    """The pool is too small for three answers. Preempted requests are restored from disk or recomputed."""
+def test_preempted_requests_continue_with_device_copies(memory: int, swaps: bool, tmp_path: Path) -> None:
     prompts = [tiny_prompt(94) + tiny_prompt(32, seed=seed) for seed in range(3)]
 
     def llm(device: str, blocks: int, **settings: Any) -> LLM:
@@ -148,6 +143,7 @@ def test_preempted_requests_continue_with_copies(memory: int, swaps: bool, tmp_p
     params = SamplingParams(max_tokens=8, temperature=0)
     expected = [done.token_ids for done in completed(llm("cpu", 40).generate(prompts, params))]
     with simulated(Late((1, 2))):
+        # six blocks are too few for three answers
         runner = llm("cuda", 6, device_kv_memory=memory).runner
         swap = Swap(runner, tmp_path, StoreOptions()) if swaps else None
         engine = Engine(runner, max_num_seqs=4, swap=swap)
@@ -162,7 +158,7 @@ def test_preempted_requests_continue_with_copies(memory: int, swaps: bool, tmp_p
         assert [one.token_ids for request in requests for one in request.completions()] == expected
 
 
-def test_a_moved_entry_moves_in_the_copy_too() -> None:
+def test_moved_entry_also_moves_in_the_device_copy() -> None:
     pool, streams = make_pool(4), (InlineStream(), InlineStream())
     transfer = CudaTransfer(pool, geometry(), torch.device("cpu"), streams=streams, device_blocks=2)
     blocks = pool.new_block_table(3 * BLOCK_SIZE)
@@ -198,8 +194,8 @@ class NamedStream(InlineStream):
         self.waits.append((self.name, event.name))
 
 
-def test_loads_and_reused_slots_are_ordered_with_writes() -> None:
-    """A copy is loaded after all writes to its slot and before the next ones. The simulator cannot interleave them."""
+def test_loading_a_copy_waits_for_earlier_writes_and_blocks_later_ones() -> None:
+    """The simulator cannot interleave loads and writes, so this test checks the recorded waits."""
     pool, waits = make_pool(4), list[tuple[str, str]]()
     streams = NamedStream("prefetch", waits), NamedStream("write-back", waits)
     transfer = CudaTransfer(pool, geometry(), torch.device("cpu"), streams=streams, device_blocks=2)
@@ -215,7 +211,7 @@ def test_loads_and_reused_slots_are_ordered_with_writes() -> None:
     pool.release(blocks)
 
 
-def test_damaged_copies_are_noticed() -> None:
+def test_integrity_check_detects_damaged_copies() -> None:
     with simulated(Lazy()):
         model = tiny_model("llama", num_hidden_layers=LAYERS).to("cuda")
         runner = LLM(model, policy="full", host_memory="4MiB", device_kv_memory=MANY).runner
@@ -228,7 +224,7 @@ def test_damaged_copies_are_noticed() -> None:
         runner.free(sequence)
 
 
-def test_copies_are_refused_where_they_cannot_be(tmp_path: Path) -> None:
+def test_impossible_device_kv_memory_is_refused(tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     with pytest.raises(ConfigError, match="this device is a CPU"):
         LLM(model, device_kv_memory="1MiB")
@@ -244,7 +240,7 @@ def test_copies_are_refused_where_they_cannot_be(tmp_path: Path) -> None:
             LLM(model.to("cuda"), policy="full", host_memory="4GiB", device_kv_memory="4GiB")
 
 
-def test_the_plan_counts_copies(tmp_path: Path) -> None:
+def test_plan_includes_device_copies(tmp_path: Path) -> None:
     with simulated(Lazy()):
         shape = load_shape(tiny_checkpoint(tmp_path, "llama"), device="cuda", dtype="float32")
     plain, copied = (costs_for(EngineConfig(device_kv_memory=memory), shape) for memory in (None, "1MiB"))

@@ -1,6 +1,6 @@
 """Test that the peak of the allocator stays below `device_memory` during prefill and decode.
 
-The peak includes memory that streams still hold, however far the host is ahead of the device.
+The peak includes freed memory that a late stream still uses.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ WINDOW = {"sinks": 4, "recent": 16}
 
 
 @dataclass(frozen=True)
-class Row:
-    """A policy, a batch size and their options. If `streamed` is set, no layer's weights stay on the device."""
-
+class Case:
     name: str
     policy: str
     batch: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    streamed: bool = False
+    streamed: bool = False  # no layer's weights stay on the device
     daily: bool = False
 
     def __str__(self) -> str:
@@ -49,27 +47,27 @@ class Row:
 
 
 ROWS = WINDOW | {"preset": "rows", "alpha": 50.0}
-TABLE = [
-    Row("full", "full"),
-    Row("full, batch, streamed", "full", 3, streamed=True, daily=True),
-    Row("full, rounded", "full", settings={"kv_cache_dtype": "int8"}),
-    Row("tail", "infinigen", options=WINDOW),
-    Row("tail, streamed", "infinigen", options=WINDOW, streamed=True),
-    Row("rows", "infinigen", options=ROWS),
-    Row("rows, batch", "infinigen", 3, ROWS),
-    Row("rows, graphs", "infinigen", 3, ROWS, {"cuda_graphs": True, "enable_prefix_caching": False}),
-    Row("rows, working set", "infinigen", 2, ROWS, {"working_set": 24}),
-    Row("h2o", "h2o", 2, WINDOW),
-    Row("quest", "quest", options=WINDOW, daily=True),
-    Row("quest, copies", "quest", 2, WINDOW, {"device_kv_memory": 1 << 19}),
-    Row("quest, batch, working set", "quest", 3, WINDOW, {"working_set": 24}),
+CASES = [
+    Case("full", "full"),
+    Case("full, batch, streamed", "full", 3, streamed=True, daily=True),
+    Case("full, rounded", "full", settings={"kv_cache_dtype": "int8"}),
+    Case("tail", "infinigen", options=WINDOW),
+    Case("tail, streamed", "infinigen", options=WINDOW, streamed=True),
+    Case("rows", "infinigen", options=ROWS),
+    Case("rows, batch", "infinigen", 3, ROWS),
+    Case("rows, graphs", "infinigen", 3, ROWS, {"cuda_graphs": True, "enable_prefix_caching": False}),
+    Case("rows, working set", "infinigen", 2, ROWS, {"working_set": 24}),
+    Case("h2o", "h2o", 2, WINDOW),
+    Case("quest", "quest", options=WINDOW, daily=True),
+    Case("quest, copies", "quest", 2, WINDOW, {"device_kv_memory": 1 << 19}),
+    Case("quest, batch, working set", "quest", 3, WINDOW, {"working_set": 24}),
 ]
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "lazy": Lazy,
     "late write-back": lambda: Late((2,)),
     "late prefetch": lambda: Late((1,)),
 }
-RUNS = [(row, name) for row in TABLE if ALL or row.daily for name in (SCHEDULES if ALL else ("lazy",))]
+RUNS = [(case, name) for case in CASES if ALL or case.daily for name in (SCHEDULES if ALL else ("lazy",))]
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +77,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("row", "schedule"), RUNS, ids=str)
-def test_the_peak_is_below_the_limit(
-    row: Row, schedule: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("case", "schedule"), RUNS, ids=str)
+def test_peak_memory_is_below_the_smallest_accepted_limit(
+    case: Case, schedule: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is the smallest one that the plan accepts.
-
-    The simulator has no cuBLAS workspace, so the share of the workspace is set to 0.
-    """
-    monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
+    monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)  # the simulator has no cuBLAS workspace
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))  # empty: the first start calibrates
     with simulated(SCHEDULES[schedule]()) as sim:
-        limit = least(row, folder)
+        limit = smallest_limit(case, folder)
         llm = LLM(
-            folder, policy=row.policy, policy_options=row.options, device="cuda", dtype="float32",
+            folder, policy=case.policy, policy_options=case.options, device="cuda", dtype="float32",
             device_memory=limit, max_model_len=CONTEXT, host_memory="8MiB", missed_mass_every=0, prefill_chunk_size=512,
-            **row.settings,
+            **case.settings,
         )  # fmt: skip
         runner, usage, sequences = llm.runner, sim.memory.usage, []
         weights, peaks = usage.active, {"load": usage.active_peak}
         sim.memory.usage.reset_peaks()
-        for seed in range(row.batch):
+        for seed in range(case.batch):
             sequences.append(runner.new_sequence(tiny_prompt(CONTEXT, seed=seed), CONTEXT))
             runner.prefill(sequences[-1], CONTEXT - DECODED)
         peaks["prefill"] = usage.active_peak
@@ -114,21 +108,20 @@ def test_the_peak_is_below_the_limit(
         peaks["next prefill"] = usage.active_peak
         for sequence in sequences:
             runner.free(sequence)
-    print(f"\n{row}, {schedule}: limit {limit:,}", *(f"{name} {peak / limit:.0%}" for name, peak in peaks.items()))
+    print(f"\n{case}, {schedule}: limit {limit:,}", *(f"{name} {peak / limit:.0%}" for name, peak in peaks.items()))
     assert weights < min(peaks["prefill"], peaks["decode"]), "nothing was counted"
     assert max(peaks.values()) <= limit, peaks
-    assert max(peaks.values()) - weights > 0.15 * (limit - weights), "the limit is no limit"
+    assert max(peaks.values()) - weights > 0.15 * (limit - weights), "the limit is far above the peak"
 
 
-def test_a_first_start_calibrates_with_layers_that_stream(
+def test_first_start_calibrates_with_streamed_layers_within_the_limit(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calibration needs more memory than the planned context, but stays within the limit."""
     monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
-    row = Row("tail, streamed", "infinigen", options=WINDOW, streamed=True)
+    case = Case("tail, streamed", "infinigen", options=WINDOW, streamed=True)
     with simulated(Lazy()) as sim:
-        limit = least(row, folder)
+        limit = smallest_limit(case, folder)
         llm = LLM(
             folder, policy_options=WINDOW, device="cuda", dtype="float32", device_memory=limit, max_model_len=CONTEXT,
             host_memory="8MiB",
@@ -137,48 +130,47 @@ def test_a_first_start_calibrates_with_layers_that_stream(
         assert 0.8 * limit < sim.memory.usage.active_peak <= limit
 
 
-def least(row: Row, folder: Path) -> int:
-    """Return the smallest limit in bytes with which the sequences of the row fit."""
+def smallest_limit(case: Case, folder: Path) -> int:
     shape = load_shape(folder, device="cuda", dtype="float32")
-    demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
-    rounded, working = "kv_cache_dtype" in row.settings, row.settings.get("working_set", 0)
-    graphs = "cuda_graphs" in row.settings
+    demand = memory_demand(case.policy, case.options, shape.geometry, shape.dtype)
+    rounded, working = "kv_cache_dtype" in case.settings, case.settings.get("working_set", 0)
+    graphs = "cuda_graphs" in case.settings
     costs = DeviceCosts(
         shape, demand, 512, kv_quantised=rounded, working_set=working, graphs=graphs,
-        device_kv=row.settings.get("device_kv_memory", 0),
+        device_kv=case.settings.get("device_kv_memory", 0),
     )  # fmt: skip
-    layers = BUFFERS if row.streamed else LAYERS
-    return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
+    layers = BUFFERS if case.streamed else LAYERS
+    return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * case.batch)
 
 
 def test_info_shows_the_memory_of_captured_graphs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By default, up to eight graphs keep the buffers of one step each, one graph per length bucket.
 
-    Under a limit, they keep those of one step in total, and only if CUDA graphs are requested.
+    With `device_memory`, one graph keeps its buffers, and only if CUDA graphs are requested.
     """
     arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")
-    name, said = "device: CUDA graphs, at most", {}
+    name, lines = "device: CUDA graphs, at most", {}
     with simulated(Lazy()):
         for options in ((), ("--device-memory", "1GiB"), ("--cuda-graphs", "--device-memory", "1GiB")):
             assert main((*arguments, "cuda", *options)) in (0, 1)
-            said[options] = next((line for line in capsys.readouterr().out.splitlines() if name in line), "")
+            lines[options] = next((line for line in capsys.readouterr().out.splitlines() if name in line), "")
         config = EngineConfig(cuda_graphs=True, device="cuda", dtype="float32")
         costs = costs_for(config, load_shape(folder, device="cuda", dtype="float32"))
     eager, one, eight = (requirements(costs, 1000, CONTEXT, most) for most in (0, 1, 8))
     step = one.staging + one.decode
     assert (eager.graphs, one.graphs, eight.graphs) == (0, step, 8 * step)
     assert (one.device - eager.device, eight.device - eager.device) == (step, 8 * step)
-    usual, limited, one_of_them = said.values()
+    unlimited, limited, single = lines.values()
     assert (
-        format_size(len(set(map(bucket, range(1, CONTEXT + 1)))) * step) in usual
+        format_size(len(set(map(bucket, range(1, CONTEXT + 1)))) * step) in unlimited
         and not limited
-        and format_size(step) in one_of_them
+        and format_size(step) in single
     )
     assert main((*arguments, "cpu", "--cuda-graphs")) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
-def test_an_allocation_beyond_the_limit_would_be_seen(folder: Path) -> None:
+def test_simulator_counts_peak_memory(folder: Path) -> None:
     with simulated(Lazy()) as sim:
         held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
         assert sim.memory.usage.active_peak >= held.nbytes

@@ -51,28 +51,28 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def deep_model(name: str) -> PreTrainedModel:
-    """Return a model of twelve layers whose weights are larger than its KV."""
+    # KV of heads of 16 is smaller than the weights
     heads = {"head_dim": 16} if name == "llama" else {}
     return tiny_model(name, **depth(name, LAYERS), **heads)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that saves a checkpoint of twelve layers by architecture."""
+    """Return a function that saves the deep model with a given name and returns its folder."""
     made: dict[str, Path] = {}
 
-    def saved(name: str) -> Path:
+    def save(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
             deep_model(name).save_pretrained(made[name])
         return made[name]
 
-    return saved
+    return save
 
 
 @pytest.fixture(autouse=True)
-def calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count no memory for calibration, which needs more than these short contexts. `test_device_limit.py` covers it."""
+def no_memory_for_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration needs more memory than these short contexts. `test_device_limit.py` tests this memory."""
     monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
 
 
@@ -83,7 +83,7 @@ def costs_of(folder: Path, policy: str, options: dict[str, Any]) -> DeviceCosts:
 
 
 def streaming_limit(costs: DeviceCosts, contexts: list[int], resident: int = 4) -> int:
-    """Return the number of bytes for `contexts`, `resident` layers and two weight buffers."""
+    """Return the bytes for `contexts`, `resident` layers and two weight buffers."""
     sizes = costs.shape.sizes
     return sizes.fixed + (resident + 2) * sizes.layers[0] + costs.total(contexts)
 
@@ -131,7 +131,7 @@ def test_streamed_weights_give_the_same_tokens(folder: Any, name: str, policy: s
     assert stats.weight_bytes_device < stats.weight_bytes
 
 
-def test_a_batch_shares_streamed_weights(folder: Any) -> None:
+def test_batch_shares_streamed_weights(folder: Any) -> None:
     rows = {"preset": "rows", "source": "residual"}
     costs = costs_of(folder("llama"), "infinigen", rows)
     prompts = [tiny_prompt(length, seed=length) for length in (40, 110, 55)]
@@ -150,18 +150,17 @@ def test_a_batch_shares_streamed_weights(folder: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ under the limit
 
 
-def blocks_of(llm: LLM) -> list[int]:
+def addresses_of_host_blocks(llm: LLM) -> list[int]:
     stream = stream_of(llm)
     return [] if stream is None else [block.host.untyped_storage().data_ptr() for block in stream._blocks.values()]
 
 
 def test_device_memory_before_a_run_equals_the_plan(folder: Any) -> None:
-    """Weights on the device are exactly the embeddings, head, resident layers and two buffers."""
     costs = costs_of(folder("qwen2"), "full", {})
     limit = streaming_limit(costs, [CONTEXT])
     llm, counted = count(
         lambda: limited(folder("qwen2"), "full", {}, limit),
-        lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)},
+        lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr(), *addresses_of_host_blocks(llm)},
         lambda llm: (torch.zeros(1), llm)[1],
     )
     plan = llm.runner.plan
@@ -171,12 +170,8 @@ def test_device_memory_before_a_run_equals_the_plan(folder: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
-def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy: str, options: dict[str, Any]) -> None:
-    """CUDA's own peak counter is used. The limit includes CUDA_WORKSPACE for cuBLAS.
-
-    Tokens equal those of the same device without a limit. `test_device_limit.py` covers a simulated device, without the
-    workspace.
-    """
+def test_cuda_allocator_peak_is_below_the_limit(folder: Any, policy: str, options: dict[str, Any]) -> None:
+    """The limit includes the cuBLAS workspace. `test_device_limit.py` covers a simulated device, which has none."""
     shape = load_shape(folder("llama"), device="cuda", dtype="float32")
     demand = memory_demand(policy, options, shape.geometry, shape.dtype)
     limit = streaming_limit(DeviceCosts(shape, demand, 512), [CONTEXT, CONTEXT], resident=0)
@@ -197,13 +192,12 @@ def test_the_cuda_allocator_never_holds_more_than_the_limit(folder: Any, policy:
 
 
 @pytest.mark.parametrize("options", [{}, POLICIES[2][1], POLICIES[3][1]])
-def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str, Any]) -> None:
-    """The limit has room for everything except skewing bases and scoring keys."""
+def test_scoring_keys_on_the_host_give_the_same_tokens(folder: Any, options: dict[str, Any]) -> None:
     costs = costs_of(folder("llama"), "infinigen", options)
     on_device = streaming_limit(costs, [CONTEXT], resident=0)
     plan = plan_device(on_device, costs, CONTEXT)
     assert plan.streamed == tuple(range(LAYERS)) and not plan.keys_on_host
-    llm = limited(folder("llama"), "infinigen", options, on_device - 1)
+    llm = limited(folder("llama"), "infinigen", options, on_device - 1)  # too little for scoring keys
     assert llm.runner.plan is not None and llm.runner.plan.keys_on_host
     prompt = tiny_prompt(PROMPT)
     [here] = completed(llm.generate([prompt], GREEDY))
@@ -217,7 +211,7 @@ def test_scoring_keys_on_the_host_select_the_same(folder: Any, options: dict[str
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_corrections_of_guesses_are_always_on_the_device(folder: Any, corrected: bool) -> None:
+def test_query_corrections_are_always_on_the_device(folder: Any, corrected: bool) -> None:
     costs = costs_of(folder("llama"), "infinigen", {"corrected": corrected})
     geometry, size = costs.shape.geometry, costs.shape.dtype.itemsize
     held = 2 * geometry.hidden * LAYERS * size if corrected else 0  # slope and offset
@@ -228,7 +222,7 @@ def test_corrections_of_guesses_are_always_on_the_device(folder: Any, corrected:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def test_a_plan_keeps_as_many_layers_as_fit(folder: Any) -> None:
+def test_plan_keeps_as_many_layers_as_fit(folder: Any) -> None:
     costs = costs_of(folder("opt"), "full", {})
     sizes, rest = costs.shape.sizes, costs.total([CONTEXT])
     everything = sizes.fixed + sum(sizes.layers) + rest
@@ -242,7 +236,7 @@ def test_a_plan_keeps_as_many_layers_as_fit(folder: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_are_those_of_the_loaded_model(folder: Any, name: str) -> None:
+def test_planned_sizes_equal_the_loaded_model(folder: Any, name: str) -> None:
     shape = load_shape(folder(name), device="cpu")
     model = deep_model(name)
     assert shape.sizes == weight_sizes(model)
@@ -251,7 +245,7 @@ def test_sizes_are_those_of_the_loaded_model(folder: Any, name: str) -> None:
     assert shape.weight_bytes - shape.sizes.fixed == sum(p.nbytes for p in model.parameters() if id(p) in own)
 
 
-def test_the_error_of_a_small_limit_names_a_sufficient_one(folder: Any) -> None:
+def test_error_of_a_small_limit_names_a_sufficient_context(folder: Any) -> None:
     costs = costs_of(folder("llama"), "full", {})
     least = streaming_limit(costs, [CONTEXT], resident=0)
     with pytest.raises(MemoryLimitError, match=r"1 B are missing. Up to 64 tokens would fit: pass max_model_len"):
@@ -261,7 +255,7 @@ def test_the_error_of_a_small_limit_names_a_sufficient_one(folder: Any) -> None:
         limited(folder("llama"), "full", {}, "64KiB")  # type: ignore[arg-type]
 
 
-def test_a_longer_prompt_than_planned_is_refused_and_shorter_ones_run(folder: Any) -> None:
+def test_prompt_longer_than_planned_is_refused_and_shorter_ones_run(folder: Any) -> None:
     costs = costs_of(folder("llama"), "full", {})
     llm = limited(folder("llama"), "full", {}, streaming_limit(costs, [CONTEXT], resident=0))
     with pytest.raises(DeviceFullError, match=r"this plan is for 128 tokens"):
@@ -270,7 +264,7 @@ def test_a_longer_prompt_than_planned_is_refused_and_shorter_ones_run(folder: An
     llm.runner.check_integrity()
 
 
-def test_sequences_that_do_not_fit_together_wait(folder: Any) -> None:
+def test_sequences_that_do_not_fit_together_run_one_after_another(folder: Any) -> None:
     costs = costs_of(folder("llama"), "full", {})
     llm = limited(folder("llama"), "full", {}, streaming_limit(costs, [CONTEXT], resident=0))
     prompts = [tiny_prompt(length, seed=length) for length in (100, 90, 119)]
@@ -279,7 +273,7 @@ def test_sequences_that_do_not_fit_together_wait(folder: Any) -> None:
     assert llm.runner.pool.sequence_bytes == 0
 
 
-def test_weights_of_a_loaded_model_stay_where_they_are() -> None:
+def test_weights_of_a_loaded_model_are_not_streamed() -> None:
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     sizes = weight_sizes(model)
     with pytest.raises(ConfigError, match="pass the model's folder"):
@@ -287,13 +281,13 @@ def test_weights_of_a_loaded_model_stay_where_they_are() -> None:
     LLM(model, policy="full", device_memory=sizes.fixed + sum(sizes.layers) + 1_000_000, max_model_len=64)
 
 
-@pytest.mark.parametrize("wrong", [{"device_memory": 0}, {"device_memory": "x"}, {"max_model_len": 0}])
-def test_settings_without_meaning_are_refused(folder: Any, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        LLM(folder("llama"), policy="full", **wrong)
+@pytest.mark.parametrize("invalid", [{"device_memory": 0}, {"device_memory": "x"}, {"max_model_len": 0}])
+def test_invalid_settings_are_refused(folder: Any, invalid: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(invalid))):
+        LLM(folder("llama"), policy="full", **invalid)
 
 
-def test_demand_follows_the_options() -> None:
+def test_memory_demand_follows_the_options() -> None:
     geometry = load_shape(tiny_model("llama")).geometry  # 3 layers, 2 KV heads of 32
     options = InfiniGenOptions.preset("rows", dense_layers=(0, 1), budget=0.3)
     demand = memory_demand("infinigen", options, geometry, torch.bfloat16)
@@ -310,8 +304,8 @@ def test_demand_follows_the_options() -> None:
 # ----------------------------------------------------------------------------------------------------------- the stream
 
 
-def stack(layers: int = 6) -> list[nn.Module]:
-    """Return layers of equal shape, with weights that identify the layer. One matrix is column-major."""
+def numbered_layers(layers: int = 6) -> list[nn.Module]:
+    """Return layers whose weights contain the number of the layer. One matrix is column-major."""
     made: list[nn.Module] = []
     for number in range(layers):
         layer = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7)).requires_grad_(False)
@@ -324,8 +318,8 @@ def stack(layers: int = 6) -> list[nn.Module]:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40), st.sets(st.integers(0, 5), min_size=3))
 @settings(max_examples=30, deadline=None)
-def test_a_layer_in_use_has_its_weights_in_any_order(calls: list[tuple[bool, int]], streamed: set[int]) -> None:
-    layers = stack()
+def test_layer_in_use_has_its_own_weights_and_strides(calls: list[tuple[bool, int]], streamed: set[int]) -> None:
+    layers = numbered_layers()
     before = [[weight.stride() for weight in layer.parameters()] for layer in layers]
     stream = WeightStream(layers, streamed, torch.device("cpu"), InlineStream())
     for begins, layer in calls:
@@ -338,8 +332,8 @@ def test_a_layer_in_use_has_its_weights_in_any_order(calls: list[tuple[bool, int
     assert stream.device_bytes == 2 * layer_bytes(layers[0])
 
 
-def test_a_pass_brings_each_streamed_layer_once_and_a_layer_ahead() -> None:
-    layers = stack()
+def test_pass_copies_each_streamed_layer_once_and_prefetches_the_next() -> None:
+    layers = numbered_layers()
     stream = WeightStream(layers, (0, 2, 3, 5), torch.device("cpu"), InlineStream())
     size, held = layer_bytes(layers[0]), []
     for _ in range(3):
@@ -350,26 +344,26 @@ def test_a_pass_brings_each_streamed_layer_once_and_a_layer_ahead() -> None:
     assert stream.bytes == (3 * 4 + 1) * size
 
 
-def test_compute_waits_for_a_copy_and_a_copy_for_readers_of_its_buffer() -> None:
-    told: list[str] = []
+def test_compute_waits_for_copies_and_copies_wait_for_readers() -> None:
+    waits: list[str] = []
 
-    class Telling(InlineStream):
+    class RecordingStream(InlineStream):
         def behind_compute(self) -> Any:
-            told.append("copy behind compute")
+            waits.append("copy behind compute")
             return super().behind_compute()
 
         def hold_compute(self, event: Any, *tensors: torch.Tensor) -> None:
-            told.append("compute behind copy")
+            waits.append("compute behind copy")
 
-    stream = WeightStream(stack(), (0, 1, 2), torch.device("cpu"), Telling())
+    stream = WeightStream(numbered_layers(), (0, 1, 2), torch.device("cpu"), RecordingStream())
     stream.begin(0)
-    assert told == ["copy behind compute"] * 2
+    assert waits == ["copy behind compute"] * 2
     stream.use(0)
     stream.use(0)
     stream.use(1)
-    assert told[2:] == ["compute behind copy"] * 2
+    assert waits[2:] == ["compute behind copy"] * 2
     stream.begin(1)
-    assert told[4:] == ["copy behind compute"]
+    assert waits[4:] == ["copy behind compute"]
 
 
 @pytest.mark.parametrize(
@@ -380,11 +374,7 @@ def test_compute_waits_for_a_copy_and_a_copy_for_readers_of_its_buffer() -> None
         "tail: 128 columns of keys and values in 4 bits, two steps",
     ],
 )
-def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> None:
-    """With 128k tokens, everything fits in 24 GB, and layers are streamed in 12 GB.
-
-    4 GB are too little, even with scoring keys on the host.
-    """
+def test_plan_of_an_8b_model_with_128k_tokens(preset: str, layers: int, row: int) -> None:
     layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
     sizes = WeightSizes(2 * (2 * 128_256 + 1) * 4096, (layer,) * 32, 14336)
     geometry = ModelGeometry(

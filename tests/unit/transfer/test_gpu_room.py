@@ -47,11 +47,11 @@ TINY = replace(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_parts_are_skipped_without_a_cuda_device(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["eval", "gpu", "--out", str(tmp_path / "gpu")]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in said] == list(gpu_parts.PARTS) and all(
-        "skipped" in line for line in said
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(gpu_parts.PARTS) and all(
+        "skipped" in line for line in lines
     )
     assert not (tmp_path / "gpu").exists()
     assert main(["eval", "gpu", "--device", "cpu"]) == 2
@@ -60,11 +60,10 @@ def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str],
 # ------------------------------------------------------------------------------------------------- all parts, simulated
 
 
-def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Run evaluations in this process, where the device is simulated.
+def run_in_this_process(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
+    """Replacement of `run_program` that runs evaluations in this process, where the device is simulated.
 
-    For pytest, which needs a separate process, and evaluations like the perplexity of part "accuracy", only write the
-    result files.
+    For pytest and some evaluations, it only writes result files.
     """
     assert limit <= gpu_parts.LIMIT
     name, *flags = command[len(programs.CLI) + 1 :]
@@ -86,12 +85,10 @@ def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the results of all parts, of which only racecheck fails.
-
-    With pytest-xdist, the first worker creates them for all.
-    """
+    """Run all parts once, and return the folder of their results. Only racecheck fails."""
     if os.environ.get("PYTEST_XDIST_WORKER") is None:
         return run_all_parts(tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("data"))
+    # with pytest-xdist, the first worker creates the results for all
     shared = tmp_path_factory.getbasetemp().parent / "gpu_results"
     with FileLock(f"{shared}.lock"):
         if not shared.exists():
@@ -116,7 +113,7 @@ def run_all_parts(out: Path, data: Path) -> Path:
             patch.setattr(kernels, "FORMATS", {"Q4_K": kernels.FORMATS["Q4_K"]})
         for name, value in {"KV_HEADS": 1, "GROUP": 2, "D": 32, "HIDDEN": 256}.items():
             patch.setattr(kernels, name, value)
-        patch.setattr(programs, "run_program", program)
+        patch.setattr(programs, "run_program", run_in_this_process)
         if not ALL:
             compare = gpu_trained._beside_transformers
             patch.setattr(
@@ -124,7 +121,7 @@ def run_all_parts(out: Path, data: Path) -> Path:
             )
         # The profiler sees no simulated device.
         patch.setattr(gpu_trace, "profile", lambda activities: nullcontext(SimpleNamespace(events=list)))
-        # shutil itself stays as it is: the simulator's build would find a compiler wrapper that does not exist
+        # shutil itself is not patched, because the simulator's build would find a compiler wrapper that does not exist
         patch.setattr(gpu_parts, "shutil", SimpleNamespace(which=lambda name: name))
         patch.setattr(gpu, "_nvidia_smi", lambda: dict.fromkeys(gpu.QUERY, "1"))
         with simulated(Late((1,))):
@@ -138,14 +135,14 @@ def read(results: Path, part: str) -> Any:
     return json.loads((results / f"{part}.json").read_text())
 
 
-def test_every_result_names_its_machine(results: Path) -> None:
+def test_results_describe_the_machine(results: Path) -> None:
     for part in gpu_parts.PARTS:
         about = read(results, part)["machine"]
         assert {"host_to_device", "device_to_host", "both_ways", "device"} == set(about["bandwidth"])
         assert about["commit"] and about["versions"]["torch"] and about["finished"] and about["device_memory"]
 
 
-def test_every_part_takes_less_than_ten_minutes() -> None:
+def test_every_part_is_planned_for_less_than_ten_minutes() -> None:
     assert all(part.minutes < 10 for part in gpu_parts.PARTS.values())
 
 
@@ -163,7 +160,7 @@ def test_accuracy_is_measured_for_every_policy(results: Path) -> None:
         assert {row["policy"].split()[0] for row in found[report]["rows"]} >= {"full", "infinigen"}
 
 
-def test_kernels_are_within_their_bounds_and_have_floors(results: Path) -> None:
+def test_kernel_results_are_within_bounds_and_have_minimum_times(results: Path) -> None:
     rows = read(results, "kernels")["results"]["rows"]
     assert all(row["error"] <= 1 and row["ms"] > 0 and row["floor_ms"] > 0 for row in rows)
     assert {row["kernel"].partition(",")[0] for row in rows} == {
@@ -172,19 +169,19 @@ def test_kernels_are_within_their_bounds_and_have_floors(results: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_coarse_clock_gives_a_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bandwidth_is_positive_with_a_coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.time, "process_time", lambda: 7.0)
     assert all(rate > 0 for rate in kernels.bandwidth(CPU, 1 << 12, 1).values())
 
 
-def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernels.dispatch.attend_counted
+def test_inaccurate_kernel_exceeds_the_error_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = kernels.dispatch.attend_counted
 
-    def wrong(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = right(q, *rest)
+    def inaccurate(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = original(q, *rest)
         return out + 1e-3, lse
 
-    monkeypatch.setattr(kernels.dispatch, "attend_counted", wrong)
+    monkeypatch.setattr(kernels.dispatch, "attend_counted", inaccurate)
     [case] = kernels._attend(CPU, kernels.SMALL)
     assert case.error() > 1
 
@@ -192,7 +189,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ programs, failures
 
 
-def test_endless_programs_are_interrupted_and_failed_ones_reported(tmp_path: Path) -> None:
+def test_endless_programs_are_interrupted_and_failures_are_reported(tmp_path: Path) -> None:
     # nohup makes the process ignore SIGINT, so restore the handler
     interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
     endless = f"{interruptible}; print('begun', flush=True); time.sleep(60)"
@@ -205,14 +202,14 @@ def test_endless_programs_are_interrupted_and_failed_ones_reported(tmp_path: Pat
     assert "seen" in found["output"]
 
 
-def test_a_race_that_a_tool_finds_is_a_failure(results: Path) -> None:
+def test_race_found_by_racecheck_is_a_failure(results: Path) -> None:
     found = read(results, "tests")["results"]
     assert list(gpu.failures(found)) == ["racecheck"]
     assert found["marked gpu"]["passed"] == 2 and found["racecheck"]["output"] == "seen"
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "advice"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "stop other programs on it"),
         (MemoryLimitError("cannot pin 2 GiB of host memory"), "ulimit -l"),
@@ -221,8 +218,8 @@ def test_a_race_that_a_tool_finds_is_a_failure(results: Path) -> None:
         (KeyError("name"), "send us the file"),
     ],
 )
-def test_a_failed_part_names_the_remedy_and_keeps_its_results(
-    error: Exception, told: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+def test_failed_part_prints_advice_and_keeps_its_results(
+    error: Exception, advice: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def part(job: GpuJob) -> Iterator[dict[str, Any]]:
         yield {"first": 1}
@@ -230,26 +227,26 @@ def test_a_failed_part_names_the_remedy_and_keeps_its_results(
 
     monkeypatch.setitem(gpu_parts.PARTS, "kernels", gpu_parts.Part(part, 1))
     assert not gpu.run_part("kernels", GpuJob(CPU, TINY, tmp_path))
-    said = capsys.readouterr().out
-    assert told in said and type(error).__name__ in said
+    output = capsys.readouterr().out
+    assert advice in output and type(error).__name__ in output
     found = read(tmp_path, "kernels")["results"]
     assert found["first"] == 1 and type(error).__name__ in found["failed"] and "raise error" in found["traceback"]
 
 
-def test_parts_run_in_separate_processes_and_failed_ones_are_named(
+def test_parts_run_in_separate_processes_and_failures_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
     codes = {"kernels": 1, "tests": programs.TIMED_OUT}
 
-    def ended(command: Sequence[str], limit: float) -> tuple[int, str]:
+    def report_exit(command: Sequence[str], limit: float) -> tuple[int, str]:
         part = command[command.index("--part") + 1]
-        return codes.get(part, 0), f"{part}: said\n"
+        return codes.get(part, 0), f"{part}: output\n"
 
-    monkeypatch.setattr(gpu, "run_program", ended)
+    monkeypatch.setattr(gpu, "run_program", report_exit)
     assert gpu.run_gpu(None, "cpu", True, tmp_path) == 1
-    said = capsys.readouterr().out
-    assert "kernels: failed; make gpu PART=kernels runs it again" in said and "tests: stopped after" in said
-    assert all(f"{part}: said" in said for part in gpu_parts.PARTS) and said.count("failed") == 1
+    output = capsys.readouterr().out
+    assert "kernels: failed; make gpu PART=kernels runs it again" in output and "tests: stopped after" in output
+    assert all(f"{part}: output" in output for part in gpu_parts.PARTS) and output.count("failed") == 1
 
 
 def test_nvidia_smi_is_used_with_torch_as_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +260,6 @@ def test_nvidia_smi_is_used_with_torch_as_fallback(tmp_path: Path, monkeypatch: 
         assert gpu._nvidia_smi() == {"name": "simulated"}
 
 
-def test_on_a_cpu_a_part_runs_too(tmp_path: Path) -> None:
+def test_kernels_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert main(["eval", "gpu", "--part", "kernels", "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
     assert all(row["error"] <= 1 for row in read(tmp_path, "kernels")["results"]["rows"])

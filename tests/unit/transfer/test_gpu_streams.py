@@ -1,6 +1,6 @@
-"""Test stream order: KV is never read before it arrives, or overwritten while it is read, if a stream is late.
+"""Test the order of CUDA streams: a late stream must not change tokens.
 
-On CUDA each stream is delayed in turn, and tokens must not change. `test_cuda_path.py` covers the simulated device.
+`test_cuda_path.py` covers the simulated device.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ CYCLES = 2_000_000
 Wait = Callable[[], None]
 
 
-class LateStream:
-    """Stream that delays itself before and after each queued operation."""
-
+class DelayedStream:
     def __init__(self, inner: Stream, wait: Wait) -> None:
         self._inner, self._wait = inner, wait
 
@@ -56,34 +54,31 @@ class Delay:
         torch.cuda._sleep(int(CYCLES * (self._random.random() if self._varies else 1)))
 
 
-def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...], delay: Delay) -> LLM:
-    """Return an LLM whose streams in `late` are delayed.
-
-    CUDA graphs are off: a delay after a stream's last event would not be joined when a capture ends.
-    """
+def delayed_llm(device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...], delay: Delay) -> LLM:
     model = tiny_model("llama").to(device)
+    # no CUDA graphs: at the end of a capture, a delay after the last event of a stream would not be joined
     llm = LLM(model, policy=policy, policy_options=options, host_memory="4MiB", cuda_graphs=False)
     runner = llm.runner
 
     def stream(name: str) -> Any:
-        return LateStream(DeviceStream(device), delay) if name in late else DeviceStream(device)
+        return DelayedStream(DeviceStream(device), delay) if name in late else DeviceStream(device)
 
     streams = (stream("prefetch"), stream("write-back"))
     llm = with_transfer(llm, CudaTransfer(runner.pool, runner.adapter.geometry, device, streams=streams))
     if "compute" in late:
         for name in ("qkv", "after_attention", "mlp"):
-            slow = getattr(runner.adapter, name)
+            original = getattr(runner.adapter, name)
 
-            def held_up(*args: Any, slow: Any = slow, **named: Any) -> Any:
+            def delayed(*args: Any, original: Any = original, **named: Any) -> Any:
                 delay()
-                return slow(*args, **named)
+                return original(*args, **named)
 
-            setattr(runner.adapter, name, held_up)
+            setattr(runner.adapter, name, delayed)
     return llm
 
 
-def tokens(llm: LLM, count: int, batch: int) -> list[list[int]]:
-    """Generate twice for a batch with a shared prefix, so that blocks are reused, then three samples that fork."""
+def generate_tokens(llm: LLM, count: int, batch: int) -> list[list[int]]:
+    """Generate for a batch twice, so that blocks of the prefix are reused, and then sample three forks."""
     stem = tiny_prompt(130)
     prompts = [stem + tiny_prompt(20, seed=i) for i in range(batch)]
     found = [
@@ -109,8 +104,8 @@ CASES = [("full", LATE[-1])] if SIMULATED else [*itertools.product(POLICIES, LAT
 @pytest.mark.parametrize(("policy", "late"), CASES, ids=str)
 def test_late_streams_change_no_token(policy: str, late: tuple[str, ...]) -> None:
     device, size = torch.device("cuda"), (3, 2) if SIMULATED else (16, 4)
-    plain = tokens(make(device, *POLICIES[policy], (), Delay(None)), *size)
+    plain = generate_tokens(delayed_llm(device, *POLICIES[policy], (), Delay(None)), *size)
     for seed in (None,) if SIMULATED else (None, 0):
         delay = Delay(seed)
-        assert tokens(make(device, *POLICIES[policy], late, delay), *size) == plain
+        assert generate_tokens(delayed_llm(device, *POLICIES[policy], late, delay), *size) == plain
         assert delay.calls > 100

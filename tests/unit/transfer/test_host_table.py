@@ -1,4 +1,4 @@
-"""Test the table of embeddings of each token in every layer (Gemma 4 E2B) in host memory, on a simulated device."""
+"""Test per-layer embeddings (Gemma 4 E2B) in host memory, on a simulated device."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ TABLE = VOCAB * LAYERS * WIDTH * 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint of three layers, of which two store KV."""
     path: Path = tmp_path_factory.mktemp("table")
     architecture("gemma4_e2b", **SMALL).save_pretrained(path)
     return path
 
 
-def runtime(folder: Path, device: str = "cuda", **settings: Any) -> LLM:
+def make_llm(folder: Path, device: str = "cuda", **settings: Any) -> LLM:
     settings = {"policy": "full", "dtype": "float32", "host_memory": "1MiB", "verify": "off"} | settings
     return LLM(folder, device=device, **settings)
 
@@ -61,10 +60,10 @@ def table_of(llm: LLM) -> HostTable:
     return table
 
 
-def test_tokens_are_those_of_a_cpu_and_steps_do_not_wait(folder: Path) -> None:
-    expected = tokens_of(runtime(folder, "cpu"))
+def test_tokens_equal_a_cpu_and_decode_steps_do_not_wait(folder: Path) -> None:
+    expected = tokens_of(make_llm(folder, "cpu"))
     with simulated(Lazy()) as sim:
-        llm = runtime(folder, verify="always", cuda_graphs=False)
+        llm = make_llm(folder, verify="always", cuda_graphs=False)
         assert table_of(llm).in_place and table_of(llm).weight.is_pinned()
         assert tokens_of(llm) == expected
         sequence = llm.runner.new_sequence([*PROMPT, 1, 2], len(PROMPT) + 2)
@@ -76,23 +75,22 @@ def test_tokens_are_those_of_a_cpu_and_steps_do_not_wait(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_without_direct_reads_the_host_looks_up_rows(
+def test_host_looks_up_rows_if_kernels_cannot_read_host_memory(
     folder: Path, triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels cannot read host memory in place (as on WSL 2), or there are no kernels."""
-    expected = tokens_of(runtime(folder, "cpu"))
+    expected = tokens_of(make_llm(folder, "cpu"))
     if not triton:
         monkeypatch.setattr(dispatch, "uses_triton", lambda tensor: False)
+    # kernels of WSL 2 cannot read host memory in place; without Triton, there are no kernels
     warns = pytest.warns(UserWarning, match="WSL 2") if triton else nullcontext()
     with simulated(Lazy(), in_place=not triton), warns:
-        llm = runtime(folder, cuda_graphs=False)
+        llm = make_llm(folder, cuda_graphs=False)
         assert table_of(llm).in_place != triton
         assert tokens_of(llm) == expected
 
 
-def test_the_plan_counts_the_table_as_host_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit that has no room for the table streams no layer. A smaller one streams layers, and the table stays."""
-    expected = tokens_of(runtime(folder, "cpu"))
+def test_plan_counts_the_table_as_host_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = tokens_of(make_llm(folder, "cpu"))
     plan: dict[str, Any] = {"max_model_len": 64, "prefill_chunk_size": 64}
     config = EngineConfig("full", host_memory="1MiB", dtype="float32", device="cuda", **plan)
     with simulated(Lazy()):
@@ -100,8 +98,9 @@ def test_the_plan_counts_the_table_as_host_memory(folder: Path, capsys: pytest.C
         assert shape.host_table == shape.host_bytes == TABLE == whole.weight_bytes - shape.weight_bytes
         assert whole.sizes.fixed - shape.sizes.fixed == TABLE and not whole.host_bytes
         least = shape.weight_bytes + plan_for(replace(config, device_memory=1 << 30), shape).costs.total([64])
+        # the first limit fits all weights except the table
         for limit, streams in ((least + 1024, False), (least - 1024, True)):
-            llm = runtime(folder, device_memory=limit, **plan)
+            llm = make_llm(folder, device_memory=limit, **plan)
             [done] = completed(llm.generate([PROMPT], GREEDY))
             assert done.token_ids == expected and table_of(llm).in_place
             assert llm.runner.plan is not None and bool(llm.runner.plan.streamed) == streams
@@ -113,23 +112,23 @@ def test_the_plan_counts_the_table_as_host_memory(folder: Path, capsys: pytest.C
     assert f"in host memory, {format_size(TABLE)}" in row
 
 
-def test_the_table_of_a_draft_model_is_in_host_memory(folder: Path) -> None:
+def test_table_of_a_draft_model_is_in_host_memory(folder: Path) -> None:
     with simulated(Lazy()):
-        llm = runtime(folder, exact={"model": str(folder)})
+        llm = make_llm(folder, exact={"model": str(folder)})
         assert llm.runner.draft is not None and llm.runner.draft.model.host_table is not None
         assert llm.runner.draft.model.host_table.in_place
 
 
-def test_locked_memory_that_is_too_small_is_an_error(folder: Path) -> None:
+def test_too_little_lockable_memory_is_an_error(folder: Path) -> None:
     with simulated(Lazy()) as sim:
         sim.memory.lockable = TABLE // 2
         with pytest.raises(MemoryLimitError, match="ulimit -l"):
-            runtime(folder)
+            make_llm(folder)
 
 
 @pytest.mark.parametrize("width", [64, 8])
 def test_rows_of_a_packed_table_are_unpacked_on_the_device(width: int) -> None:
-    """A kernel unpacks the part of one layer if it is a multiple of 64 inputs, else whole rows."""
+    """With a width of 64, a kernel unpacks only the part of one layer. With a width of 8, it unpacks whole rows."""
     model = architecture("gemma4_e2b", **SMALL | {"hidden_size_per_layer_input": width})
     table, tokens = layer_table(model), torch.tensor([3, 96, 0, 3, 7])
     assert table is not None

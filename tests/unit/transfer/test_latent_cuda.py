@@ -26,10 +26,10 @@ REAL: dict[str, Any] = {
     "num_key_value_heads": 20,
     "num_hidden_layers": 2,
 }
-"""Keys of 576 numbers, as in all large models with latent attention. The kernels split them, and the 20 heads."""
+"""Keys of 576 numbers, as in all large models with latent attention. Kernels split these keys and the 20 heads."""
 
 
-def tokens(device: str, name: str, policy: str, lengths: Sequence[int], **overrides: Any) -> list[list[int]]:
+def generate_tokens(device: str, name: str, policy: str, lengths: Sequence[int], **overrides: Any) -> list[list[int]]:
     chosen, options = POLICIES[policy]
     model: Any = architecture(name, **overrides).to(device)
     llm = LLM(model, device=device, policy=chosen, policy_options=options, host_memory="8MiB", verify="off")
@@ -42,15 +42,15 @@ def tokens(device: str, name: str, policy: str, lengths: Sequence[int], **overri
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LATENT)
-def test_answers_are_those_of_a_cpu(name: str, policy: str) -> None:
-    expected = tokens("cpu", name, policy, (30, 70, 63))
+def test_tokens_equal_those_of_a_cpu(name: str, policy: str) -> None:
+    expected = generate_tokens("cpu", name, policy, (30, 70, 63))
     with simulated(Late()):
-        assert tokens("cuda", name, policy, (30, 70, 63)) == expected
+        assert generate_tokens("cuda", name, policy, (30, 70, 63)) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_keys_of_576_numbers(policy: str) -> None:
-    expected = tokens("cpu", "youtu", policy, (70,), **REAL)
+def test_keys_of_576_numbers_give_the_tokens_of_a_cpu(policy: str) -> None:
+    expected = generate_tokens("cpu", "youtu", policy, (70,), **REAL)
     with simulated(Late()):
-        assert tokens("cuda", "youtu", policy, (70,), **REAL) == expected
+        assert generate_tokens("cuda", "youtu", policy, (70,), **REAL) == expected

@@ -56,7 +56,7 @@ def test_staged_kv_equals_kv_read_in_place(name: str, policy: str, options: dict
 @pytest.mark.parametrize(
     ("policy", "options"), [("full", {}), ("infinigen", {"recent": 8}), ("infinigen", {"preset": "paper"})]
 )
-def test_staged_kv_equals_kv_read_in_place_while_slots_are_overwritten(policy: str, options: dict[str, Any]) -> None:
+def test_staged_kv_equals_kv_read_in_place_with_eviction(policy: str, options: dict[str, Any]) -> None:
     """A dense layer is fetched before the newest token exists.
 
     A KV entry that leaves the window must therefore already be in its new slot.
@@ -73,8 +73,7 @@ def test_staged_kv_equals_kv_read_in_place_while_slots_are_overwritten(policy: s
     assert run(True) == run(False)
 
 
-def test_a_fork_loads_its_resident_kv() -> None:
-    """Equal prompts are prefilled once. The fork loads sinks and window from the pool."""
+def test_fork_loads_sinks_and_window_from_the_pool() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     tokens = tiny_prompt(90)
     options = {"sinks": 3, "recent": 16}
@@ -82,17 +81,14 @@ def test_a_fork_loads_its_resident_kv() -> None:
     def scores(prepare: bool) -> list[list[float]]:
         llm = LLM(model, policy_options=options, host_memory="8MiB", dtype="float32")
         ready = staged(llm) if prepare else llm
+        # equal prompts are prefilled once, and the second sequence is a fork
         return [s.logprobs for s in ready.score([tokens[:70]] * 2, [tokens[70:], tokens[75:]])]
 
     assert scores(True) == [pytest.approx(row, abs=1e-9) for row in scores(False)]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int2"])
-def test_a_fetch_reads_blocks_allocated_since_the_last_one(device: torch.device, kv_cache_dtype: Any) -> None:
-    """Blocks of two sequences alternate in several slabs.
-
-    A fetch returns appended KV, including blocks allocated since the previous fetch.
-    """
+def test_fetch_reads_blocks_allocated_since_the_previous_fetch(device: torch.device, kv_cache_dtype: Any) -> None:
     geometry, cuda = tiny_llama_geometry(), device.type == "cuda"
     pool = HostPool(
         geometry, torch.float32, 1 << 21, kv_cache_dtype=kv_cache_dtype, pin=cuda, slab_tokens=2 * BLOCK_SIZE
@@ -126,23 +122,23 @@ def test_a_fetch_reads_blocks_allocated_since_the_last_one(device: torch.device,
 class RecordingStream(InlineStream):
     """Stream that records each wait as (name of the waiting stream, event)."""
 
-    def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
-        self.name, self.told, self.newest = name, told, None
+    def __init__(self, name: str, waits: list[tuple[str, Any]]) -> None:
+        self.name, self.waits, self.newest = name, waits, None
 
     def record_event(self) -> Any:
         self.newest = super().record_event()
         return self.newest
 
     def wait_for(self, event: Any) -> None:
-        self.told.append((self.name, event))
+        self.waits.append((self.name, event))
 
     def hold_compute(self, event: Any, *tensors: torch.Tensor) -> None:
-        self.told.append(("compute", event))
+        self.waits.append(("compute", event))
 
 
-def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
-    told: list[tuple[str, Any]] = []
-    prefetch, write_back = RecordingStream("prefetch", told), RecordingStream("write-back", told)
+def test_fetch_waits_for_write_back_and_compute_waits_for_fetch() -> None:
+    waits: list[tuple[str, Any]] = []
+    prefetch, write_back = RecordingStream("prefetch", waits), RecordingStream("write-back", waits)
     geometry = tiny_llama_geometry()
     pool = HostPool(geometry, torch.float32, 1 << 21)
     transfer = CudaTransfer(pool, geometry, torch.device("cpu"), streams=(prefetch, write_back))
@@ -151,23 +147,23 @@ def test_a_fetch_waits_for_the_write_back_and_compute_for_the_fetch() -> None:
     rows = torch.randn(2, geometry.kv_heads, 40, geometry.head_dim)
     visible = VisibleTokens.of(40, sinks=2, recent=4, window=None)
     some = Selection(torch.arange(5, 15).expand(geometry.kv_heads, -1))
-    ways: list[Callable[[], PendingFetch]] = [
+    fetches: list[Callable[[], PendingFetch]] = [
         lambda: transfer.rows.fetch(blocks, 1, visible, None),
         lambda: transfer.rows.fetch(blocks, 1, visible, some),
         lambda: transfer.rows.fetch_range(blocks, 1, range(20)),
         lambda: transfer.rows.fetch_more(blocks, 1, some),
         lambda: transfer.rows.fetch_together([blocks], 1, [visible], [some])[0],
     ]
-    for fetch in ways:
+    for fetch in fetches:
         transfer.storage.append(blocks, 1, 0, *rows)
         written = write_back.newest
-        told.clear()
+        waits.clear()
         pending = fetch()
-        assert ("prefetch", written) in told
+        assert ("prefetch", written) in waits
         arrived = prefetch.newest
-        told.clear()
+        waits.clear()
         pending.wait()
-        assert told == [("compute", arrived)]
+        assert waits == [("compute", arrived)]
     transfer.storage.close(blocks)
     pool.release(blocks)
 
@@ -193,11 +189,8 @@ def tiny_llama_geometry() -> Any:
     return LLM(tiny_model("llama"), policy="full", host_memory="1MiB").geometry
 
 
-def test_dense_fetches_of_split_kv_do_not_disturb_each_other() -> None:
-    """Slabs of two blocks split the KV of each sequence into several runs.
-
-    Both fetches are read together, as for a batch with a shared prefix.
-    """
+def test_dense_fetches_of_two_fragmented_sequences_are_independent() -> None:
+    # slabs of two blocks split the KV of each sequence into several runs
     shape = pool_geometry(head_dim=32)
     pool = HostPool(shape, torch.float32, 1 << 22, slab_tokens=2 * BLOCK_SIZE)
     transfer, tables, written = CpuTransfer(pool, shape), [pool.new_block_table(1) for _ in range(2)], []

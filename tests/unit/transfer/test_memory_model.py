@@ -1,4 +1,4 @@
-"""Test printed tables, plots and memory requirements against real runs."""
+"""Test memory requirements and printed tables against real runs."""
 
 from __future__ import annotations
 
@@ -30,53 +30,53 @@ def run(llm: LLM) -> Stats:
 
 
 @pytest.fixture(scope="module")
-def infinigen(tmp_path_factory: pytest.TempPathFactory) -> Stats:
+def infinigen_stats(tmp_path_factory: pytest.TempPathFactory) -> Stats:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
         return run(LLM(tiny_model("llama"), policy_options={"preset": "rows", "scorer": "int4"}))
 
 
-def shown(table: object) -> str:
+def render(table: object) -> str:
     console = Console(width=120, file=StringIO())
     with console.capture() as captured:
         console.print(table)
     return captured.get()
 
 
-def row(text: str, name: str) -> str:
+def value_of(text: str, name: str) -> str:
     (line,) = (line for line in text.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == name)
     return line.split("│")[2].strip()
 
 
-def test_table_shows_the_statistics(infinigen: Stats) -> None:
-    text = shown(stats_table(infinigen))
-    assert row(text, "prompt") == "500 tokens"
-    assert row(text, "generated") == "40 tokens"
-    assert row(text, "dense layers") == "0 of 3"
-    assert row(text, "exact attention fraction") == f"{infinigen.exact_fraction:.2%}"
-    assert row(text, "fetched fraction") == f"{infinigen.fetched_fraction:.2%}"
-    assert infinigen.missed_mass is not None
-    assert row(text, "missed attention mass") == f"{infinigen.missed_mass:.2%}"
-    nothing = replace(infinigen, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2))
-    assert row(shown(stats_table(nothing)), "missed attention mass") == "not measured"
-    assert row(shown(stats_table(nothing)), "dense layers") == "all 3"
+def test_table_shows_the_statistics(infinigen_stats: Stats) -> None:
+    text = render(stats_table(infinigen_stats))
+    assert value_of(text, "prompt") == "500 tokens"
+    assert value_of(text, "generated") == "40 tokens"
+    assert value_of(text, "dense layers") == "0 of 3"
+    assert value_of(text, "exact attention fraction") == f"{infinigen_stats.exact_fraction:.2%}"
+    assert value_of(text, "fetched fraction") == f"{infinigen_stats.fetched_fraction:.2%}"
+    assert infinigen_stats.missed_mass is not None
+    assert value_of(text, "missed attention mass") == f"{infinigen_stats.missed_mass:.2%}"
+    unmeasured = replace(infinigen_stats, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2))
+    assert value_of(render(stats_table(unmeasured)), "missed attention mass") == "not measured"
+    assert value_of(render(stats_table(unmeasured)), "dense layers") == "all 3"
 
 
-def test_table_shows_usual_values_and_advice(infinigen: Stats) -> None:
-    much = replace(infinigen, missed_mass=0.26, approximate_bytes_device=0)
-    assert "raise the budget" in row(shown(stats_table(much)), "too high")
-    assert row(shown(stats_table(replace(much, missed_mass=0.04))), "usual range") == "below 10%"
-    assert "not lost" in row(shown(stats_table(replace(much, approximate_bytes_device=1))), "usual range")
-    assert "which is" not in shown(stats_table(replace(much, missed_mass=None)))
+def test_table_shows_usual_values_and_advice(infinigen_stats: Stats) -> None:
+    high_mass = replace(infinigen_stats, missed_mass=0.26, approximate_bytes_device=0)
+    assert "raise the budget" in value_of(render(stats_table(high_mass)), "too high")
+    assert value_of(render(stats_table(replace(high_mass, missed_mass=0.04))), "usual range") == "below 10%"
+    assert "not lost" in value_of(render(stats_table(replace(high_mass, approximate_bytes_device=1))), "usual range")
+    assert "which is" not in render(stats_table(replace(high_mass, missed_mass=None)))
 
 
-def test_table_names_layers_without_selection(infinigen: Stats) -> None:
-    """With 100 tokens and a budget of 20, sinks and window contain 68 tokens."""
+def test_table_shows_if_no_tokens_were_selected(infinigen_stats: Stats) -> None:
+    # of 100 tokens, the budget is 20, and sinks and window contain 68
     options = {"budget": 0.2, "dense_layers": ()}
     llm = LLM(tiny_model("llama"), policy="streaming", policy_options=options)
     [done] = completed(llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=4, temperature=0)))
-    assert "no tokens selected" in row(shown(stats_table(done.stats)), "in sparse layers")
-    assert "selected" not in row(shown(stats_table(infinigen)), "in sparse layers")
+    assert "no tokens selected" in value_of(render(stats_table(done.stats)), "in sparse layers")
+    assert "selected" not in value_of(render(stats_table(infinigen_stats)), "in sparse layers")
 
 
 # ----------------------------------------------------------------------------------------------------- requirements
@@ -109,8 +109,7 @@ def test_requirements_equal_the_memory_of_a_run(scorer: str, tmp_path: Path, mon
     )
 
 
-def test_contexts_with_full_attention_are_fetched_entirely() -> None:
-    """Longer contexts count the tokens that were fetched before selection began."""
+def test_contexts_up_to_dense_until_are_fetched_entirely() -> None:
     shape = load_shape(tiny_model("llama"))
     options = {"dense_until": 500, "max_fraction": 0.1, "dense_layers": (1,)}
     whole, selecting = (
@@ -118,12 +117,13 @@ def test_contexts_with_full_attention_are_fetched_entirely() -> None:
         for given in (options, options | {"dense_until": 0})
     )
     tokens = (400, 600, 9000)
+    # longer contexts count the tokens that were fetched before selection began
     assert [whole.fetched(n, 0) for n in tokens] == [400, 500, 900]
     assert [selecting.fetched(n, 0) for n in tokens] == [40, 60, 900]
     assert whole.fetched(9000, 1) == 9000
 
 
-def test_requirements_by_hand() -> None:
+def test_requirements_equal_values_computed_by_hand() -> None:
     full = costs_of("llama", torch.bfloat16, None)  # 4 layers, 2 KV heads of 32, hidden 64
     token = 2 * 2 * 32 * 2  # K and V of a token and layer in bfloat16
     staged = token + 8 * 8 * 2  # with token ids
@@ -175,16 +175,16 @@ NEEDED = Requirements(
         (SystemMemory(3 * GIB, 2 * GIB, "GPU", 2 * GIB), ["host pool", "Host memory", "GPU"]),
     ],
 )
-def test_obstacles(machine: SystemMemory, words: list[str]) -> None:
+def test_obstacles_name_missing_memory(machine: SystemMemory, words: list[str]) -> None:
     found = obstacles(NEEDED, machine)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
-    text = shown(requirements_table("m", "full", NEEDED, machine))
-    assert row(text, "device: peak") == "3 GiB"
+    text = render(requirements_table("m", "full", NEEDED, machine))
+    assert value_of(text, "device: peak") == "3 GiB"
     assert ("free: on GPU" in text) == (machine.device is not None)
 
 
-def test_machine_here() -> None:
+def test_system_memory_is_measured() -> None:
     machine = SystemMemory.measure(None, torch.device("cpu"))
     assert machine.device is None
     assert machine.pool_limit == machine.host_free // 2

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
     write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE)
     return path
@@ -39,12 +39,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unpack 20 rows of 64 inputs at a time."""
-    monkeypatch.setattr(packed, "TILE_WEIGHTS", 1300)
+    monkeypatch.setattr(packed, "TILE_WEIGHTS", 1300)  # 20 rows of 64 inputs
 
 
-def run(model: Path, device: str, scene: Callable[..., list[list[int]]], **settings: Any) -> list[list[int]]:
-    """Return the tokens of `scene` with packed weights."""
+def tokens_of_scene(
+    model: Path, device: str, scene: Callable[..., list[list[int]]], **settings: Any
+) -> list[list[int]]:
+    """Return the tokens that `scene` generates with packed weights."""
 
     def make() -> LLM:
         common = {"host_memory": "4MiB", "dtype": "float32", "verify": "off", "missed_mass_every": 0}
@@ -57,31 +58,31 @@ def run(model: Path, device: str, scene: Callable[..., list[list[int]]], **setti
     return [tokens for *tokens, _ in scene(make, model)]
 
 
-def test_tokens_equal_the_cpu_path(file: Path, small_tiles: None) -> None:
-    """The first decode step of each shape is eager. The others replay a graph."""
+def test_tokens_with_graphs_equal_the_cpu_path(gguf_file: Path, small_tiles: None) -> None:
     default = {"policy_options": LOW_BITS | {"source": "attention_input"}, "enable_prefix_caching": False}
-    expected = run(file, "cpu", replayed, **default)
+    expected = tokens_of_scene(gguf_file, "cpu", replayed, **default)
     with simulated(Lazy()):
-        assert run(file, "cuda", replayed, **default, cuda_graphs=True) == expected
+        # after one eager step of each shape, decode steps replay a graph
+        assert tokens_of_scene(gguf_file, "cuda", replayed, **default, cuda_graphs=True) == expected
 
 
-def test_without_triton_torch_unpacks(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(file, "cpu", ragged, policy="full")
+def test_torch_unpacks_without_triton(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of_scene(gguf_file, "cpu", ragged, policy="full")
     monkeypatch.setattr(packed, "uses_triton", lambda tensor: False)
     monkeypatch.setattr(triton_packed, "linear", lambda *given: pytest.fail("Triton was called"))
     with simulated(Late()):
-        assert run(file, "cuda", ragged, policy="full") == expected
+        assert tokens_of_scene(gguf_file, "cuda", ragged, policy="full") == expected
 
 
-def test_a_checkpoint_is_quantised_for_the_device(tmp_path: Path) -> None:
+def test_checkpoint_is_quantised_for_the_device(tmp_path: Path) -> None:
     tiny_model("llama", **SHAPE).save_pretrained(tmp_path)
-    expected = run(tmp_path, "cpu", ragged, policy="full", quantize="int4")
+    expected = tokens_of_scene(tmp_path, "cpu", ragged, policy="full", quantize="int4")
     with simulated(Late()):
         planned = load_shape(tmp_path, device="cuda", dtype="float32", quantize="int4")
         assert planned == replace(
             load_shape(tmp_path, device="cpu", dtype="float32", quantize="int4"), device=planned.device
         )
-        assert run(tmp_path, "cuda", ragged, policy="full", quantize="int4") == expected
+        assert tokens_of_scene(tmp_path, "cuda", ragged, policy="full", quantize="int4") == expected
 
 
 def test_streamed_layers_are_planned_and_copied_as_packed_bytes(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_streamed_layers_are_planned_and_copied_as_packed_bytes(tmp_path: Path) 
     assert found.token_ids == expected.token_ids
 
 
-def test_a_product_does_not_wait_for_the_device() -> None:
+def test_matrix_product_does_not_wait_for_the_device() -> None:
     form = PackedFormat(192, 4, 32, True)
     rows, weights = random_rows(form, 9)
     x = torch.randn(3, 192)

@@ -1,4 +1,4 @@
-"""Test that a layer of a prefill takes few launches, independent of the length of the chunk."""
+"""Test that a layer of a prefill takes few launches, independent of the length of the prefill chunk."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from support.prefill_counts import PrefillCounts, count_prefill
 CHUNK = 2048
 
 PER_LAYER = {"full": PrefillCounts(13, 0, 12, 0), "infinigen": PrefillCounts(23, 0, 16, 0)}
-"""Limits of a layer without its chunks: samples of nine weights, which detect a changed model, joined and resident KV,
-and for "infinigen" its approximate KV."""
+"""Limits of a layer without its chunks: checks for changed weights, resident KV, and approximate KV of "infinigen"."""
 
 PER_CHUNK = PrefillCounts(22, 4, 21, 0)
-"""Limits of each chunk: norms, projections, RoPE, attention and MLP, and a copy of K and of V of each KV head."""
+"""Limits of each chunk: norms, projections, RoPE, attention, MLP, and copies of K and V of each KV head."""
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "tokens"), [("full", CHUNK + 100), ("full", 1024), ("infinigen", 1024), ("infinigen", CHUNK + 100)]
 )
-def test_a_layer_takes_few_launches(policy: str, tokens: int) -> None:
+def test_launches_per_layer_are_limited(policy: str, tokens: int) -> None:
     found, chunks = count_prefill(tokens, policy=policy), -(-tokens // CHUNK)
     limits = zip(astuple(found), astuple(PER_LAYER[policy]), astuple(PER_CHUNK), strict=True)
     assert all(count <= layer + chunks * chunk for count, layer, chunk in limits), found
@@ -29,6 +28,5 @@ def test_a_layer_takes_few_launches(policy: str, tokens: int) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["infinigen", "full"])
-def test_launches_do_not_depend_on_the_length_of_a_chunk(policy: str) -> None:
-    """The longer prompt fills three times as many blocks, and another page."""
+def test_launches_do_not_depend_on_the_length_of_the_chunk(policy: str) -> None:
     assert count_prefill(300, policy=policy) == count_prefill(1024, policy=policy)

@@ -1,7 +1,6 @@
 """Test experts and embeddings in host memory: results equal those of a model entirely on the device.
 
-Only chosen experts and embedding rows are copied. Weights are random, so hit rates do not predict those of trained
-models.
+Weights are random, so hit rates do not predict those of trained models.
 """
 
 from __future__ import annotations
@@ -41,19 +40,18 @@ PROMPTS = [torch.randint(1, VOCAB, (length,), generator=GENERATOR).tolist() for 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that saves a checkpoint by architecture."""
     made: dict[str, Path] = {}
 
-    def saved(name: str) -> Path:
+    def save(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
             architecture(name).save_pretrained(made[name])
         return made[name]
 
-    return saved
+    return save
 
 
-def runtime(folder: Path, **settings: Any) -> LLM:
+def make_llm(folder: Path, **settings: Any) -> LLM:
     settings = {"policy": "full", "device": "cpu", "dtype": "float32", "host_memory": "4MiB"} | settings
     return LLM(folder, **settings)
 
@@ -79,28 +77,26 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_in_host_memory_give_the_same_logits(folder: Any, name: str) -> None:
-    """Cover fewer device slots than experts per token, and nearly all.
-
-    The tolerance is for float32 sums in another order.
-    """
-    expected = logits_of(runtime(folder(name)))
+    expected = logits_of(make_llm(folder(name)))
+    # less than the experts of a token, and nearly all
     for slots in (1, 3):
-        llm = runtime(folder(name), experts_on_device=slots)
+        llm = make_llm(folder(name), experts_on_device=slots)
+        # float32 sums have another order
         torch.testing.assert_close(logits_of(llm), expected, rtol=1e-5, atol=1e-5)
         assert llm.runner.weights is not None and all(cache.bytes for cache in llm.runner.weights.experts)
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen", "quest"])
-def test_the_tokens_are_the_same_under_every_policy(folder: Any, policy: str) -> None:
+def test_tokens_are_the_same_under_every_policy(folder: Any, policy: str) -> None:
     options = {} if policy == "full" else {"sinks": 2, "recent": 8}
     settings = {"policy": policy, "policy_options": options}
-    there = runtime(folder("qwen3_moe"), experts_on_device=2, embedding_on_host=True, **settings)
-    assert tokens_of(there) == tokens_of(runtime(folder("qwen3_moe"), **settings))
+    there = make_llm(folder("qwen3_moe"), experts_on_device=2, embedding_on_host=True, **settings)
+    assert tokens_of(there) == tokens_of(make_llm(folder("qwen3_moe"), **settings))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "opt"])
-def test_an_embedding_in_host_memory_gives_the_same_logits(folder: Any, name: str) -> None:
-    llm, whole = (runtime(folder(name), embedding_on_host=where) for where in (True, False))
+def test_embedding_in_host_memory_gives_the_same_logits(folder: Any, name: str) -> None:
+    llm, whole = (make_llm(folder(name), embedding_on_host=where) for where in (True, False))
     assert torch.equal(logits_of(llm), logits_of(whole))
     used = llm.runner.weights
     assert used is not None and used.embedding is not None
@@ -112,7 +108,7 @@ def test_an_embedding_in_host_memory_gives_the_same_logits(folder: Any, name: st
 
 
 def test_statistics_count_transferred_weights(folder: Any) -> None:
-    llm = runtime(folder("mixtral"), experts_on_device=3)
+    llm = make_llm(folder("mixtral"), experts_on_device=3)
     [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
     stats, weights = completion.stats, llm.runner.weights
     assert weights is not None and stats.h2d_weight_bytes == weights.use.bytes
@@ -130,13 +126,13 @@ def test_statistics_count_transferred_weights(folder: Any) -> None:
 @pytest.mark.simulated
 @pytest.mark.parametrize("name", MIXTURES if ALL else MIXTURES[:1])
 def test_tokens_on_a_device_equal_the_cpu_path(folder: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' batched expert products are used, because the simulated device has no grouped ones."""
+    # the simulated device has no grouped expert products
     monkeypatch.setattr(PreTrainedModel, "get_correct_experts_implementation", lambda self, asked: "batched_mm")
     few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     prompts = [prompt[:6] for prompt in PROMPTS[: 3 if ALL else 2]]
 
     def tokens(device: str, **settings: Any) -> list[list[int]]:
-        llm = runtime(folder(name), device=device, **settings)
+        llm = make_llm(folder(name), device=device, **settings)
         found = [completion.token_ids for completion in completed(llm.generate(prompts, few))]
         llm.runner.check_integrity()
         if llm.runner.weights is not None:
@@ -150,8 +146,7 @@ def test_tokens_on_a_device_equal_the_cpu_path(folder: Any, name: str, monkeypat
 
 
 @pytest.fixture(scope="module")
-def stacked() -> Any:
-    """Return the expert module of a Mixtral layer with six experts."""
+def expert_module() -> Any:
     model = architecture("mixtral", num_local_experts=6, num_hidden_layers=1)
     return experts_of(decoder_layers(model)[0])
 
@@ -161,14 +156,11 @@ def stacked() -> Any:
     slots=st.integers(1, 6),
 )
 @settings(max_examples=15, deadline=None)
-def test_outputs_are_right_for_any_choice_of_experts(
-    stacked: Any, calls: list[tuple[int, int, int]], slots: int
+def test_cached_experts_give_the_outputs_of_the_original_module(
+    expert_module: Any, calls: list[tuple[int, int, int]], slots: int
 ) -> None:
-    """Each call is (tokens, experts per token, seed).
-
-    Each expert is copied at most once per call, and the least recently used experts are evicted.
-    """
-    cache = ExpertCache(copy.deepcopy(stacked), slots, torch.device("cpu"))
+    """Each call is (tokens, experts per token, seed)."""
+    cache = ExpertCache(copy.deepcopy(expert_module), slots, torch.device("cpu"))
     one = cache.host_bytes // 6
     used: dict[int | None, int] = {}
     for now, (tokens, k, seed) in enumerate(calls):
@@ -177,12 +169,15 @@ def test_outputs_are_right_for_any_choice_of_experts(
         index = torch.stack([torch.randperm(6, generator=generator)[:k] for _ in range(tokens)])
         weights = torch.rand(tokens, k, generator=generator)
         before, held, chosen = cache.bytes, set(cache._expert_in_slot) - {None}, set(index.flatten().tolist())
-        torch.testing.assert_close(cache(hidden, index, weights), stacked(hidden, index, weights), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            cache(hidden, index, weights), expert_module(hidden, index, weights), rtol=1e-5, atol=1e-6
+        )
         cache.check_integrity()
         assert cache.bytes - before == one * len(chosen - held)
         if len(chosen) <= slots:
             left, stayed = held - set(cache._expert_in_slot), held & set(cache._expert_in_slot) - chosen
             assert set(cache._expert_in_slot) >= chosen
+            # the least recently used experts are evicted
             assert max((used[expert] for expert in left), default=-1) <= min((used[e] for e in stayed), default=now)
         used |= dict.fromkeys(chosen, now)
     assert cache.device_bytes == min(slots, 6) * one
@@ -191,8 +186,7 @@ def test_outputs_are_right_for_any_choice_of_experts(
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
-def test_a_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
-    """Experts leave the device first, then layers. Device memory equals the plan, apart from alignment."""
+def test_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
     shape = load_shape(folder("mixtral"), device="cpu", dtype="float32")
     assert shape.sizes.experts is not None
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=64, host_memory="4MiB")
@@ -201,33 +195,34 @@ def test_a_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
     rest, step = whole.costs.total([64]), sum(shape.sizes.experts.one_expert)
     for slots in (3, 2, 1):
         limit = shape.sizes.fixed + sum(shape.sizes.layers) - (EXPERTS - slots) * step + rest
-        llm = runtime(folder("mixtral"), device_memory=limit, max_model_len=64)
+        llm = make_llm(folder("mixtral"), device_memory=limit, max_model_len=64)
         plan, weights = llm.runner.plan, llm.runner.weights
         assert plan is not None and weights is not None and plan.placement == Placement(experts=slots)
         assert weights.device_bytes == slots * step
         [completion] = completed(llm.generate([PROMPTS[0]], GREEDY))
         assert completion.stats.weight_bytes_device <= plan.weights <= limit - rest
         assert plan.weights - completion.stats.weight_bytes_device < 64 * 12 * 3, "the difference is alignment"
-    least = runtime(folder("mixtral"), device_memory=limit - 1, max_model_len=64)
+    # experts leave the device before layers
+    least = make_llm(folder("mixtral"), device_memory=limit - 1, max_model_len=64)
     assert least.runner.plan is not None and len(least.runner.plan.streamed) > BUFFERS - 1
     assert least.runner.plan.placement.experts == 1
-    assert tokens_of(least) == tokens_of(runtime(folder("mixtral")))
+    assert tokens_of(least) == tokens_of(make_llm(folder("mixtral")))
     least.runner.check_integrity()
 
 
-def test_a_limit_that_not_even_one_expert_fits_is_refused(folder: Any) -> None:
+def test_limit_too_small_for_one_expert_is_refused(folder: Any) -> None:
     with pytest.raises(MemoryLimitError, match="device_memory"):
-        runtime(folder("mixtral"), device_memory="64KiB", max_model_len=64)
+        make_llm(folder("mixtral"), device_memory="64KiB", max_model_len=64)
 
 
 def test_info_shows_where_experts_and_embedding_are(folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
     place = str(folder("mixtral"))
     arguments = ["info", place, "--context", "64", "--device", "cpu", "--dtype", "float32"]
     assert main([*arguments, "--experts-on-device", "2", "--embedding-on-host"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "experts on the device" in said and "2 of 4 in each layer, 18 KiB each" in said
-    assert "experts copied per token" in said and "at most 108 KiB" in said, "2 of 18 KiB in each of 3 layers"
-    assert "embedding" in said and "in host memory, 12.1 KiB" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "experts on the device" in output and "2 of 4 in each layer, 18 KiB each" in output
+    assert "experts copied per token" in output and "at most 108 KiB" in output, "2 of 18 KiB in each of 3 layers"
+    assert "embedding" in output and "in host memory, 12.1 KiB" in output
     assert main(arguments) == 0
     assert "expert" not in capsys.readouterr().out
 
@@ -238,26 +233,22 @@ def test_info_shows_where_experts_and_embedding_are(folder: Any, capsys: pytest.
 def test_impossible_placements_are_refused(folder: Any, tmp_path: Path) -> None:
     architecture("llama3", tie_word_embeddings=True).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no mixture of experts"):
-        runtime(folder("llama3"), experts_on_device=2)
+        make_llm(folder("llama3"), experts_on_device=2)
     with pytest.raises(ConfigError, match="experts_on_device=0"):
-        runtime(folder("mixtral"), experts_on_device=0)
+        make_llm(folder("mixtral"), experts_on_device=0)
     with pytest.raises(ConfigError, match="head is its embedding"):
-        runtime(tmp_path, embedding_on_host=True)
+        make_llm(tmp_path, embedding_on_host=True)
     with pytest.raises(ConfigError, match="pass the model's folder"):
-        runtime(architecture("mixtral"), experts_on_device=2)  # type: ignore[arg-type]
-    assert runtime(folder("mixtral"), experts_on_device=EXPERTS).runner.weights is None
+        make_llm(architecture("mixtral"), experts_on_device=2)  # type: ignore[arg-type]
+    assert make_llm(folder("mixtral"), experts_on_device=EXPERTS).runner.weights is None
 
 
 WIDE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 96}
 
 
 @pytest.mark.parametrize(("name", "more", "slots"), [("qwen3_moe", WIDE, 15), ("gpt_oss", {}, 1)])
-def test_the_allocator_never_holds_more_than_the_limit(
-    name: str, more: dict[str, Any], slots: int, tmp_path: Path
-) -> None:
-    """Peak memory is used by the outputs of a token's eight experts in one case, and by scores with a sink in the
-    other.
-    """
+def test_peak_memory_is_below_the_limit(name: str, more: dict[str, Any], slots: int, tmp_path: Path) -> None:
+    """The peak contains the outputs of eight experts (qwen3_moe) or attention scores with a sink (gpt_oss)."""
     architecture(name, **more).save_pretrained(tmp_path)
     config = EngineConfig("full", device_memory="1GiB", max_model_len=128, host_memory="8MiB", experts_on_device=slots)
     plan = plan_for(config, load_shape(tmp_path, device="cpu", dtype="float32"))

@@ -25,7 +25,7 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
 """Sliding window in the last layer of a Qwen model."""
 
 
-def make(working_set: int = 0, policy: str = "infinigen", blocks: int = 64, **settings: Any) -> LLM:
+def make_llm(working_set: int = 0, policy: str = "infinigen", blocks: int = 64, **settings: Any) -> LLM:
     model = tiny_model(settings.pop("model", "llama"), dtype=torch.float32, **settings.pop("config", {}))
     options = settings.pop("policy_options", OPTIONS)
     return LLM(
@@ -43,8 +43,8 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0)
 
 
-class PlainTable:
-    """Plain implementation of the replacement rule for one list. With decay 1/2, every score is exact."""
+class ReferenceTable:
+    """Reference implementation of the replacement rule for one list. With decay 1/2, scores are exact."""
 
     def __init__(self, capacity: int) -> None:
         self.slots: list[int | None] = [None] * capacity
@@ -74,16 +74,16 @@ class PlainTable:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_a_table_equals_a_plain_implementation(data: st.DataObject) -> None:
+def test_table_equals_the_reference_implementation(data: st.DataObject) -> None:
     capacity, lists = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
     layer = LayerSet.empty(RowShape(lists, 1), capacity, torch.float32, torch.device("cpu"))
-    plain = [PlainTable(capacity) for _ in range(lists)]
+    references = [ReferenceTable(capacity) for _ in range(lists)]
     for _ in range(data.draw(st.integers(1, 12))):
         action = data.draw(st.sampled_from(("look up", "look up", "look up", "forget", "clone")))
         if action == "forget":
             token = data.draw(st.integers(0, 9))
             layer.forget(token)
-            for one in plain:
+            for one in references:
                 one.forget(token)
         elif action == "clone":
             twin = layer.clone()
@@ -94,17 +94,19 @@ def test_a_table_equals_a_plain_implementation(data: st.DataObject) -> None:
             draw = st.lists(st.integers(0, 9), min_size=count, max_size=count, unique=True)
             tokens = [data.draw(draw) for _ in range(lists)]
             found = look_up(layer.table, torch.tensor(tokens), decay=0.5)
-            want = [one.look_up(row) for one, row in zip(plain, tokens, strict=True)]
+            want = [one.look_up(row) for one, row in zip(references, tokens, strict=True)]
             assert found.slots.tolist() == [slots for slots, _ in want]
             assert found.into.tolist() == [into for _, into in want]
             assert found.hits.tolist() == [sum(slot >= 0 for slot in slots) for slots, _ in want]
         layer.check_integrity()
-        assert [[None if t < 0 else t for t in row] for row in layer.tokens.tolist()] == [one.slots for one in plain]
+        assert [[None if t < 0 else t for t in row] for row in layer.tokens.tolist()] == [
+            one.slots for one in references
+        ]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=20))
-def test_first_occurrences_of_a_row(ids: list[int]) -> None:
+def test_first_occurrences_of_duplicate_ids(ids: list[int]) -> None:
     want = [-1 if row < 0 or ids.index(row) == at else ids.index(row) for at, row in enumerate(ids)]
     assert first_occurrences(torch.tensor(ids)).tolist() == want
 
@@ -124,10 +126,9 @@ def test_first_occurrences_of_a_row(ids: list[int]) -> None:
     ids=["default", "paper", "repair", "int4", "h2o", "sliding"],
 )
 def test_tokens_are_the_same_and_fewer_bytes_are_transferred(rows: int, policy: str, settings: dict[str, Any]) -> None:
-    """Integrity is checked after every step of a ragged batch."""
     prompts = [tiny_prompt(length, seed=length) for length in (1, 40, 150)]
-    plain = completed(make(policy=policy, **settings).generate(prompts, greedy(12)))
-    llm = make(rows, policy, **settings)
+    plain = completed(make_llm(policy=policy, **settings).generate(prompts, greedy(12)))
+    llm = make_llm(rows, policy, **settings)
     engine = Engine(llm.runner, max_num_seqs=3)
     requests = [engine.add(prompt, greedy(12)) for prompt in prompts]
     while not engine.idle:
@@ -143,11 +144,10 @@ def test_tokens_are_the_same_and_fewer_bytes_are_transferred(rows: int, policy: 
     assert llm.runner.transfer.device_bytes == 0
 
 
-def test_hits_bytes_and_fractions_agree() -> None:
-    """The bytes and KV entries saved by the working set equal the number of hits."""
+def test_saved_bytes_and_fractions_equal_the_hits() -> None:
     prompt, steps = tiny_prompt(150), 20
-    [plain] = completed(make().generate([prompt], greedy(steps + 1)))
-    [done] = completed(make(9).generate([prompt], greedy(steps + 1)))
+    [plain] = completed(make_llm().generate([prompt], greedy(steps + 1)))
+    [done] = completed(make_llm(9).generate([prompt], greedy(steps + 1)))
     before, after = plain.stats, done.stats
     assert before.working_set_hit_rate is None and before.working_set_bytes == 0
     rate, row = after.working_set_hit_rate, 2 * 32 * 4
@@ -164,19 +164,19 @@ def test_hits_bytes_and_fractions_agree() -> None:
     assert after.working_set_bytes == layers * heads * (9 + 1) * (row + 8)
 
 
-def test_a_working_set_of_everything_fetches_every_row_once() -> None:
+def test_working_set_of_all_tokens_fetches_each_entry_once() -> None:
     options = OPTIONS | {"dense_layers": (), "max_fraction": 1.0, "alpha": float("inf")}
     prompt = tiny_prompt(60)
-    [done] = completed(make(256, policy_options=options).generate([prompt], greedy(31)))
+    [done] = completed(make_llm(256, policy_options=options).generate([prompt], greedy(31)))
     candidates = 60 + 30 - 2 - 8  # each candidate of the last step was fetched once
     assert done.stats.h2d_bytes == 3 * 2 * candidates * 2 * 32 * 4
 
 
 @pytest.mark.parametrize(("eviction", "policy_options"), [("lru", OPTIONS), ("fifo", {"preset": "paper"})])
-def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[str, Any]) -> None:
+def test_evicted_slots_leave_the_working_set(eviction: str, policy_options: dict[str, Any]) -> None:
     prompt, made = tiny_prompt(115), []
     for rows in (0, 30):
-        llm = make(rows, blocks=2, eviction=eviction, policy_options=policy_options)
+        llm = make_llm(rows, blocks=2, eviction=eviction, policy_options=policy_options)
         engine = Engine(llm.runner, max_num_seqs=1)
         request = engine.add(prompt, greedy(50))
         while not engine.idle:
@@ -188,18 +188,20 @@ def test_an_overwritten_slot_is_forgotten(eviction: str, policy_options: dict[st
 
 
 def test_forks_copy_the_working_set() -> None:
-    """Samples and beams give the same tokens, and a fork starts with the working set of its parent."""
     prompt = tiny_prompt(150, seed=1)
     sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
     beams = SamplingParams(max_tokens=12, temperature=0, num_beams=3)
     for params in (sampled, beams):
-        plain, done = completed(make().generate([prompt], params)), completed(make(25).generate([prompt], params))
+        plain, done = (
+            completed(make_llm().generate([prompt], params)),
+            completed(make_llm(25).generate([prompt], params)),
+        )
         assert [one.token_ids for one in done] == [one.token_ids for one in plain]
     rate = done[0].stats.working_set_hit_rate
-    [alone] = completed(make(25).generate([prompt], greedy(12)))
-    assert rate is not None and rate > 0.8 * (alone.stats.working_set_hit_rate or 0)
+    [single] = completed(make_llm(25).generate([prompt], greedy(12)))
+    assert rate is not None and rate > 0.8 * (single.stats.working_set_hit_rate or 0)
 
-    runner = make(25).runner
+    runner = make_llm(25).runner
     first = runner.new_sequence(prompt, 200)
     runner.prefill(first, 140)
     for _ in range(5):
@@ -215,18 +217,18 @@ def test_forks_copy_the_working_set() -> None:
         runner.free(sequence)
 
 
-def test_preempted_requests_start_with_an_empty_set() -> None:
+def test_preempted_requests_start_with_an_empty_working_set() -> None:
     prompts = [tiny_prompt(110, seed=i) for i in range(3)]
-    apart = [one.token_ids for one in completed(make().generate(prompts, greedy(30)))]
-    engine = Engine(make(20, blocks=8).runner, max_num_seqs=3)
+    expected = [one.token_ids for one in completed(make_llm().generate(prompts, greedy(30)))]
+    engine = Engine(make_llm(20, blocks=8).runner, max_num_seqs=3)
     requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
     while not engine.idle:
         engine.step()
         engine.check_integrity()
     assert engine.scheduler.preemptions > 0
-    assert [one.completions()[0].token_ids for one in requests] == apart
+    assert [one.completions()[0].token_ids for one in requests] == expected
 
 
-def test_a_negative_working_set_is_refused() -> None:
+def test_negative_working_set_is_refused() -> None:
     with pytest.raises(ConfigError, match="working_set=-1 must not be negative"):
-        make(-1)
+        make_llm(-1)
