@@ -82,10 +82,9 @@ def test_turns_are_undone_and_answered_again(
     assert "not saved: no messages" in err, "a chat without turns is not stored"
 
 
-def test_kv_is_deleted_after_its_time_to_live(
+def test_only_kv_is_deleted_after_its_time_to_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`sessions list` shows which KV a time to live would delete. The text is kept."""
     text = "Once upon a time there was a king, and his name was Richard. " * 8
     talk(tmp_path, f"{text}\n", monkeypatch, "--store-policy", "lru", "--store-ttl", "2w")
     for path in tmp_path.rglob("*.*"):
@@ -114,13 +113,13 @@ def test_kv_is_deleted_after_its_time_to_live(
 def test_an_interrupt_in_a_destructor_ends_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python ignores a KeyboardInterrupt raised in a destructor. The chat must stop at the next token all the same."""
+    """Python ignores a KeyboardInterrupt in a destructor. The chat must still stop at the next token."""
 
-    class Deaf:
+    class InterruptingDestructor:
         def __del__(self) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
-    class Endless:
+    class LongSession:
         name, turns, tokens, closed, history = "s", (), (), 0, types.SimpleNamespace(shift=0)
 
         def send(self, text: str, params: object, on_prefill: object) -> Any:
@@ -129,7 +128,7 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
                 for i in range(100):
                     yield TokenOutput(0, f"{i} ", i, i, None)
                     if i == 3:
-                        Deaf()
+                        InterruptingDestructor()
             finally:
                 self.closed += 1
 
@@ -139,7 +138,7 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
     dropped: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-    session, before = Endless(), signal.getsignal(signal.SIGINT)
+    session, before = LongSession(), signal.getsignal(signal.SIGINT)
     console = Console(stderr=True)
     model = types.SimpleNamespace(name="m", geometry=types.SimpleNamespace(layers=2))
     Chat(model, session, SamplingParams(), console).run()  # type: ignore[arg-type]
@@ -150,7 +149,7 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
 
 
 class Terminal:
-    """Run a command on a pseudo-terminal and kill it when the `with` block ends."""
+    """Run a command in a pseudo-terminal. The `with` block kills the command at its end."""
 
     def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()
@@ -178,7 +177,7 @@ class Terminal:
         self._seen = re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen)[found.end() :]
 
 
-def test_a_chat_without_a_store_is_not_saved_and_an_abandoned_one_leaves_nothing(
+def test_chats_without_a_store_or_messages_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
@@ -215,15 +214,13 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path)
 # ----------------------------------------------------------------------------------------------------- turns to tokens
 
 
-class Plain:
-    """Tokenizer without a chat template, with one token per character."""
-
+class CharacterTokenizer:
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in ("^" if add_special_tokens else "") + text]}
 
 
-def test_without_a_template_text_is_appended_as_it_is() -> None:
-    tokenizer: Any = Plain()
+def test_without_a_template_text_is_appended_unchanged() -> None:
+    tokenizer: Any = CharacterTokenizer()
     history = History("s", "m")
     assert turn_tokens(tokenizer, history, "a") == TurnTokens(0, 0, (ord("^"), ord("a")))
     history.tokens = [1]
