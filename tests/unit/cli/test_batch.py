@@ -45,13 +45,13 @@ def test_an_interrupted_batch_continues(llm: LLM, tmp_path: Path, monkeypatch: p
     )
     out, real = tmp_path / "out", Results.add
 
-    def killed(self: Results, answers: Any) -> None:
+    def add_and_interrupt(self: Results, answers: Any) -> None:
         real(self, answers)
         if len(read_lines(out)) >= 4:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Results, "add", killed)
+        patch.setattr(Results, "add", add_and_interrupt)
         first = Results(out)
         with pytest.raises(KeyboardInterrupt):
             answer_all(llm, requests, first, at_once=2)
@@ -70,8 +70,8 @@ def test_an_interrupted_batch_continues(llm: LLM, tmp_path: Path, monkeypatch: p
     found = {each["id"]: each["outputs"][0]["text"] for each in read_lines(out)}
     assert len(read_lines(out)) == len(found) == 7
     assert len(set(found.values())) > 3, "the texts differ"
-    wanted = llm.generate(PROMPTS, SamplingParams(**DEFAULTS))
-    assert found == {f"q{i}": each.outputs[0].text for i, each in enumerate(wanted)}
+    expected = llm.generate(PROMPTS, SamplingParams(**DEFAULTS))
+    assert found == {f"q{i}": each.outputs[0].text for i, each in enumerate(expected)}
 
 
 def test_only_invalid_requests_get_an_error(llm: LLM, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_chat_continues_with_its_messages(
     out, err = capsys.readouterr()
     assert "new session 'book'" in err and "unknown command '/nonsense'" in err and "cannot read '/none'" in err
     assert "saved" in err and len(out.strip()) > 10
-    assert err.count("stopped at --max-new-tokens") == 2, "an answer that a limit ended is not the model's last word"
+    assert err.count("stopped at --max-new-tokens") == 2, "both answers end at the limit"
     talk(store, "/history\n/stats\nGo on\n/stats\n/fork other\n/truncate 40\n/quit\nnever read\n", monkeypatch)
     again = capsys.readouterr()
     assert "2 turns" in again.err and "Once upon a time" in again.err and "Second line." in again.err
@@ -91,14 +91,14 @@ def test_only_kv_is_deleted_after_its_time_to_live(
         if path.is_file():
             os.utime(path, (time.time() - 3 * 86400,) * 2)
 
-    def listed(ttl: str) -> list[str]:
+    def list_session(ttl: str) -> list[str]:
         capsys.readouterr()
         assert main(["sessions", "list", "--store", str(tmp_path), "--store-ttl", ttl]) == 0
         head, line = (line.strip() for line in capsys.readouterr().out.splitlines())
         assert head.endswith("expires") and line.startswith("book") and "3 d ago" in line
         return line.split()
 
-    kept, gone = listed("7d"), listed("48h")
+    kept, gone = list_session("7d"), list_session("48h")
     assert kept[-2:] == ["0", "B"] and gone[-2] != "0" and gone[-2:] == gone[4:6]
     files = len(list(tmp_path.rglob("*.kv")))
     talk(tmp_path, "", monkeypatch, "--store-ttl", "7d")
@@ -143,7 +143,7 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
     model = types.SimpleNamespace(name="m", geometry=types.SimpleNamespace(layers=2))
     Chat(model, session, SamplingParams(), console).run()  # type: ignore[arg-type]
     out, err = capsys.readouterr()
-    assert len(dropped) == 1, "the interrupt was really lost"
+    assert len(dropped) == 1, "Python has ignored the interrupt"
     assert out == "0 1 2 3 4 " and "(ended)" in err and session.closed == 2
     assert signal.getsignal(signal.SIGINT) is before
 

@@ -118,7 +118,7 @@ def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path:
     assert found["scored"] == 20 and found["kl"] < 0.01 and found["top_1"] > 0.9
     assert found["full"]["h2d_bytes"] > 3 * found["policy"]["h2d_bytes"] > 0
     copied = drawn["data"]["h2d_bytes_per_token"]["infinigen"]
-    assert copied == found["policy"]["h2d_bytes_steps"] / 19, "without the prefix that later runs reuse"
+    assert copied == found["policy"]["h2d_bytes_steps"] / 19, "copies of a reused prefix are not counted"
     assert plot.read_bytes().startswith(b"\x89PNG") and len(drawn["data"]["selected"]) == 20
     assert set(drawn["data"]["mass"]) == {"full", "infinigen", "infinigen without\napproximate KV", "streaming"}
     assert all(sum(parts) == pytest.approx(1) for parts in drawn["data"]["mass"].values())
@@ -141,10 +141,10 @@ def test_impossible_comparisons_are_refused(generate: Cli, monkeypatch: pytest.M
 
 
 def test_a_missing_extra_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(arguments: list[str]) -> int:
+    def raise_module_not_found(arguments: list[str]) -> int:
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval.api")
 
-    monkeypatch.setattr("offload_rt.eval.cli.run_eval", missing)
+    monkeypatch.setattr("offload_rt.eval.cli.run_eval", raise_module_not_found)
     cli("eval", "tasks").fails_with("lm_eval is not installed", "pip install 'lm-eval[ruler]==0.4.*'", "'datasets>=3'")
 
 
@@ -211,10 +211,10 @@ def test_generate_uses_an_artifact_of_skew(
     assert "svd" in run.out
     cli("skew", "reference", "--out", str(tmp_path / "skewed")).fails_with("--overwrite replaces it")
 
-    def other(*given: Any) -> None:
+    def fail_if_called(*given: Any) -> None:
         pytest.fail("calibrated, though an artifact was given")
 
-    monkeypatch.setattr("offload_rt.engine.build.cached_artifact", other)
+    monkeypatch.setattr("offload_rt.engine.build.cached_artifact", fail_if_called)
     flags = ("--policy", "infinigen", "--recent", "8", "--budget", "0.2", "--quiet")
     artifact = tmp_path / "skewed" / "skew.safetensors"
     made = generate(*flags, "--skew", str(artifact))
@@ -276,13 +276,13 @@ def test_ctrl_c_keeps_the_text_and_shows_the_statistics(
 ) -> None:
     whole, stream = generate("--quiet").out, LLM.stream
 
-    def interrupted(self: LLM, *given: Any) -> Iterator[Any]:
+    def interrupt(self: LLM, *given: Any) -> Iterator[Any]:
         for event in stream(self, *given):
             if event.index == 3:
                 raise KeyboardInterrupt
             yield event
 
-    monkeypatch.setattr(LLM, "stream", interrupted)
+    monkeypatch.setattr(LLM, "stream", interrupt)
     stats = tmp_path / "stats.json"
     run = generate("--stats-json", str(stats))
     assert run.code == 130
@@ -294,11 +294,11 @@ def test_ctrl_c_keeps_the_text_and_shows_the_statistics(
 
 
 def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: LLM, *given: Any) -> Iterator[Any]:
+    def interrupt(self: LLM, *given: Any) -> Iterator[Any]:
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(LLM, "stream", interrupted)
+    monkeypatch.setattr(LLM, "stream", interrupt)
     run = generate()
     assert (run.code, run.out) == (130, "")
     assert "no statistics" in run.err
@@ -325,10 +325,10 @@ def test_prompt_files_that_cannot_be_read_are_refused(
     cli("generate", "reference", "--prompt-file", str(tmp_path / "none.txt")).fails_with("none.txt", "No such file")
     cli("generate", "reference", "--prompt-file", str(tmp_path)).fails_with(str(tmp_path), "directory")
 
-    def denied(path: Path) -> bytes:  # CI runs as root, which may read every file
+    def deny(path: Path) -> bytes:  # CI runs as root, which may read every file
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("offload_rt.utils.texts.read_small", denied)
+    monkeypatch.setattr("offload_rt.utils.texts.read_small", deny)
     cli("generate", "reference", "--prompt-file", BOOK).fails_with(BOOK, "Permission denied")
 
 
@@ -429,11 +429,11 @@ def test_a_model_is_looked_up_on_the_hub_once(cli: Cli, monkeypatch: pytest.Monk
     """If the hub cannot be reached, transformers would retry for half a minute."""
     tried: list[str] = []
 
-    def refused(url: str, **options: Any) -> None:
+    def refuse(url: str, **options: Any) -> None:
         tried.append(url)
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refused)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
     cli("generate", "no/model", "x").fails_with(
         "not in the cache", "cannot be reached", "pass the folder", "HF_ENDPOINT"
     )

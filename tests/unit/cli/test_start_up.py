@@ -109,8 +109,8 @@ def variable_after_import(name: str, given: dict[str, str], before: str) -> str:
 
 LIMITED = """import pathlib
 os.sched_getaffinity = lambda _: set(range(8))
-said = {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
-pathlib.Path.read_text = lambda path: said.get(str(path), "max 100000")
+contents = {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
+pathlib.Path.read_text = lambda path: contents.get(str(path), "max 100000")
 """
 """A container with 1.5 of eight processors."""
 

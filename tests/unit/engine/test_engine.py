@@ -178,17 +178,17 @@ def test_memory_is_allocated_only_at_admission(monkeypatch: pytest.MonkeyPatch) 
     ready: list[bool] = []
     admitting = []
 
-    def admitted(scheduler: Scheduler) -> None:
+    def record_admit(scheduler: Scheduler) -> None:
         admitting.append(scheduler)
         admit(scheduler)
         admitting.pop()
 
-    def activated(arena: Arena) -> None:
+    def record_activate(arena: Arena) -> None:
         ready.append(bool(admitting))
         activate(arena)
 
-    monkeypatch.setattr(Scheduler, "admit", admitted)
-    monkeypatch.setattr(Arena, "activate", activated)
+    monkeypatch.setattr(Scheduler, "admit", record_admit)
+    monkeypatch.setattr(Arena, "activate", record_activate)
     engine = Engine(llm.runner, max_num_seqs=16)
     sampled = SamplingParams(max_tokens=200, n=3, seed=1)
     asked = [(100, greedy(150)), (130, sampled), (64, beams(3, 140)), (63, greedy(1)), (5, greedy(260))]
@@ -200,4 +200,6 @@ def test_memory_is_allocated_only_at_admission(monkeypatch: pytest.MonkeyPatch) 
         engine.step()
         engine.check_integrity()
     assert len(ready) >= 14 and all(ready)
-    assert llm.runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm.runner.pool.block_bytes, "and not much more"
+    assert llm.runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm.runner.pool.block_bytes, (
+        "little more memory is allocated than used"
+    )

@@ -44,10 +44,10 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 @pytest.fixture(scope="module")
 def expected_tokens(llm: LLM) -> list[list[list[int]]]:
-    return [tokens(llm, i) for i in range(len(PROMPTS))]
+    return [generate_request(llm, i) for i in range(len(PROMPTS))]
 
 
-def tokens(llm: LLM, i: int) -> list[list[int]]:
+def generate_request(llm: LLM, i: int) -> list[list[int]]:
     return [one.token_ids for one in completed(llm.generate([PROMPTS[i]], PARAMS[i]))]
 
 
@@ -70,7 +70,7 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, expected_to
             if request.prompt.id not in gone:
                 assert [one.token_ids for one in request.completions()] == expected_tokens[i]
         assert llm.runner.pool.sequence_bytes == 0 and not llm.runner._open
-        assert tokens(llm, 0) == expected_tokens[0], "a following request works"
+        assert generate_request(llm, 0) == expected_tokens[0], "a following request works"
     assert called or place in ("select", "fork")
 
 
@@ -85,7 +85,7 @@ def test_only_the_request_that_always_fails_is_ended(
     requests = [engine.add(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
     culprit: Any = requests[3]
 
-    def broken(original: Any) -> Any:
+    def fail_later(original: Any) -> Any:
         def call(*args: Any, **named: Any) -> Any:
             if len(culprit.new_tokens) > 3:
                 raise AssertionError("always")
@@ -98,10 +98,10 @@ def test_only_the_request_that_always_fails_is_ended(
             state: PolicyState = sequence.state
             if not hasattr(state, "is_broken"):
                 state.is_broken = True  # type: ignore[attr-defined]
-                state.on_kv = broken(state.on_kv)  # type: ignore[method-assign]
+                state.on_kv = fail_later(state.on_kv)  # type: ignore[method-assign]
 
     if method != "on_kv":
-        setattr(culprit, method if method != "stats" else "finish", broken(getattr(culprit, method)))
+        setattr(culprit, method if method != "stats" else "finish", fail_later(getattr(culprit, method)))
     while not engine.idle:
         engine.step()
         engine.check_integrity()
@@ -120,12 +120,12 @@ def test_memory_that_cannot_be_freed_ends_all_requests(monkeypatch: pytest.Monke
     engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
     requests = [engine.add(PROMPTS[i], PARAMS[i]) for i in (0, 3)]
 
-    def never(*args: object) -> None:
+    def raise_error(*args: object) -> None:
         raise AssertionError("counts disagree")
 
     while len(engine.scheduler.running) < 2:
         engine.step()
-    monkeypatch.setattr(llm.runner.pool, "release", never)
+    monkeypatch.setattr(llm.runner.pool, "release", raise_error)
     for _ in range(40):
         engine.step()
     assert engine.idle and set(failed) == set(requests)
@@ -138,7 +138,7 @@ def test_generate_raises_the_error_of_its_request(llm: LLM, expected_tokens: lis
     with fault(llm, "finish", 1, KeyError("lost")), pytest.raises(EngineError, match=r"KeyError: 'lost'") as caught:
         llm.generate(PROMPTS, PARAMS)
     assert isinstance(caught.value.__cause__, KeyError)
-    assert [tokens(llm, i) for i in range(2)] == expected_tokens[:2] and llm.runner.pool.sequence_bytes == 0
+    assert [generate_request(llm, i) for i in range(2)] == expected_tokens[:2] and llm.runner.pool.sequence_bytes == 0
 
 
 async def run_requests_and_sessions(engine: AsyncLLM) -> list[Any]:
@@ -169,16 +169,18 @@ async def run_twice_with_fault_first(store: Path, place: str, call: int) -> tupl
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def expected_results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return asyncio.run(run_twice_with_fault_first(tmp_path_factory.mktemp("store"), "start", 1000))[0]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
-def test_other_clients_and_failed_sessions_continue(place: str, expected: list[Any], tmp_path: Path) -> None:
+def test_other_clients_and_failed_sessions_continue(place: str, expected_results: list[Any], tmp_path: Path) -> None:
     first, again = asyncio.run(run_twice_with_fault_first(tmp_path, place, random.Random(place).randrange(4)))
-    assert again == expected and sum(isinstance(one, Exception) for one in first) <= 1
-    assert all(isinstance(one, EngineError) or one == tokens for one, tokens in zip(first, expected, strict=True))
+    assert again == expected_results and sum(isinstance(one, Exception) for one in first) <= 1
+    assert all(
+        isinstance(one, EngineError) or one == result for one, result in zip(first, expected_results, strict=True)
+    )
 
 
 def test_an_error_of_an_idle_session_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,7 +72,7 @@ def test_penalties_apply_only_to_generated_tokens(exact: str | None) -> None:
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     few = sorted({*PROMPT[:4], 3, 4})
 
-    def written(frequency: float, presence: float) -> list[int]:
+    def penalised_tokens(frequency: float, presence: float) -> list[int]:
         tokens: list[int] = []
         for _ in range(16):
             logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
@@ -81,7 +81,12 @@ def test_penalties_apply_only_to_generated_tokens(exact: str | None) -> None:
             tokens.append(max(few, key=lambda token: float(logits[token])))
         return tokens
 
-    found = [written(0.0, 0.0), written(0.3, 0.0), written(0.0, 1.5), written(0.05, 0.3)]
+    found = [
+        penalised_tokens(0.0, 0.0),
+        penalised_tokens(0.3, 0.0),
+        penalised_tokens(0.0, 1.5),
+        penalised_tokens(0.05, 0.3),
+    ]
     assert len({tuple(tokens) for tokens in found}) == 4
     every = [(0.0, 0.0), (0.3, 0.0), (0.0, 1.5), (0.05, 0.3)]
     for tokens, (frequency, presence) in zip(found, every, strict=True):
@@ -150,7 +155,7 @@ def test_stop_strings_are_kept_or_delayed_if_requested(tokenizer: PreTrainedToke
     text = "It was a dark and stormy night"
     ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    def shown(stop: list[str], late: int = 0, **options: Any) -> tuple[str, str | None]:
+    def stream_text(stop: list[str], late: int = 0, **options: Any) -> tuple[str, str | None]:
         stream, out = TextStream(tokenizer, stop, **options), ""
         for count, token in enumerate(ids, 1):
             out += stream.push(token, may_stop=count > late)
@@ -159,10 +164,10 @@ def test_stop_strings_are_kept_or_delayed_if_requested(tokenizer: PreTrainedToke
         return out + stream.flush(), stream.stopped
 
     whole = tokenizer.decode(ids)
-    assert shown(["dark", "night"]) == (whole[: whole.index("dark")], "dark")
-    assert shown(["dark", "night"], keep_stop=True) == (whole[: whole.index("dark") + 4], "dark")
-    assert shown(["dark", "night"], late=len(ids) - 1, keep_stop=True) == (whole, "night")
-    assert shown(["dark"], late=len(ids)) == (whole, None)
+    assert stream_text(["dark", "night"]) == (whole[: whole.index("dark")], "dark")
+    assert stream_text(["dark", "night"], keep_stop=True) == (whole[: whole.index("dark") + 4], "dark")
+    assert stream_text(["dark", "night"], late=len(ids) - 1, keep_stop=True) == (whole, "night")
+    assert stream_text(["dark"], late=len(ids)) == (whole, None)
 
 
 def test_bad_words_are_never_generated(tokenizer: PreTrainedTokenizerBase) -> None:

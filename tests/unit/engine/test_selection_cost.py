@@ -24,7 +24,7 @@ NEVER = 1 << 40
 GEOMETRY = adapter_for(tiny_model("llama")).geometry
 
 
-def synthetic(layers: int) -> ModelGeometry:
+def synthetic_geometry(layers: int) -> ModelGeometry:
     return selection_cost._synthetic(GEOMETRY, layers)
 
 
@@ -56,7 +56,7 @@ def test_the_time_of_a_layer_is_its_fastest_repeat() -> None:
     # Seconds of two layers with full attention, then of two layers with selection. The first repeat is a warm-up.
     repeats = [[1, 1, 1, 1], [5, 60, 3, 3], [70, 5, 40, 2], [6, 7, 30, 30]]
     clock = fake_clock([float(each) for repeat in repeats for each in repeat])
-    full, selecting = layer_seconds(AutoOptions(), synthetic(2), torch.float32, 256, clock)
+    full, selecting = layer_seconds(AutoOptions(), synthetic_geometry(2), torch.float32, 256, clock)
     assert (full, selecting) == (5.0, 2.5)
     with pytest.raises(StopIteration):  # every reading was used
         clock()
@@ -75,14 +75,14 @@ def test_the_time_of_a_layer_is_its_fastest_repeat() -> None:
 def test_steps_with_selection_attend_to_fewer_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     shares = []
 
-    class Observed(selection_cost.Runner):
+    class RecordingRunner(selection_cost.Runner):
         def free(self, sequence: Any) -> None:
             sequence.trace.flush_pending()
             shares.extend(sum(step) / len(step) for step in sequence.trace.attended)
             super().free(sequence)
 
-    monkeypatch.setattr(selection_cost, "Runner", Observed)
-    layer_seconds(AutoOptions(**options), synthetic(2), torch.float32, 512)
+    monkeypatch.setattr(selection_cost, "Runner", RecordingRunner)
+    layer_seconds(AutoOptions(**options), synthetic_geometry(2), torch.float32, 512)
     assert shares[::2] == [1.0] * selection_cost.REPEATS and max(shares[1::2]) < 0.3
 
 
@@ -90,7 +90,7 @@ def test_measuring_does_not_change_random_numbers(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    layer_seconds(AutoOptions(), synthetic(1), torch.float32, 256)
+    layer_seconds(AutoOptions(), synthetic_geometry(1), torch.float32, 256)
     assert torch.rand(1) == expected
 
 
@@ -108,7 +108,7 @@ def test_each_configuration_is_measured_once(measurement_calls: list[object], mo
     for _ in range(2):
         assert measured_dense_until(options, GEOMETRY, torch.float32) == 1024
     assert len(measurement_calls) == 1
-    assert measured_dense_until(options, synthetic(1), torch.float32) == 1024
+    assert measured_dense_until(options, synthetic_geometry(1), torch.float32) == 1024
     assert len(measurement_calls) == 1
     measured_dense_until(options, GEOMETRY, torch.bfloat16)
     measured_dense_until(AutoOptions(max_fraction=0.1), GEOMETRY, torch.float32)

@@ -58,8 +58,8 @@ def has_structure(text: str, structure: dict[str, Any]) -> bool:
         return whole and 1 <= found["age"] <= 99 and 1 <= len(found["arrows"]) <= 3
     if "choice" in structure:
         return text in CHOICE
-    wanted = structure.get("regex", r"[1-9][0-9]?(\+[1-9][0-9]?){2}=")
-    return re.fullmatch(wanted, text) is not None
+    pattern = structure.get("regex", r"[1-9][0-9]?(\+[1-9][0-9]?){2}=")
+    return re.fullmatch(pattern, text) is not None
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_the_token_table_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     builds: list[str] = []
     table = guided_decoding._tokenizer_table
 
-    def counted(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
+    def count_builds(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
         builds.append("once")
         return table(tokenizer, vocab, ends)
 
-    monkeypatch.setattr(guided_decoding, "_tokenizer_table", counted)
+    monkeypatch.setattr(guided_decoding, "_tokenizer_table", count_builds)
     llm, asked = (
         make_llm(),
         SamplingParams(max_tokens=8, seed=1, n=2, structured_outputs=StructuredOutputs(regex="[ab]{9}c")),

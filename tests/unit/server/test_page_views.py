@@ -363,7 +363,9 @@ def test_accessibility_and_layout(browser: Browser, url: str, device: Any, schem
         check_accessible(page)
         picture(page, f"{kind}_{scheme}_answer")
         expect(page.locator("#send")).to_be_in_viewport(ratio=1)
-        assert page.evaluate("document.documentElement.scrollWidth") <= device["viewport"]["width"], "scrolls sideways"
+        assert page.evaluate("document.documentElement.scrollWidth") <= device["viewport"]["width"], (
+            "the page scrolls horizontally"
+        )
         page.locator("article.assistant .sentence", has_text="four").first.click()
         expect(page.locator("#sentences")).to_be_visible()
         check_accessible(page)
@@ -391,10 +393,10 @@ def test_the_keyboard_reaches_every_control(browser: Browser, url: str) -> None:
             if page.locator(":focus").count() == 0:
                 break  # after the last control
             names.append(page.locator(":focus").evaluate(NAME))
-        wanted = (
+        expected = (
             "Skip to the message", "Conversations", "Settings", "Sources", "New conversation", "Search", "Rename Who",
             "Delete Who", "Markdown", "Message", "Add files", "Send", "Copy the message", "Edit the message",
             "Regenerate the answer",
         )  # fmt: skip
-        assert [name for name in wanted if not any(name in found for found in names)] == []
+        assert [name for name in expected if not any(name in found for found in names)] == []
         assert all(name.strip() for name in names)

@@ -69,7 +69,7 @@ def complete(url: str, prompt: str, tokens: int = 4) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=asked, timeout=120)
 
 
-def reused(answer: httpx2.Response) -> int:
+def cached_tokens_of_completion(answer: httpx2.Response) -> int:
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -82,11 +82,11 @@ def send_at_once(ask: Callable[[], httpx2.Response], count: int) -> list[httpx2.
 def test_requests_go_to_the_replica_with_their_prefix_except_under_load(url: str) -> None:
     beginnings = [f"{i}. {LONG}" for i in range(6)]
     for beginning in beginnings:
-        reused(complete(url, beginning))
-    assert all(reused(complete(url, f"{beginning} Who?")) > 100 for beginning in beginnings)
+        cached_tokens_of_completion(complete(url, beginning))
+    assert all(cached_tokens_of_completion(complete(url, f"{beginning} Who?")) > 100 for beginning in beginnings)
     answers = send_at_once(lambda: complete(url, f"{beginnings[0]} Who?", 100), 24)
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
-    computed = [answer for answer in answers if reused(answer) < 64]
+    computed = [answer for answer in answers if cached_tokens_of_completion(answer) < 64]
     print(f"{len(computed)} of {len(answers)} requests computed the beginning again: on the other replica")
     assert 1 <= len(computed) <= 12
 
@@ -97,7 +97,7 @@ def respond(url: str, session: str, text: str, before: str | None = None) -> htt
     return httpx2.post(f"{url}/v1/responses", json=asked, headers={"x-session-id": session}, timeout=120)
 
 
-def cached(answer: httpx2.Response) -> int:
+def cached_tokens_of_response(answer: httpx2.Response) -> int:
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["input_tokens_details"]["cached_tokens"])
 
@@ -105,9 +105,11 @@ def cached(answer: httpx2.Response) -> int:
 def test_sessions_keep_their_replica_and_survive_its_death(url: str) -> None:
     texts = {f"s{i}": f"{i} {LONG}" for i in range(8)}
     first = {name: respond(url, name, text) for name, text in texts.items()}
-    assert all(cached(answer) < 64 for answer in first.values()), "the prompts share no prefix"
+    assert all(cached_tokens_of_response(answer) < 64 for answer in first.values()), "the prompts share no prefix"
     second = {name: respond(url, name, "Go on.", first[name].json()["id"]) for name in texts}
-    assert all(cached(answer) > 100 for answer in second.values()), "a session stays on the replica with its KV"
+    assert all(cached_tokens_of_response(answer) > 100 for answer in second.values()), (
+        "a session stays on the replica with its KV"
+    )
     stream = {"messages": [{"role": "user", "content": "Hm?"}], "max_tokens": 8, "stream": True}
     streamed = httpx2.post(f"{url}/v1/chat/completions", json=stream, timeout=60)
     assert streamed.text.rstrip().endswith("data: [DONE]")

@@ -197,8 +197,8 @@ class ToolCallingEngine(ScriptedEngine):
         if found is None or "tool: " in prompt:
             return "It was a dark night."
         tool = json.loads(found[1])[0]["function"]
-        wanted = tool.get("parameters", {}).get("properties", {})
-        call = json.dumps({"name": tool["name"], "arguments": dict.fromkeys(wanted, "x")})
+        parameters = tool.get("parameters", {}).get("properties", {})
+        call = json.dumps({"name": tool["name"], "arguments": dict.fromkeys(parameters, "x")})
         return call if self.params.structured_outputs else f"<tool_call>\n{call}\n</tool_call>"
 
 

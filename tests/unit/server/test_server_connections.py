@@ -198,7 +198,7 @@ def test_a_shutdown_during_an_answer_is_reported(tokenizer: PreTrainedTokenizerB
 def test_small_writes_are_sent_immediately() -> None:
     """Without TCP_NODELAY, the body of a response would wait 40 ms for the acknowledgement of its headers."""
 
-    async def option(listener: socket.socket) -> int:
+    async def nodelay_option(listener: socket.socket) -> int:
         accepted = asyncio.get_running_loop().create_future()
         server = await asyncio.start_server(lambda reader, writer: accepted.set_result(writer), sock=listener)
         async with server:
@@ -209,7 +209,7 @@ def test_small_writes_are_sent_immediately() -> None:
                 writer.close()
         return int(found)
 
-    assert asyncio.run(option(bind_socket(ServerOptions(port=0)))) == 1
+    assert asyncio.run(nodelay_option(bind_socket(ServerOptions(port=0)))) == 1
 
 
 def test_a_refused_client_receives_the_reason(

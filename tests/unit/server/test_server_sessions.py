@@ -56,12 +56,12 @@ def ask(http: httpx2.Client, **more: Any) -> Any:
 def test_a_session_is_restored_from_disk_only_for_its_api_key(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (http, _):
         first = ask(http, session="novel")
-        said = first["choices"][0]["message"]["content"]
+        answer = first["choices"][0]["message"]["content"]
         [listed] = http.get("/v1/sessions").json()["data"]
         assert listed["id"] == "novel" and listed["title"].startswith("It was a dark") and listed["turns"] == 1
     with serving(model, tmp_path) as (http, engine):  # a restarted server has no KV in memory
         kept = http.get("/v1/sessions/novel").json()["messages"]
-        assert [message["role"] for message in kept] == ["user", "assistant"] and kept[1]["content"] == said
+        assert [message["role"] for message in kept] == ["user", "assistant"] and kept[1]["content"] == answer
         more = ask(http, session="novel", messages=[*kept, {"role": "user", "content": "Go on."}])
         usage = more["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 64 > 100
@@ -231,10 +231,10 @@ def test_a_final_assistant_message_is_continued(
         for messages in ([USER, ASSISTANT], [USER, {"role": "assistant", "content": "<think>\nIt"}]):
             answer = http.post(f"/v1/{path}", json={name: messages} | more)
             assert answer.status_code == 200 and seen[-1] == f"user: Who?\nassistant: {messages[-1]['content']}"
-            said = json.dumps(answer.json())
-            assert "a dark night." in said and "It was a dark" not in said
-            thinking = '"thinking": ' in said or '"reasoning"' in said.replace('"reasoning": null', "")
-            assert (thinking or "reasoning_content" in said) == (messages[-1] is not ASSISTANT)
+            text = json.dumps(answer.json())
+            assert "a dark night." in text and "It was a dark" not in text
+            thinking = '"thinking": ' in text or '"reasoning"' in text.replace('"reasoning": null', "")
+            assert (thinking or "reasoning_content" in text) == (messages[-1] is not ASSISTANT)
         if path == "messages":
             count = http.post("/v1/messages/count_tokens", json={"messages": [USER, ASSISTANT]}).json()["input_tokens"]
             assert count == len(tokenizer("user: Who?\nassistant: It was", add_special_tokens=False)["input_ids"])

@@ -220,13 +220,13 @@ def test_any_split_of_the_stream_gives_the_same_result(name: str, data: st.DataO
     thinks, begun = data.draw(st.booleans()) and name != "harmony", data.draw(st.booleans())
     tools: Any = name
 
-    def found(pieces: list[str]) -> list[Piece]:
+    def parse_pieces(pieces: list[str]) -> list[Piece]:
         parser = answer_parser(tools, "think", TOOLS, thinking=begun) if thinks else make(name)
         return joined(parse(parser, pieces))
 
-    whole = found([text])
-    assert found([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
-    assert found(list(text)) == whole
+    whole = parse_pieces([text])
+    assert parse_pieces([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+    assert parse_pieces(list(text)) == whole
     for piece in whole:
         assert not isinstance(piece, ToolCall) or piece.name in TOOLS
     content = "".join(piece.text for piece in whole if isinstance(piece, Content))
