@@ -85,8 +85,8 @@ def test_sessions_share_no_block_on_disk_across_salts(tmp_path: Path) -> None:
             async with AsyncLLM(llm, store=tmp_path) as engine:
                 found = []
                 for session, salt in turns:
-                    named = session or None  # an empty name is no session
-                    steps = engine.generate(PROMPT, greedy(3), session=named, cache_salt=salt)
+                    # An empty name is no session.
+                    steps = engine.generate(PROMPT, greedy(3), session=session or None, cache_salt=salt)
                     found.append([output async for output in steps][-1].num_cached_tokens)
             return found
 
