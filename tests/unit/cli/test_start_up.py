@@ -77,7 +77,7 @@ def test_stored_files_are_listed_without_torch(command: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("options", ["", " --device-memory 30MiB --dtype float32", " --context 1k --policy quest"])
 def test_plain_models_are_planned_without_transformers(options: str) -> None:
-    """The import of transformers would triple the duration of the command."""
+    """The import of transformers would triple the duration of `offload-rt info`."""
     code = f"from offload_rt.cli import main; assert main({('info reference' + options).split()!r}) == 0"
     assert "transformers" not in heavy_imports_of(code)
 

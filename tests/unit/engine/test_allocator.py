@@ -1,4 +1,4 @@
-"""Test that `RecycledMemory` reuses only freed memory and allocates no more than the peak use."""
+"""Test that `RecycledMemory` reuses only freed memory, and never allocates more than the peak use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test concurrent requests of `AsyncLLM`: each gets its usual tokens, and aborted requests free their KV."""
+"""Test `AsyncLLM`: concurrent requests get the same tokens as single ones, and aborted requests free their KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test beam search against transformers, several completions of one prompt, and refused parameters."""
+"""Test that beam search equals that of transformers, and test several completions of one prompt."""
 
 from __future__ import annotations
 

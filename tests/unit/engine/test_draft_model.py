@@ -166,7 +166,7 @@ _LLMS: dict[str, LLM] = {}
 
 
 def test_a_draft_model_catches_up_after_lookup_drafts() -> None:
-    """The missing tokens need KV that is already outside the window of the newest token."""
+    """The draft model has not computed the KV of tokens that lookup drafted."""
     llm, target = (
         LLM(_SLIDING_MODEL, policy="full", host_memory="16MiB", enable_prefix_caching=False) for _ in range(2)
     )

@@ -1,4 +1,4 @@
-"""Test that an unexpected exception ends only the request that caused it. Other requests get their usual tokens."""
+"""Test that an unexpected exception ends only the request that caused it, and changes no tokens of other requests."""
 
 from __future__ import annotations
 

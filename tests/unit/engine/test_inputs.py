@@ -1,6 +1,6 @@
 """Test how public functions check their arguments.
 
-Error messages contain the invalid value and the expected one. `test_fuzz_api.py` passes any value to any argument.
+Error messages contain the invalid value and the expected one. `stress/test_fuzz_api.py` passes random values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test that greedy tokens equal transformers' at each instruction set level of this processor."""
+"""Test that greedy tokens equal those of transformers at each instruction set level of this processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the outputs of `LLM.generate`: one output per prompt, with its completions."""
+"""Test the outputs of `LLM.generate`: one output per prompt, which contains the completions of the prompt."""
 
 from __future__ import annotations
 

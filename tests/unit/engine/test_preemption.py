@@ -1,4 +1,4 @@
-"""Test that preempted requests generate their usual tokens.
+"""Test that preempted requests generate the same tokens as without preemption.
 
 KV and state are restored from disk. They are recomputed if that is faster, or if the disk fails.
 """
@@ -300,7 +300,7 @@ def test_decoded_kv_is_not_shared_between_sequences(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", [BLOCK_SIZE + 10, BLOCK_SIZE + 11, BLOCK_SIZE + 12])
 def test_restoring_skips_blocks_outside_the_window(tmp_path: Path, position: int) -> None:
-    """The block table of a sliding layer keeps a block for one step after it left the window."""
+    """The block table keeps a block for one step after the block has left the window."""
     model = architecture("gemma3", dtype=torch.float32)
     with LLM(
         model, policy="full", dtype="float32", host_memory="4MiB", verify="off", enable_prefix_caching=False

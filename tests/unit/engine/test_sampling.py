@@ -1,4 +1,4 @@
-"""Test sampling against transformers' logits processors, seeds, stop strings, and text of incomplete characters."""
+"""Test sampling, seeds, stop strings, and the text of incomplete characters."""
 
 from __future__ import annotations
 

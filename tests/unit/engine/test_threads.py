@@ -73,7 +73,7 @@ def test_threads_wait_for_memory_of_other_threads() -> None:
 
 
 def test_no_thread_waits_long_for_a_paused_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused stream keeps its KV. Its own thread fails at once, and other threads fail after `PATIENCE` seconds."""
+    """A paused stream keeps its KV. Requests of its thread fail at once, those of other threads after `PATIENCE`."""
     llm = llm_with_blocks(3)
     stream = llm.stream(tiny_prompt(100), SHORT)
     next(stream)

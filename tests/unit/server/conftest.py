@@ -2,8 +2,8 @@
 
 A test module may define `say(prompt)`, which returns the answer to a prompt, and `SERVER_OPTIONS`.
 
-Fixtures import torch and transformers themselves, because both import Triton. If this folder is named on the command
-line, pytest reads this file before Triton's interpreter is selected.
+Only fixtures import torch and transformers, because both import Triton. If this folder is named on the command line,
+pytest reads this file before Triton's interpreter is selected.
 """
 
 from __future__ import annotations

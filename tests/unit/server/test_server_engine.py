@@ -1,4 +1,4 @@
-"""Test the server with a real engine: each client gets its usual text, and memory is freed."""
+"""Test the server with a real engine: concurrent clients get the same text as single clients, and memory is freed."""
 
 from __future__ import annotations
 

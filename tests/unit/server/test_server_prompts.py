@@ -127,7 +127,7 @@ def test_nfc_shortens_no_text_by_more_than_the_bound() -> None:
 
 
 class TokenizationRecorder:
-    """Record the lengths of tokenized texts. Texts of more than 1,000 characters wait for `go`."""
+    """Record the lengths of tokenized texts. Texts of more than 1,000 characters are tokenized after `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.lengths, self.given_back = threading.Event(), list[int](), 0
