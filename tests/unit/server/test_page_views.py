@@ -363,9 +363,7 @@ def test_accessibility_and_layout(browser: Browser, url: str, device: Any, schem
         check_accessible(page)
         picture(page, f"{kind}_{scheme}_answer")
         expect(page.locator("#send")).to_be_in_viewport(ratio=1)
-        assert page.evaluate("document.documentElement.scrollWidth") <= device["viewport"]["width"], (
-            "the page scrolls horizontally"
-        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= device["viewport"]["width"], "scrolls sideways"
         page.locator("article.assistant .sentence", has_text="four").first.click()
         expect(page.locator("#sentences")).to_be_visible()
         check_accessible(page)
