@@ -1,4 +1,4 @@
-"""Fixtures for tests of the command line."""
+"""Fixtures of the command line: an empty cache folder, and a function that runs commands."""
 
 from __future__ import annotations
 

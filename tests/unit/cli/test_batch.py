@@ -1,4 +1,4 @@
-"""Test `offload-rt batch`: every request gets one result or an error message, also after an interruption."""
+"""Test `offload-rt batch`: every request gets one result or error message, also after an interruption."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ def answer_all(
     return results.add_all(process(llm, requests, DEFAULTS, at_once), len(requests), show)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def written(path: Path, requests: list[dict[str, Any]]) -> Path:
+def write_lines(path: Path, requests: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
     return path
 
 
 def test_an_interrupted_batch_continues(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output ends in the middle of a line. A second run completes it with the answers of `generate`."""
     requests = read_requests(
-        written(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]), {}
+        write_lines(tmp_path / "in", [{"id": f"q{i}", "prompt": p} for i, p in enumerate(PROMPTS)]), {}
     )
     out, real = tmp_path / "out", Results.add
 
-    def killed(self: Results, answers: Any) -> None:
+    def add_and_interrupt(self: Results, answers: Any) -> None:
         real(self, answers)
-        if len(lines(out)) >= 4:
+        if len(read_lines(out)) >= 4:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Results, "add", killed)
+        patch.setattr(Results, "add", add_and_interrupt)
         first = Results(out)
         with pytest.raises(KeyboardInterrupt):
             answer_all(llm, requests, first, at_once=2)
         with pytest.raises(InputError, match="another process"):
             Results(out)
         first.close()
+    # The interrupted command has written a part of a line.
     out.write_bytes(out.read_bytes() + b'{"id": "q5", "outp')
     again = Results(out)
     left = [request for request in requests if request.id not in again.done]
@@ -67,24 +67,23 @@ def test_an_interrupted_batch_continues(llm: LLM, tmp_path: Path, monkeypatch: p
     assert answer_all(llm, left, again, 2, lambda *done: shown.append(done)) == 0
     assert shown == [(2, 3), (3, 3)]
     again.close()
-    found = {each["id"]: each["outputs"][0]["text"] for each in lines(out)}
-    assert len(lines(out)) == len(found) == 7
-    assert len(set(found.values())) > 3, "texts, and different ones"
-    wanted = llm.generate(PROMPTS, SamplingParams(**DEFAULTS))
-    assert found == {f"q{i}": each.outputs[0].text for i, each in enumerate(wanted)}
+    found = {each["id"]: each["outputs"][0]["text"] for each in read_lines(out)}
+    assert len(read_lines(out)) == len(found) == 7
+    assert len(set(found.values())) > 3, "the texts differ"
+    expected = llm.generate(PROMPTS, SamplingParams(**DEFAULTS))
+    assert found == {f"q{i}": each.outputs[0].text for i, each in enumerate(expected)}
 
 
-def test_invalid_requests_get_an_error_and_the_others_an_answer(llm: LLM, tmp_path: Path) -> None:
+def test_only_invalid_requests_get_an_error(llm: LLM, tmp_path: Path) -> None:
     wrong = [{"prompt": PROMPTS[0]}, {"prompt": [10**6]}, {"prompt": PROMPTS[1], "max_tokens": 2}]
     answers = Results(tmp_path / "out")
-    assert answer_all(llm, read_requests(written(tmp_path / "in", wrong), DEFAULTS), answers) == 1
+    assert answer_all(llm, read_requests(write_lines(tmp_path / "in", wrong), DEFAULTS), answers) == 1
     answers.close()
-    found = {each["id"]: each for each in lines(tmp_path / "out")}
+    found = {each["id"]: each for each in read_lines(tmp_path / "out")}
     assert "vocabulary" in found["2"]["error"] and (found["1"]["new_tokens"], found["3"]["new_tokens"]) == (4, 2)
 
 
-def test_unusual_json_texts_are_valid_requests(llm: LLM, tmp_path: Path) -> None:
-    """Prompts contain Unicode line separators, an id is a lone surrogate, and a request overrides a default."""
+def test_line_separators_and_surrogates_are_valid_in_requests(llm: LLM, tmp_path: Path) -> None:
     asked = [{"id": "a", "prompt": "one\u2028two\u0085three"}, {"id": "\ud800", "prompt": PROMPTS[0], "num_beams": 2}]
     (tmp_path / "in").write_text(
         f"{json.dumps(asked[0], ensure_ascii=False)}\r\n{json.dumps(asked[1])}\n", encoding="utf-8", newline=""
@@ -92,14 +91,13 @@ def test_unusual_json_texts_are_valid_requests(llm: LLM, tmp_path: Path) -> None
     answers = Results(tmp_path / "out")
     assert answer_all(llm, read_requests(tmp_path / "in", DEFAULTS), answers) == 0
     answers.close()
-    assert {each["id"] for each in lines(tmp_path / "out")} == {"a", "\ud800"}
+    assert {each["id"] for each in read_lines(tmp_path / "out")} == {"a", "\ud800"}
 
 
 def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
-    """`generation_config.json` gives the defaults. Options of the command line and of the request override them."""
     folder = Path(tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2))
-    said = {"do_sample": True, "top_k": 1, "max_new_tokens": 3}
-    (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")
+    config = {"do_sample": True, "top_k": 1, "max_new_tokens": 3}
+    (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
     requests = [BatchRequest(str(i), PROMPTS[0], None, {"max_tokens": 2} if i else {}) for i in range(2)]
     with LLM(folder, policy="full", verify="off", host_memory="8MiB") as llm:
         first, second = process_group(llm, requests, {"ignore_eos": True})
@@ -116,19 +114,19 @@ def test_a_checkpoint_without_defaults_samples_as_in_other_commands(llm: LLM) ->
 
 
 def test_prompts_with_a_common_prefix_are_grouped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[str] = []
+    order: list[str] = []
     monkeypatch.setattr(
-        batch, "_generate_group", lambda llm, group, defaults: [told.append(one.id) or {"id": one.id} for one in group]
+        batch, "_generate_group", lambda llm, group, defaults: [order.append(one.id) or {"id": one.id} for one in group]
     )
     requests = [BatchRequest(str(i), f"{'AB'[i % 2]} {i}", None, {}) for i in range(6)]
     answers = Results(tmp_path / "out")
     answer_all(None, requests, answers, at_once=3)
     answers.close()
-    assert told == ["0", "2", "4", "1", "3", "5"]
+    assert order == ["0", "2", "4", "1", "3", "5"]
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "message"),
     [
         ("{", "not a valid request"),
         ("[]", "a JSON object"),
@@ -139,21 +137,21 @@ def test_prompts_with_a_common_prefix_are_grouped(monkeypatch: pytest.MonkeyPatc
         ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}', "twice"),
     ],
 )
-def test_a_wrong_line_is_named_before_anything_is_loaded(
-    line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_line_is_reported_before_the_model_is_loaded(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").write_text(line, encoding="utf-8")
     assert main(["batch", "no-such-model", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
-    assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_from_the_command_line(
+def test_the_command_continues_its_output_and_refuses_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_checkpoint(tmp_path / "model", "llama")
-    source = written(tmp_path / "in", [{"prompt": each, "max_tokens": 2} for each in PROMPTS[:2]])
+    source = write_lines(tmp_path / "in", [{"prompt": each, "max_tokens": 2} for each in PROMPTS[:2]])
     arguments = ["batch", model, str(source), str(tmp_path / "out"), "--policy", "full"]
-    assert main(arguments) == 0 and sorted(each["id"] for each in lines(tmp_path / "out")) == ["1", "2"]
+    assert main(arguments) == 0 and sorted(each["id"] for each in read_lines(tmp_path / "out")) == ["1", "2"]
     assert main(arguments) == 0 and "0 of 2 requests" in capsys.readouterr().err
     assert main([*arguments, "--ray", "0"]) == 2 and "at least 1" in capsys.readouterr().err
     with monkeypatch.context() as patch:
@@ -168,17 +166,16 @@ def openai_line(id: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": id, "method": "POST", "url": "/v1/completions", "body": {"model": "gpt"} | body}
 
 
-def test_openai_format(tmp_path: Path) -> None:
-    """Results equal those of `generate` and of the server. A second run computes nothing."""
+def test_results_in_openai_format_equal_generate(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", "llama", head_dim=32)
     requests = [openai_line(f"q{i}", prompt=prompt, n=1 + i) for i, prompt in enumerate(PROMPTS[:3])]
     wrong = openai_line("wrong", prompt="x", temperature="hot")
     chat = {"custom_id": "chat", "url": "/v1/responses", "body": {"input": "Who?"}}  # the model has no chat template
-    source, out = written(tmp_path / "in", [*requests, wrong, chat]), tmp_path / "out"
+    source, out = write_lines(tmp_path / "in", [*requests, wrong, chat]), tmp_path / "out"
     arguments = ["batch", folder, str(source), str(out), "--policy", "full", "--at-once", "2", "--quiet"]
     arguments += ["--temperature", "0", "--max-new-tokens", "4", "--ignore-eos"]
     assert main(arguments) == 1, "one request failed"
-    found = {line["custom_id"]: line for line in lines(out)}
+    found = {line["custom_id"]: line for line in read_lines(out)}
     assert found.keys() == {"q0", "q1", "q2", "wrong", "chat"} and all(line["error"] is None for line in found.values())
     [single] = LLM(folder, policy="full").generate([PROMPTS[1]], SamplingParams(**DEFAULTS))
     for i in range(3):
@@ -194,7 +191,7 @@ def test_openai_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"custom_id": 5}, "custom_id"),
         ({"url": "/v1/embeddings"}, "url must be"),
@@ -203,6 +200,6 @@ def test_openai_format(tmp_path: Path) -> None:
         ({"body": {"stream": True}}, "stream"),
     ],
 )
-def test_invalid_lines_in_openai_format(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        read_requests(written(tmp_path / "in", [openai_line("a", prompt="x") | change]), {})
+def test_invalid_lines_in_openai_format_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_requests(write_lines(tmp_path / "in", [openai_line("a", prompt="x") | change]), {})

@@ -44,7 +44,7 @@ def test_a_chat_continues_with_its_messages(
     out, err = capsys.readouterr()
     assert "new session 'book'" in err and "unknown command '/nonsense'" in err and "cannot read '/none'" in err
     assert "saved" in err and len(out.strip()) > 10
-    assert err.count("stopped at --max-new-tokens") == 2, "an answer that a limit ended is not the model's last word"
+    assert err.count("stopped at --max-new-tokens") == 2, "both answers end at the limit"
     talk(store, "/history\n/stats\nGo on\n/stats\n/fork other\n/truncate 40\n/quit\nnever read\n", monkeypatch)
     again = capsys.readouterr()
     assert "2 turns" in again.err and "Once upon a time" in again.err and "Second line." in again.err
@@ -82,24 +82,23 @@ def test_turns_are_undone_and_answered_again(
     assert "not saved: no messages" in err, "a chat without turns is not stored"
 
 
-def test_kv_is_deleted_after_its_time_to_live(
+def test_only_kv_is_deleted_after_its_time_to_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`sessions list` shows which KV a time to live would delete. The text is kept."""
     text = "Once upon a time there was a king, and his name was Richard. " * 8
     talk(tmp_path, f"{text}\n", monkeypatch, "--store-policy", "lru", "--store-ttl", "2w")
     for path in tmp_path.rglob("*.*"):
         if path.is_file():
             os.utime(path, (time.time() - 3 * 86400,) * 2)
 
-    def listed(ttl: str) -> list[str]:
+    def list_session(ttl: str) -> list[str]:
         capsys.readouterr()
         assert main(["sessions", "list", "--store", str(tmp_path), "--store-ttl", ttl]) == 0
         head, line = (line.strip() for line in capsys.readouterr().out.splitlines())
         assert head.endswith("expires") and line.startswith("book") and "3 d ago" in line
         return line.split()
 
-    kept, gone = listed("7d"), listed("48h")
+    kept, gone = list_session("7d"), list_session("48h")
     assert kept[-2:] == ["0", "B"] and gone[-2] != "0" and gone[-2:] == gone[4:6]
     files = len(list(tmp_path.rglob("*.kv")))
     talk(tmp_path, "", monkeypatch, "--store-ttl", "7d")
@@ -114,13 +113,13 @@ def test_kv_is_deleted_after_its_time_to_live(
 def test_an_interrupt_in_a_destructor_ends_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python ignores a KeyboardInterrupt raised in a destructor. The chat must stop at the next token all the same."""
+    """Python ignores a KeyboardInterrupt in a destructor. The chat must still stop at the next token."""
 
-    class Deaf:
+    class InterruptingDestructor:
         def __del__(self) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
-    class Endless:
+    class LongSession:
         name, turns, tokens, closed, history = "s", (), (), 0, types.SimpleNamespace(shift=0)
 
         def send(self, text: str, params: object, on_prefill: object) -> Any:
@@ -129,7 +128,7 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
                 for i in range(100):
                     yield TokenOutput(0, f"{i} ", i, i, None)
                     if i == 3:
-                        Deaf()
+                        InterruptingDestructor()
             finally:
                 self.closed += 1
 
@@ -139,18 +138,18 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
     dropped: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-    session, before = Endless(), signal.getsignal(signal.SIGINT)
+    session, before = LongSession(), signal.getsignal(signal.SIGINT)
     console = Console(stderr=True)
     model = types.SimpleNamespace(name="m", geometry=types.SimpleNamespace(layers=2))
     Chat(model, session, SamplingParams(), console).run()  # type: ignore[arg-type]
     out, err = capsys.readouterr()
-    assert len(dropped) == 1, "the interrupt was really lost"
+    assert len(dropped) == 1, "Python has ignored the interrupt"
     assert out == "0 1 2 3 4 " and "(ended)" in err and session.closed == 2
     assert signal.getsignal(signal.SIGINT) is before
 
 
 class Terminal:
-    """Run a command on a pseudo-terminal and kill it when the `with` block ends."""
+    """Run a command in a pseudo-terminal. The `with` block kills the command at its end."""
 
     def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()
@@ -178,7 +177,7 @@ class Terminal:
         self._seen = re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen)[found.end() :]
 
 
-def test_a_chat_without_a_store_is_not_saved_and_an_abandoned_one_leaves_nothing(
+def test_chats_without_a_store_or_messages_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
@@ -215,15 +214,13 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path)
 # ----------------------------------------------------------------------------------------------------- turns to tokens
 
 
-class Plain:
-    """Tokenizer without a chat template, with one token per character."""
-
+class CharacterTokenizer:
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in ("^" if add_special_tokens else "") + text]}
 
 
-def test_without_a_template_text_is_appended_as_it_is() -> None:
-    tokenizer: Any = Plain()
+def test_without_a_template_text_is_appended_unchanged() -> None:
+    tokenizer: Any = CharacterTokenizer()
     history = History("s", "m")
     assert turn_tokens(tokenizer, history, "a") == TurnTokens(0, 0, (ord("^"), ord("a")))
     history.tokens = [1]

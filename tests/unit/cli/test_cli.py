@@ -30,7 +30,7 @@ SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
 
 @pytest.fixture
 def generate(cli: Cli, pages: Path) -> Cli:
-    """Run `offload-rt generate reference` on pages of the bundled book with `full`. Later flags override these."""
+    """Run `offload-rt generate` with default flags, which later flags override."""
     given = ("generate", "reference", "--prompt-file", str(pages), *SHORT, "--policy", "full")
     return lambda *flags: cli(*given, *flags)
 
@@ -73,20 +73,24 @@ def test_a_warning_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "copied", "of", "said"),
+    ("device", "copied", "copied_by_full", "summary"),
     [
         ("cpu", 2, 100, "attends exactly to 3% of the tokens"),
         ("cuda:0", 0.2, 100, "copies less than 1% of the KV cache per token, keeps 20% of its size on the device"),
         ("cuda:0", 0, 0, "attends exactly to 3% of the tokens"),  # a single new token is not decoded
     ],
 )
-def test_the_verdict_of_a_comparison(device: str, copied: float, of: float, said: str) -> None:
+def test_the_verdict_names_effect_and_saved_transfers(
+    device: str, copied: float, copied_by_full: float, summary: str
+) -> None:
     policy = SimpleNamespace(
         policy="infinigen", device=device, exact_fraction=0.03, h2d_bytes_per_token=copied, kv_bytes_device=1,
         scoring_bytes_device=1, kv_bytes_host=10,
     )  # fmt: skip
-    found: Any = SimpleNamespace(policy=policy, full=SimpleNamespace(h2d_bytes_per_token=of), kl=0.5, top_1=0.975)
-    assert f"It changed the text: policy infinigen {said}, and predicts other tokens" in verdict(found)
+    found: Any = SimpleNamespace(
+        policy=policy, full=SimpleNamespace(h2d_bytes_per_token=copied_by_full), kl=0.5, top_1=0.975
+    )
+    assert f"It changed the text: policy infinigen {summary}, and predicts other tokens" in verdict(found)
     found.kl = 0.05
     assert verdict(found).startswith("It worked in part: policy infinigen")
     found.kl = 0.0
@@ -114,7 +118,7 @@ def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path:
     assert found["scored"] == 20 and found["kl"] < 0.01 and found["top_1"] > 0.9
     assert found["full"]["h2d_bytes"] > 3 * found["policy"]["h2d_bytes"] > 0
     copied = drawn["data"]["h2d_bytes_per_token"]["infinigen"]
-    assert copied == found["policy"]["h2d_bytes_steps"] / 19, "without the prefix that later runs reuse"
+    assert copied == found["policy"]["h2d_bytes_steps"] / 19, "copies of a reused prefix are not counted"
     assert plot.read_bytes().startswith(b"\x89PNG") and len(drawn["data"]["selected"]) == 20
     assert set(drawn["data"]["mass"]) == {"full", "infinigen", "infinigen without\napproximate KV", "streaming"}
     assert all(sum(parts) == pytest.approx(1) for parts in drawn["data"]["mass"].values())
@@ -125,10 +129,10 @@ def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path:
         "attention mass that was not measured is not drawn"
     )
     run = cli(*given, "--policy", "streaming", "--recent", "8", "--dense-layers", "none", "--temperature", "1")
-    assert "tokens are the same" in run.err and run.code == 0, "a policy that misses attention writes another text"
+    assert "tokens are the same" in run.err and run.code == 0, "a policy that misses attention generates another text"
 
 
-def test_comparisons_that_are_impossible(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_comparisons_are_refused(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     generate("--plot", "x.png").fails_with("--plot needs --compare-full")
     generate("--compare-full").fails_with("cannot be combined with --policy full")
     generate("--compare-full", "--policy", "infinigen", "--exact").fails_with("cannot be combined with --exact")
@@ -137,27 +141,27 @@ def test_comparisons_that_are_impossible(generate: Cli, monkeypatch: pytest.Monk
 
 
 def test_a_missing_extra_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(arguments: list[str]) -> int:
+    def raise_module_not_found(arguments: list[str]) -> int:
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval.api")
 
-    monkeypatch.setattr("offload_rt.eval.cli.run_eval", missing)
+    monkeypatch.setattr("offload_rt.eval.cli.run_eval", raise_module_not_found)
     cli("eval", "tasks").fails_with("lm_eval is not installed", "pip install 'lm-eval[ruler]==0.4.*'", "'datasets>=3'")
 
 
-def test_a_text_that_is_the_name_of_a_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_a_file_name_gets_a_note(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("It was a dark night")
     run = cli("generate", "reference", "book.txt", "--max-new-tokens", "1", "--policy", "full")
     assert run.code == 0 and "not the file of this name: --prompt-file book.txt reads the file" in run.err
 
 
-def test_quiet_writes_the_text_alone(generate: Cli) -> None:
+def test_quiet_writes_only_the_text(generate: Cli) -> None:
     loud, quiet = generate(), generate("--quiet")
     assert quiet.err == ""
     assert quiet.out == loud.out != ""
 
 
-def test_stats_of_infinigen(generate: Cli, tmp_path: Path) -> None:
+def test_stats_json_contains_statistics_of_infinigen(generate: Cli, tmp_path: Path) -> None:
     stats_file = tmp_path / "stats.json"
     flags = ("--preset", "rows", "--dense-layers", "0,1", "--scorer", "int4", "--source", "attention_input")
     run = generate("--policy", "infinigen", "--prompt-tokens", "300", *flags, "--stats-json", str(stats_file))
@@ -184,20 +188,20 @@ def test_a_text_is_used_whole_or_truncated(cli: Cli, pages: Path, tmp_path: Path
     assert (longer.code, longer.err.count("note:")) == (0, 1), "more positions than trained, which RoPE allows"
 
 
-def test_same_seed_same_text(generate: Cli) -> None:
+def test_the_same_seed_gives_the_same_text(generate: Cli) -> None:
     flags = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.99", "--min-p", "0.0", "--max-new-tokens", "12")
     first, second, other = (generate(*flags, "--seed", seed, "--quiet").out for seed in ("1", "1", "2"))
     assert first == second != other
 
 
-def test_stop_string_ends_the_text(generate: Cli) -> None:
+def test_a_stop_string_ends_the_text(generate: Cli) -> None:
     whole = generate("--quiet").out
     stop = whole.strip()[-2:]
     assert generate("--quiet", "--stop", stop).out == whole[: whole.index(stop)]
 
 
 @pytest.mark.slow
-def test_skew_then_generate_with_the_artifact(
+def test_generate_uses_an_artifact_of_skew(
     cli: Cli, generate: Cli, pages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = cli(
@@ -207,10 +211,10 @@ def test_skew_then_generate_with_the_artifact(
     assert "svd" in run.out
     cli("skew", "reference", "--out", str(tmp_path / "skewed")).fails_with("--overwrite replaces it")
 
-    def other(*given: Any) -> None:
+    def fail_if_called(*given: Any) -> None:
         pytest.fail("calibrated, though an artifact was given")
 
-    monkeypatch.setattr("offload_rt.engine.build.cached_artifact", other)
+    monkeypatch.setattr("offload_rt.engine.build.cached_artifact", fail_if_called)
     flags = ("--policy", "infinigen", "--recent", "8", "--budget", "0.2", "--quiet")
     artifact = tmp_path / "skewed" / "skew.safetensors"
     made = generate(*flags, "--skew", str(artifact))
@@ -222,7 +226,7 @@ def test_skew_then_generate_with_the_artifact(
     )
 
 
-def test_info(cli: Cli) -> None:
+def test_info_shows_memory_of_every_policy(cli: Cli) -> None:
     arguments = ("info", "reference", "--device", "cpu", "--context")
     run = cli(*arguments, "2000", "--dtype", "bfloat16")
     assert (run.code, run.err) == (0, "")
@@ -252,14 +256,13 @@ def test_info_prints_the_plan_and_the_working_set(cli: Cli) -> None:
     cli(*arguments, "--working-set", "-1").fails_with("--working-set -1")
 
 
-def test_reader_that_leaves_early_is_no_error(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader of the pipe is closed. Python flushes stdout again at exit, which must not fail either."""
+def test_a_closed_pipe_is_no_error(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         run = generate()
-        stdout.write("flushed at exit")
+        stdout.write("flushed at exit")  # must not fail either
     assert run.code == 0 and "continues 96 tokens" in run.err
     assert "Statistics" not in run.err  # generation stopped early
     assert "Traceback" not in run.err
@@ -273,13 +276,13 @@ def test_ctrl_c_keeps_the_text_and_shows_the_statistics(
 ) -> None:
     whole, stream = generate("--quiet").out, LLM.stream
 
-    def interrupted(self: LLM, *given: Any) -> Iterator[Any]:
+    def interrupt(self: LLM, *given: Any) -> Iterator[Any]:
         for event in stream(self, *given):
             if event.index == 3:
                 raise KeyboardInterrupt
             yield event
 
-    monkeypatch.setattr(LLM, "stream", interrupted)
+    monkeypatch.setattr(LLM, "stream", interrupt)
     stats = tmp_path / "stats.json"
     run = generate("--stats-json", str(stats))
     assert run.code == 130
@@ -291,11 +294,11 @@ def test_ctrl_c_keeps_the_text_and_shows_the_statistics(
 
 
 def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: LLM, *given: Any) -> Iterator[Any]:
+    def interrupt(self: LLM, *given: Any) -> Iterator[Any]:
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(LLM, "stream", interrupted)
+    monkeypatch.setattr(LLM, "stream", interrupt)
     run = generate()
     assert (run.code, run.out) == (130, "")
     assert "no statistics" in run.err
@@ -304,7 +307,7 @@ def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.Monkey
 # -------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_prompt_file_that_is_not_text(cli: Cli, tmp_path: Path) -> None:
+def test_prompt_files_that_are_no_text_are_refused(cli: Cli, tmp_path: Path) -> None:
     bad = {
         "nul": (b"Once upon\0a time", "binary"),
         "latin": ("Fräulein".encode("latin-1"), "UTF-8"),
@@ -316,19 +319,21 @@ def test_prompt_file_that_is_not_text(cli: Cli, tmp_path: Path) -> None:
         cli("generate", "reference", "--prompt-file", str(tmp_path / name)).fails_with(name, word)
 
 
-def test_prompt_file_that_cannot_be_read(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_files_that_cannot_be_read_are_refused(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cli("generate", "reference", "--prompt-file", str(tmp_path / "none.txt")).fails_with("none.txt", "No such file")
     cli("generate", "reference", "--prompt-file", str(tmp_path)).fails_with(str(tmp_path), "directory")
 
-    def denied(path: Path) -> bytes:  # CI runs as root, which may read every file
+    def deny(path: Path) -> bytes:  # CI runs as root, which may read every file
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("offload_rt.utils.texts.read_small", denied)
+    monkeypatch.setattr("offload_rt.utils.texts.read_small", deny)
     cli("generate", "reference", "--prompt-file", BOOK).fails_with(BOOK, "Permission denied")
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2"])
-def test_prompt_over_the_positions_of_a_table(cli: Cli, pages: Path, tmp_path: Path, architecture: str) -> None:
+def test_prompts_beyond_learned_positions_are_refused(cli: Cli, pages: Path, tmp_path: Path, architecture: str) -> None:
     model = tiny_checkpoint(tmp_path / architecture, architecture)
     flags = ("--policy", "full", "--prompt-tokens", "1020", "--max-new-tokens", "5")
     cli("generate", model, "--prompt-file", str(pages), *flags).fails_with("1025", "1024", "shorten")
@@ -378,7 +383,7 @@ def test_bad_value_is_one_clear_line(generate: Cli, flags: str, words: tuple[str
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_no_cuda_here(generate: Cli) -> None:
+def test_a_missing_cuda_device_is_reported(generate: Cli) -> None:
     generate("--device", "cuda").fails_with("cuda")
 
 
@@ -390,45 +395,45 @@ def test_artifact_of_another_model_names_both_fingerprints(cli: Cli, generate: C
     assert len(set(re.findall(r"\b[0-9a-f]{12,}\b", run.err))) == 2, run.err
 
 
-def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
-    def tries(model: Path | str) -> CommandRun:
+def test_models_that_cannot_be_loaded_are_reported(cli: Cli, tmp_path: Path) -> None:
+    def generate_with(model: Path | str) -> CommandRun:
         return cli("generate", str(model), "--prompt-file", BOOK, *SHORT)
 
-    tries(tmp_path / "nowhere").fails_with("nowhere", "does not exist")
+    generate_with(tmp_path / "nowhere").fails_with("nowhere", "does not exist")
     empty = tmp_path / "empty"
     empty.mkdir()
-    tries(empty).fails_with("empty", "config.json")
+    generate_with(empty).fails_with("empty", "config.json")
     bare = Path(tiny_checkpoint(tmp_path / "bare", "llama"))
     (bare / "model.safetensors").unlink()
-    tries(bare).fails_with("bare", "no weights", "safetensors")
+    generate_with(bare).fails_with("bare", "no weights", "safetensors")
     assert cli("info", str(bare), "--context", "100").code == 0  # only the configuration is read
     short = Path(tiny_checkpoint(tmp_path / "short", "llama"))
     weights = short / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1000])
-    tries(short).fails_with("model.safetensors", "is truncated", "1,000 bytes are missing")
+    generate_with(short).fails_with("model.safetensors", "is truncated", "1,000 bytes are missing")
     weights.write_bytes(whole[:4])
-    tries(short).fails_with("model.safetensors", "damaged", "header")
+    generate_with(short).fails_with("model.safetensors", "damaged", "header")
     weights.write_bytes(whole)
     (short / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-2.safetensors"}}))
-    tries(short).fails_with("model-2.safetensors", "does not exist, but the index")
+    generate_with(short).fails_with("model-2.safetensors", "does not exist, but the index")
     strange = Path(tiny_checkpoint(tmp_path / "strange", "llama"))
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(
         json.dumps(config | {"architectures": ["BertForMaskedLM"], "model_type": "bert"})
     )
-    tries(strange).fails_with("BertForMaskedLM", "LlamaForCausalLM", "GPT2LMHeadModel")
+    generate_with(strange).fails_with("BertForMaskedLM", "LlamaForCausalLM", "GPT2LMHeadModel")
 
 
 def test_a_model_is_looked_up_on_the_hub_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the hub cannot be reached, transformers would retry for half a minute."""
     tried: list[str] = []
 
-    def refused(url: str, **options: Any) -> None:
+    def refuse(url: str, **options: Any) -> None:
         tried.append(url)
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refused)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
     cli("generate", "no/model", "x").fails_with(
         "not in the cache", "cannot be reached", "pass the folder", "HF_ENDPOINT"
     )
@@ -438,16 +443,16 @@ def test_a_model_is_looked_up_on_the_hub_once(cli: Cli, monkeypatch: pytest.Monk
     cli("generate", "no/model", "x").fails_with("HF_HUB_OFFLINE forbids a download")
 
 
-def test_another_tokenizer(cli: Cli, tmp_path: Path) -> None:
+def test_the_tokenizer_may_be_in_another_folder(cli: Cli, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama")
     own = tmp_path / "tokenizer"
     own.mkdir()
     for path in Path(model).glob("tokenizer*"):
         path.rename(own / path.name)
-    few = ("It was a dark night", "--max-new-tokens", "3", "--policy", "full", "--temperature", "0")
-    cli("generate", model, *few).fails_with("has no tokenizer", "--tokenizer DIR")
-    cli("generate", model, *few, "--tokenizer", model).fails_with("has no tokenizer")
-    assert cli("generate", model, *few, "--tokenizer", str(own)).code == 0
+    arguments = ("It was a dark night", "--max-new-tokens", "3", "--policy", "full", "--temperature", "0")
+    cli("generate", model, *arguments).fails_with("has no tokenizer", "--tokenizer DIR")
+    cli("generate", model, *arguments, "--tokenizer", model).fails_with("has no tokenizer")
+    assert cli("generate", model, *arguments, "--tokenizer", str(own)).code == 0
     with pytest.raises(ModelError, match="has no tokenizer"):
         LLM(model, tokenizer=model)
 

@@ -1,4 +1,4 @@
-"""Test `offload-rt generate` with every policy, policy options and pool settings. Unknown options are refused."""
+"""Test `offload-rt generate` with every policy, policy options and options of the KV cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_policy_gets_its_options(generate: Cli, pages: Path, tmp_path: Pat
     assert written["sparse_exact_fraction"] == pytest.approx(0.2, abs=0.03)
 
 
-def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Cli) -> None:
+def test_flags_become_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Cli) -> None:
     seen: dict[str, Any] = {}
 
     def stop(self: LLM, model: str, config: EngineConfig) -> None:
@@ -61,7 +61,7 @@ def test_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, generate: Cli) ->
     assert seen["eviction"] == EvictionOptions("lru", "none")
 
 
-def test_a_bounded_pool_evicts(generate: Cli, tmp_path: Path) -> None:
+def test_eviction_keeps_the_memory_limit(generate: Cli, tmp_path: Path) -> None:
     stats = tmp_path / "stats.json"
     llm = LLM("reference", policy="full")
     limit = 5 * llm.runner.pool.block_bytes + 1
@@ -74,7 +74,7 @@ def test_a_bounded_pool_evicts(generate: Cli, tmp_path: Path) -> None:
     assert written["kv_bytes_host"] <= limit
 
 
-def test_a_kv_format_moves_fewer_bytes(generate: Cli, tmp_path: Path) -> None:
+def test_quantised_kv_takes_fewer_bytes(generate: Cli, tmp_path: Path) -> None:
     moved = {}
     for name in ("auto", "int8", "int2"):
         stats = tmp_path / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Test the store of `offload-rt serve`: default location, second server, and refusals before the port is bound."""
+"""Test the store of `offload-rt serve`, and errors that are reported before the port is bound."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ FLAGS = ("--policy", "full", "--verify", "off", "--host-memory", "16MiB", "--por
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that runs `serve` with `flags`, without listening, and returns its service."""
+def start_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     found: list[Any] = []
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setattr(run, "serve", lambda make_app, options, listener: found.append((make_app(), listener.close())))
@@ -30,23 +29,24 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]
     return service
 
 
-def test_stores_of_servers(serve: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Cover the default store, a second server on it, no store, and a policy whose KV cannot be stored."""
+def test_only_the_first_server_writes_the_default_store(
+    start_service: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "offload_rt.server")
-    first = serve()
+    first = start_service()
     assert first.stores_sessions and (tmp_path / "offload-rt" / "store" / "lock").exists()
-    second = serve()
+    second = start_service()
     assert not second.stores_sessions and "read-only" in caplog.text
     assert second._salt_key != first._salt_key
-    without = serve("--no-store")
+    without = start_service("--no-store")
     assert not without.stores_sessions and without.engine._sessions is None
     asyncio.run(first.close())
-    again = serve("--store-limit", "1GiB")
+    again = start_service("--store-limit", "1GiB")
     assert again._salt_key == first._salt_key, "salted prompts are found after a restart"
     assert again.engine._sessions.store.context.options.limit == 1 << 30
     for service in (second, without, again):
         asyncio.run(service.close())
-    other = serve("--eviction", "lru")
+    other = start_service("--eviction", "lru")
     assert not other.stores_sessions and "nothing is stored on disk" in caplog.text
     asyncio.run(other.close())
 
@@ -59,7 +59,7 @@ def test_stores_of_servers(serve: Callable[..., Any], tmp_path: Path, caplog: py
         (".", (), "no config.json"),
     ],
 )
-def test_refusals_before_the_port_is_bound(
+def test_errors_are_reported_before_the_port_is_bound(
     model: str,
     flags: tuple[str, ...],
     message: str,

@@ -1,4 +1,4 @@
-"""Test which modules an import loads, because imports of heavy modules slow down the start."""
+"""Test that commands import torch and other heavy modules only if they need them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "numpy", "matplotlib", "safetens
 REPORT = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules], sep=' ', end='')"
 
 
-def heavy_after(code: str, **variables: str) -> str:
-    """Return the heavy modules that a fresh interpreter has imported after it ran `code`."""
+def heavy_imports_of(code: str, **variables: str) -> str:
     whole = f"import sys; out, sys.stdout = sys.stdout, sys.stderr\n{code}\nsys.stdout = out\n{REPORT}"
     done = subprocess.run(
         [sys.executable, "-c", whole], capture_output=True, text=True, timeout=120, env=os.environ | variables
@@ -67,27 +66,27 @@ for command, expected in {COMMANDS!r}.items():
 
 
 def test_nothing_heavy_is_imported_before_a_model_is_loaded() -> None:
-    assert heavy_after(RUN_ALL) == ""
+    assert heavy_imports_of(RUN_ALL) == ""
 
 
 @pytest.mark.parametrize("command", ["cache", "sessions --store {}", "sessions show s --store {}"])
 def test_stored_files_are_listed_without_torch(command: str, tmp_path: Path) -> None:
     code = f"from offload_rt.cli import main; main({command.format(tmp_path).split()!r})"
-    assert "torch" not in heavy_after(code, XDG_CACHE_HOME=str(tmp_path))
+    assert "torch" not in heavy_imports_of(code, XDG_CACHE_HOME=str(tmp_path))
 
 
 @pytest.mark.parametrize("options", ["", " --device-memory 30MiB --dtype float32", " --context 1k --policy quest"])
 def test_plain_models_are_planned_without_transformers(options: str) -> None:
-    """Importing transformers would triple the time of the first call."""
+    """The import of transformers would triple the duration of `offload-rt info`."""
     code = f"from offload_rt.cli import main; assert main({('info reference' + options).split()!r}) == 0"
-    assert "transformers" not in heavy_after(code)
+    assert "transformers" not in heavy_imports_of(code)
 
 
-def test_the_probe_sees_what_is_imported() -> None:
-    assert heavy_after("import numpy, rich") == "numpy rich"
+def test_heavy_imports_are_detected() -> None:
+    assert heavy_imports_of("import numpy, rich") == "numpy rich"
 
 
-def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert offload_rt.__version__ == importlib.metadata.version("offload-rt")
     from offload_rt.cli import main
 
@@ -99,8 +98,8 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
         offload_rt.LML  # noqa: B018
 
 
-def environment_after(name: str, given: dict[str, str], before: str) -> str:
-    """Return environment variable `name` of a process that ran `before` and imported the package."""
+def variable_after_import(name: str, given: dict[str, str], before: str) -> str:
+    """Return the environment variable `name` of a process that runs `before` and imports the package."""
     kept = {key: value for key, value in os.environ.items() if key != name}
     code = f"import os, sys; {before}\nimport offload_rt; print(os.environ.get({name!r}), end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)
@@ -110,8 +109,8 @@ def environment_after(name: str, given: dict[str, str], before: str) -> str:
 
 LIMITED = """import pathlib
 os.sched_getaffinity = lambda _: set(range(8))
-said = {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
-pathlib.Path.read_text = lambda path: said.get(str(path), "max 100000")
+contents = {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
+pathlib.Path.read_text = lambda path: contents.get(str(path), "max 100000")
 """
 """A container with 1.5 of eight processors."""
 
@@ -120,13 +119,10 @@ pathlib.Path.read_text = lambda path: said.get(str(path), "max 100000")
     ("given", "before", "threads"),
     [
         ({}, LIMITED, "2"),
-        ({"OMP_NUM_THREADS": "5"}, LIMITED, "5"),
-        ({}, LIMITED.replace("150000", "800000"), "None"),
-        ({}, LIMITED + "sys.modules['torch'] = sys; ", "None"),
+        ({"OMP_NUM_THREADS": "5"}, LIMITED, "5"),  # the user has set the variable
+        ({}, LIMITED.replace("150000", "800000"), "None"),  # all processors
+        ({}, LIMITED + "sys.modules['torch'] = sys; ", "None"),  # torch has already been imported
     ],
 )
-def test_there_are_as_many_threads_as_a_container_has_processors(
-    given: dict[str, str], before: str, threads: str
-) -> None:
-    """The limit applies only if the user set no variable and torch would use more threads."""
-    assert environment_after("OMP_NUM_THREADS", given, before) == threads
+def test_threads_are_limited_to_the_processors_of_a_container(given: dict[str, str], before: str, threads: str) -> None:
+    assert variable_after_import("OMP_NUM_THREADS", given, before) == threads

@@ -1,6 +1,4 @@
-"""Test `offload-rt write`: an interrupted document gets the text of an uninterrupted one, and changed settings are
-refused.
-"""
+"""Test `offload-rt write`: interrupted documents are continued, and changed settings are refused."""
 
 from __future__ import annotations
 
@@ -28,22 +26,20 @@ TOKENS = 150
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a model with 320 positions, fewer than most documents need."""
+def short_context(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "llama"
     return tiny_checkpoint(folder, "llama", num_hidden_layers=2, max_position_embeddings=320)
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a model with 4,096 positions."""
+def long_context(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", num_hidden_layers=2)
 
 
 def write(
     model: str, path: Path, stop_at: int | None = None, policy: str = "infinigen", **given: Any
 ) -> Document | None:
-    """Write a document with a newly loaded model. Simulate Ctrl-C after token `stop_at`."""
+    """Load the model and write a document. Simulate Ctrl-C after `stop_at` tokens."""
 
     def on_progress(progress: WritingProgress) -> None:
         if stop_at is not None and progress.new_tokens >= stop_at and progress.prefilled == 1:
@@ -65,16 +61,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
-    case: str, tmp_path: Path, pages: Path, small: str, roomy: str
+def test_interrupted_documents_equal_uninterrupted_ones(
+    case: str, tmp_path: Path, pages: Path, short_context: str, long_context: str
 ) -> None:
-    """Cover Ctrl-C at several tokens, a truncated file and lost progress, within and beyond the model's positions."""
-    model = small if case in ("chapters", "beginning") else roomy
+    model = short_context if case in ("chapters", "beginning") else long_context
     given = CASES[case] | {"sampling_params": SAMPLED, "beginning": pages.read_text()[:600]}
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     done = write(model, whole, **given)
     assert done is not None and done.finish_reason == "length" and done.new_tokens >= 80
-    assert (done.removed_tokens > 0) == (model == small)
+    assert (done.removed_tokens > 0) == (model == short_context)
     text = whole.read_text()
     assert text.startswith(given["beginning"]) and len(text) > 700
     for place, stop_at in enumerate((1, 40, 66, 90)):
@@ -85,7 +80,8 @@ def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
         if place == 2:
             progress = tmp_path / "parts.txt.session" / "progress.json"
             saved = json.loads(progress.read_text())
-            progress.write_text(json.dumps(saved | {"tokens": saved["tokens"][:-30]}))  # as if killed before it
+            # as if the process was killed before the progress was saved
+            progress.write_text(json.dumps(saved | {"tokens": saved["tokens"][:-30]}))
     rest = {name: given[name] for name in given if name in ("max_tokens", "chapters", "policy")}
     resumed = write(model, parts, **rest)
     assert resumed is not None and parts.read_text() == text
@@ -94,30 +90,28 @@ def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
         assert text.count(f"\n\n{title}\n\n") == 1, number
 
 
-def test_an_extended_document_equals_one_run(tmp_path: Path, roomy: str) -> None:
-    """The last tokens of a shorter document must not end a turn when the document is extended."""
+def test_an_extended_document_equals_one_that_is_written_at_once(tmp_path: Path, long_context: str) -> None:
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given = {"beginning": "It was a dark night", "sampling_params": SAMPLED}
-    write(roomy, whole, max_tokens=60, **given)
+    write(long_context, whole, max_tokens=60, **given)
     for count in (20, 40, 60):
-        write(roomy, parts, max_tokens=count, **given)
+        write(long_context, parts, max_tokens=count, **given)
     assert parts.read_text() == whole.read_text()
 
 
-def test_chapters_that_the_model_ends(tmp_path: Path, roomy: str) -> None:
-    """An end token or the length limit ends a chapter and is not part of the text."""
+def test_an_end_token_ends_a_chapter(tmp_path: Path, long_context: str) -> None:
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 60, "beginning": "It was a dark night"}
-    write(roomy, tmp_path / "free.txt", sampling_params=SAMPLED, **given)
+    write(long_context, tmp_path / "free.txt", sampling_params=SAMPLED, **given)
     saved = json.loads((tmp_path / "free.txt.session" / "progress.json").read_text())
     end = saved["tokens"][saved["chapters"][0] + 30]
     given["sampling_params"] = SamplingParams(temperature=0.8, top_p=0.95, seed=3, stop_token_ids=[end])
-    done = write(roomy, whole, **given)
-    begun = json.loads((tmp_path / "whole.txt.session" / "progress.json").read_text())["chapters"]
-    assert done is not None and done.chapters == 3 and begun[1] == begun[0] + 30
+    done = write(long_context, whole, **given)
+    starts = json.loads((tmp_path / "whole.txt.session" / "progress.json").read_text())["chapters"]
+    assert done is not None and done.chapters == 3 and starts[1] == starts[0] + 30
     for stop_at in (5, 40, 100):
-        write(roomy, parts, stop_at, **given)
-    write(roomy, parts, chapters=3)
+        write(long_context, parts, stop_at, **given)
+    write(long_context, parts, chapters=3)
     assert parts.read_text() == whole.read_text()
 
 
@@ -136,21 +130,22 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-def test_a_killed_process_loses_nothing(tmp_path: Path, cli: Cli, roomy: str) -> None:
-    """After SIGKILL, the file contains a prefix of the text. The same command then completes it."""
+def test_a_document_is_continued_after_sigkill(tmp_path: Path, cli: Cli, long_context: str) -> None:
     (tmp_path / "begin.txt").write_text("It was a dark night, and nobody was on the road.")
     flags = ("--beginning", str(tmp_path / "begin.txt"), "--max-new-tokens", "90", "--seed", "5", "--policy", "full")
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
-    assert cli("write", roomy, str(whole), *flags).code == 0
-    command = (sys.executable, "-P", "-c", KILLED, "write", roomy, str(parts), *flags)
+    assert cli("write", long_context, str(whole), *flags).code == 0
+    command = (sys.executable, "-P", "-c", KILLED, "write", long_context, str(parts), *flags)
     assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
     assert whole.read_bytes().startswith(parts.read_bytes()) and parts.read_bytes() != whole.read_bytes()
-    run = cli("write", roomy, str(parts), *flags)
+    run = cli("write", long_context, str(parts), *flags)
     assert run.code == 0 and "90 new tokens" in run.err
     assert parts.read_bytes() == whole.read_bytes()
 
 
-def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, roomy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_is_continued_after_ctrl_c(
+    tmp_path: Path, cli: Cli, long_context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     append, calls = TextFile.append, list[str]()
 
     def interrupted(file: Any, text: str) -> None:
@@ -160,7 +155,7 @@ def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, roomy: str, monkey
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TextFile, "append", interrupted)
-    flags = ("write", roomy, str(tmp_path / "novel.txt"), "It was", "--max-new-tokens", "30", "--policy", "full")
+    flags = ("write", long_context, str(tmp_path / "novel.txt"), "It was", "--max-new-tokens", "30", "--policy", "full")
     flags = (*flags, "--seed", "1", "--ignore-eos")
     run = cli(*flags)
     assert (run.code, run.out) == (INTERRUPTED, "") and "the same command continues" in run.err
@@ -171,19 +166,19 @@ def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, roomy: str, monkey
     assert again.code == 0 and "is complete: 30 new tokens" in again.err
 
 
-def test_more_tokens_of_a_document_with_chapters(tmp_path: Path, cli: Cli, roomy: str) -> None:
+def test_a_document_with_chapters_is_extended_by_chapters(tmp_path: Path, cli: Cli, long_context: str) -> None:
     novel, outline = str(tmp_path / "novel.txt"), tmp_path / "outline.txt"
     outline.write_text("One\nTwo\n")
     flags = ("--outline", str(outline), "--chapter-tokens", "4", "--policy", "full")
-    assert cli("write", roomy, novel, *flags).code == 0
-    run = cli("write", roomy, novel, "--more", "5", "--policy", "full")
+    assert cli("write", long_context, novel, *flags).code == 0
+    run = cli("write", long_context, novel, "--more", "5", "--policy", "full")
     assert run.code == 0 and "in 2 chapters; --chapters N" in run.err
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, roomy: str) -> Path:
+def document_folder(tmp_path_factory: pytest.TempPathFactory, long_context: str) -> Path:
     folder = tmp_path_factory.mktemp("begun")
-    write(roomy, folder / "novel.txt", prompt="Write.", sampling_params=SAMPLED, max_tokens=5, policy="full")
+    write(long_context, folder / "novel.txt", prompt="Write.", sampling_params=SAMPLED, max_tokens=5, policy="full")
     return folder
 
 
@@ -202,20 +197,22 @@ def begun(tmp_path_factory: pytest.TempPathFactory, roomy: str) -> Path:
     ids=str,
 )
 def test_other_settings_are_refused_before_the_model_is_loaded(
-    flags: tuple[str, ...], words: tuple[str, ...], begun: Path, cli: Cli
+    flags: tuple[str, ...], words: tuple[str, ...], document_folder: Path, cli: Cli
 ) -> None:
-    cli("write", "no-such-model", str(begun / "novel.txt"), *flags).fails_with(*words)
+    cli("write", "no-such-model", str(document_folder / "novel.txt"), *flags).fails_with(*words)
 
 
-def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli, roomy: str) -> None:
+def test_edited_or_damaged_documents_are_refused(
+    document_folder: Path, tmp_path: Path, cli: Cli, long_context: str
+) -> None:
     new = str(tmp_path / "new.txt")
-    cli("write", roomy, new).fails_with("the document has no start")
-    cli("write", roomy, str(tmp_path / "no" / "new.txt"), "It").fails_with("there is no folder")
-    shutil.copytree(begun, tmp_path / "copy")
+    cli("write", long_context, new).fails_with("the document has no start")
+    cli("write", long_context, str(tmp_path / "no" / "new.txt"), "It").fails_with("there is no folder")
+    shutil.copytree(document_folder, tmp_path / "copy")
     novel = tmp_path / "copy" / "novel.txt"
-    more = ("write", roomy, str(novel), "--more", "5", "--policy", "full")
+    more = ("write", long_context, str(novel), "--more", "5", "--policy", "full")
     novel.write_text("X" + novel.read_text()[1:] + "more")
-    cli(*more[:4], "70", "--policy", "full")  # five tokens are no whole turn: they are written again
+    cli(*more[:4], "70", "--policy", "full")  # the five tokens are an incomplete turn, which is generated again
     assert (novel.parent / "novel.txt.before").read_text().startswith("X")
     novel.write_text("X" + novel.read_text()[1:])
     run = cli(*more)
@@ -228,12 +225,11 @@ def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli, r
     assert novel.read_text().startswith(before) and novel.read_text() != before
     (tmp_path / "begin.txt").write_text("Once")
     flags = ("--store", new, "--beginning", str(tmp_path / "begin.txt"))
-    cli("write", roomy, str(begun / "novel.txt"), *flags).fails_with("exists already and is continued")
+    cli("write", long_context, str(document_folder / "novel.txt"), *flags).fails_with("exists already and is continued")
 
 
-def test_a_document_that_can_never_be_complete_is_refused_at_once(tmp_path: Path) -> None:
-    """Cover a model with learned positions, which cannot truncate its context, and a KV cache that is too small."""
-    model = tiny_checkpoint(tmp_path / "opt", "opt")
+def test_a_document_that_cannot_be_completed_is_refused(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "opt", "opt")  # learned positions, so that its context cannot be truncated
     with pytest.raises(ModelError, match="1024"):
         write(model, tmp_path / "a.txt", policy="full", prompt="It was", max_tokens=2000)
     llm = LLM("reference", policy="full", host_memory="4MiB")
@@ -241,9 +237,11 @@ def test_a_document_that_can_never_be_complete_is_refused_at_once(tmp_path: Path
         write_document(llm, tmp_path / "b.txt", "It was", max_tokens=3000)
 
 
-def test_another_policy_or_unsupported_parameters_are_refused(begun: Path, tmp_path: Path, roomy: str) -> None:
-    llm = LLM(roomy, policy="infinigen", host_memory="32MiB")
+def test_another_policy_or_unsupported_parameters_are_refused(
+    document_folder: Path, tmp_path: Path, long_context: str
+) -> None:
+    llm = LLM(long_context, policy="infinigen", host_memory="32MiB")
     with pytest.raises(InputError, match="another number format or policy"):
-        write_document(llm, begun / "novel.txt", max_tokens=9)
+        write_document(llm, document_folder / "novel.txt", max_tokens=9)
     with pytest.raises(InputError, match="num_beams is not supported"):
         write_document(llm, tmp_path / "a.txt", "It", SamplingParams(num_beams=2, temperature=0))

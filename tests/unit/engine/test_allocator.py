@@ -1,4 +1,4 @@
-"""Test that `RecycledMemory` reuses only freed memory and allocates no more than the peak use."""
+"""Test that `RecycledMemory` reuses only freed memory, and never allocates more than the peak use."""
 
 from __future__ import annotations
 
@@ -50,4 +50,4 @@ def test_freed_memory_is_reused() -> None:
     assert other.data_ptr() != at
     del smaller, other
     grown = memory.empty((9, 500), torch.bfloat16)
-    assert grown.nbytes == 9000 and memory.nbytes == 400 + 400 // SPARE, "instead of the larger of the two"
+    assert grown.nbytes == 9000 and memory.nbytes == 400 + 400 // SPARE, "the new buffer replaces the larger free one"

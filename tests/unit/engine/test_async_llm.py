@@ -1,4 +1,4 @@
-"""Test concurrent requests of `AsyncLLM`: tokens equal those of a request alone, and aborted requests free their KV."""
+"""Test `AsyncLLM`: concurrent requests get the same tokens as single ones, and aborted requests free their KV."""
 
 from __future__ import annotations
 
@@ -34,25 +34,24 @@ def make_llm(blocks: int = 40, **options: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
-    """Return a function that returns the tokens of a request that runs alone."""
+def generate_alone() -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
     with make_llm() as llm:
         known: dict[str, list[list[int]]] = {}
 
-        def told(prompt: list[int], params: SamplingParams) -> list[list[int]]:
+        def generate(prompt: list[int], params: SamplingParams) -> list[list[int]]:
             if (key := f"{prompt} {params}") not in known:
                 known[key] = [one.token_ids for one in completed(llm.generate(prompt, params))]
             return known[key]
 
-        yield told
+        yield generate
 
 
-def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None = None, **options: Any) -> Any:
-    """Run `asks` with an engine and return its result. Check that all requests have ended and the pool is empty."""
-
+def run_and_check_cleanup(
+    send_requests: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None = None, **options: Any
+) -> Any:
     async def run() -> Any:
         async with AsyncLLM(llm or make_llm(), **options) as engine:
-            found = await asyncio.wait_for(asks(engine), 30)
+            found = await asyncio.wait_for(send_requests(engine), 30)
             runner = engine.llm.runner
         assert engine._engine.idle and not engine._clients and not engine._by_number
         assert (engine.load().waiting, engine.load().running) == (0, 0)
@@ -64,7 +63,7 @@ def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None 
 
 
 async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
-    """Enumerate `items` from 1. Close `items` if the caller stops iterating."""
+    """Number the items from 1. Close the iterator `items` even if the caller stops early."""
     count = 0
     async with aclosing(items):
         async for item in items:
@@ -72,8 +71,10 @@ async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
             yield count, item
 
 
-async def answer(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **more: Any) -> list[list[int]]:
-    """Return the tokens of all completions. Check that each output extends the previous one."""
+async def generate_tokens(
+    engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **more: Any
+) -> list[list[int]]:
+    """Return the tokens of all completions. Check that every output extends the output before it."""
     before: list[list[int]] = []
     async for output in engine.generate(prompt, params, **more):
         found = [one.token_ids for one in output.outputs]
@@ -84,25 +85,25 @@ async def answer(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY,
     return before
 
 
-def test_concurrent_requests_get_the_tokens_of_each_alone(alone: Any) -> None:
+def test_concurrent_requests_get_the_tokens_of_each_alone(generate_alone: Any) -> None:
     kinds = [GREEDY, SamplingParams(max_tokens=9, seed=5), SamplingParams(max_tokens=7, seed=1, n=3)]
     kinds.append(SamplingParams(max_tokens=6, temperature=0, num_beams=3, n=2))
     asked = [(tiny_prompt(20 + 9 * i, seed=i // 3), kinds[i % 4]) for i in range(16)]
 
-    async def asks(engine: AsyncLLM) -> Any:
-        found = await asyncio.gather(*(answer(engine, prompt, params) for prompt, params in asked))
+    async def send_requests(engine: AsyncLLM) -> Any:
+        found = await asyncio.gather(*(generate_tokens(engine, prompt, params) for prompt, params in asked))
         return found, engine.load()
 
-    found, load = serve(asks, make_llm(12, max_num_seqs=6))
-    assert found == [alone(prompt, params) for prompt, params in asked]
+    found, load = run_and_check_cleanup(send_requests, make_llm(12, max_num_seqs=6))
+    assert found == [generate_alone(prompt, params) for prompt, params in asked]
     assert load.generated_tokens == sum(len(tokens) for one in found for tokens in one)
     assert load.prompt_tokens == sum(len(prompt) for prompt, _ in asked)
     assert load.cached_tokens > 0 and load.pool_limit_bytes == 12 * BLOCK_BYTES
 
 
-def test_an_abort_ends_an_answer_and_no_other(alone: Any) -> None:
-    async def asks(engine: AsyncLLM) -> Any:
-        other = asyncio.create_task(answer(engine, tiny_prompt(70, seed=3)))
+def test_an_abort_ends_only_its_request(generate_alone: Any) -> None:
+    async def send_requests(engine: AsyncLLM) -> Any:
+        other = asyncio.create_task(generate_tokens(engine, tiny_prompt(70, seed=3)))
         outputs = []
         async for output in engine.generate(tiny_prompt(70), LONG, request_id="mine"):
             outputs.append(output)
@@ -111,22 +112,22 @@ def test_an_abort_ends_an_answer_and_no_other(alone: Any) -> None:
                 await engine.abort("nobody's")
         return outputs[-1], await other
 
-    last, other = serve(asks)
+    last, other = run_and_check_cleanup(send_requests)
     assert last.request_id == "mine" and last.finished
     [done] = last.outputs
     assert done.finish_reason == "abort" and 3 <= len(done.token_ids) < 400 and done.stats is not None
-    assert done.token_ids == alone(tiny_prompt(70), LONG)[0][: len(done.token_ids)]
-    assert other == alone(tiny_prompt(70, seed=3), GREEDY)
+    assert done.token_ids == generate_alone(tiny_prompt(70), LONG)[0][: len(done.token_ids)]
+    assert other == generate_alone(tiny_prompt(70, seed=3), GREEDY)
 
 
 @pytest.mark.parametrize("how", ["break", "cancel", "before it starts"])
-def test_a_cancelled_request_frees_its_kv(how: str, alone: Any) -> None:
-    async def asks(engine: AsyncLLM) -> Any:
+def test_a_cancelled_request_frees_its_kv(how: str, generate_alone: Any) -> None:
+    async def send_requests(engine: AsyncLLM) -> Any:
         if how == "break":
             async for _ in engine.generate(tiny_prompt(70), LONG):
                 break
         else:
-            task = asyncio.create_task(answer(engine, tiny_prompt(70), LONG))
+            task = asyncio.create_task(generate_tokens(engine, tiny_prompt(70), LONG))
             while how == "cancel" and not engine.load().generated_tokens:
                 await asyncio.sleep(0)
             task.cancel()
@@ -134,14 +135,14 @@ def test_a_cancelled_request_frees_its_kv(how: str, alone: Any) -> None:
                 await task
         while engine._clients:
             await asyncio.sleep(0)
-        found = await answer(engine, tiny_prompt(30))
-        assert engine.load().running == 0, "12 tokens later it would still be writing"
+        found = await generate_tokens(engine, tiny_prompt(30))
+        assert engine.load().running == 0, "the cancelled request no longer runs"
         return found
 
-    assert serve(asks) == alone(tiny_prompt(30), GREEDY)
+    assert run_and_check_cleanup(send_requests) == generate_alone(tiny_prompt(30), GREEDY)
 
 
-CALLERS = st.lists(
+CLIENTS = st.lists(
     st.tuples(
         st.integers(0, 5),
         st.integers(0, 3),
@@ -160,13 +161,13 @@ CALLERS = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(callers=CALLERS, blocks=st.integers(4, 16), batch=st.integers(1, 4))
-def test_callers_in_any_order_that_leave_at_any_time(callers: Any, blocks: int, batch: int, alone: Any) -> None:
+@given(clients=CLIENTS, blocks=st.integers(4, 16), batch=st.integers(1, 4))
+def test_clients_may_start_and_leave_at_any_time(clients: Any, blocks: int, batch: int, generate_alone: Any) -> None:
     kinds = [GREEDY, SamplingParams(max_tokens=9, seed=5), SamplingParams(max_tokens=7, seed=1, n=2)]
     kinds.append(SamplingParams(max_tokens=50, temperature=0))
 
-    async def one(engine: AsyncLLM, number: int, caller: Any) -> None:
-        which, kind, delay, ends, after = caller
+    async def run_client(engine: AsyncLLM, number: int, client: Any) -> None:
+        which, kind, delay, ends, after = client
         prompt, params = tiny_prompt(10 + 30 * which, seed=which), kinds[kind]
         for _ in range(delay):
             await asyncio.sleep(0)
@@ -194,108 +195,114 @@ def test_callers_in_any_order_that_leave_at_any_time(callers: Any, blocks: int, 
         except PoolFullError:
             refused = True
             assert params.n * -(-(len(prompt) + params.max_tokens) // BLOCK_SIZE) > blocks, (
-                "alone it may not fit either"
+                "a request is refused only if it may not fit alone"
             )
-        expected = alone(prompt, params)
-        for mine, whole in zip(got, expected, strict=False):
-            assert mine == whole[: len(mine)]
+        expected = generate_alone(prompt, params)
+        for tokens, whole in zip(got, expected, strict=False):
+            assert tokens == whole[: len(tokens)]
         if ends == "stays" and not refused:
             assert got == expected
 
-    async def asks(engine: AsyncLLM) -> None:
-        await asyncio.gather(*(one(engine, number, caller) for number, caller in enumerate(callers)))
+    async def send_requests(engine: AsyncLLM) -> None:
+        await asyncio.gather(*(run_client(engine, number, client) for number, client in enumerate(clients)))
         while engine._clients:
             await asyncio.sleep(0)
 
-    serve(asks, make_llm(blocks, max_num_seqs=batch))
+    run_and_check_cleanup(send_requests, make_llm(blocks, max_num_seqs=batch))
 
 
-def test_an_error_fails_only_its_request(alone: Any) -> None:
-    async def asks(engine: AsyncLLM) -> Any:
-        mine = asyncio.create_task(answer(engine, tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0)))
+def test_an_error_fails_only_its_request(generate_alone: Any) -> None:
+    async def send_requests(engine: AsyncLLM) -> Any:
+        other = asyncio.create_task(
+            generate_tokens(engine, tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0))
+        )
         with pytest.raises(PoolFullError):
-            await answer(engine, tiny_prompt(5 * BLOCK_SIZE))
+            await generate_tokens(engine, tiny_prompt(5 * BLOCK_SIZE))
         with pytest.raises(InputError, match="vocabulary"):
-            await answer(engine, [3, 99999])
+            await generate_tokens(engine, [3, 99999])
         with pytest.raises(InputError, match="no tokenizer"):
-            await answer(engine, "text")
+            await generate_tokens(engine, "text")
         with pytest.raises(InputError, match="empty"):
-            await answer(engine, [])
+            await generate_tokens(engine, [])
         with pytest.raises(InputError, match="request_id=3 is int"):
-            await answer(engine, [3], request_id=3)
-        first = asyncio.create_task(answer(engine, tiny_prompt(9), LONG, request_id="twice"))
+            await generate_tokens(engine, [3], request_id=3)
+        first = asyncio.create_task(generate_tokens(engine, tiny_prompt(9), LONG, request_id="twice"))
         await asyncio.sleep(0)
         with pytest.raises(InputError, match="'twice' is already running"):
-            await answer(engine, tiny_prompt(9), request_id="twice")
+            await generate_tokens(engine, tiny_prompt(9), request_id="twice")
         first.cancel()
-        return await mine
+        return await other
 
-    assert serve(asks, make_llm(4)) == alone(tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0))
+    assert run_and_check_cleanup(send_requests, make_llm(4)) == generate_alone(
+        tiny_prompt(100), SamplingParams(max_tokens=60, temperature=0)
+    )
 
 
-def test_a_failed_step_fails_running_requests_but_not_later_ones(alone: Any) -> None:
-    async def asks(engine: AsyncLLM) -> Any:
+def test_a_failed_step_fails_running_requests_but_not_later_ones(generate_alone: Any) -> None:
+    async def send_requests(engine: AsyncLLM) -> Any:
         step, runner = engine._engine.step, engine.llm.runner
         engine._engine.step = lambda: (step(), 1 / 0)  # type: ignore[method-assign, assignment, return-value]
-        found = await asyncio.gather(*(answer(engine, tiny_prompt(n)) for n in (9, 70)), return_exceptions=True)
+        found = await asyncio.gather(
+            *(generate_tokens(engine, tiny_prompt(n)) for n in (9, 70)), return_exceptions=True
+        )
         assert [type(one) for one in found] == [ZeroDivisionError] * 2
         del engine._engine.step
         runner.check_integrity()
-        return await answer(engine, tiny_prompt(70))
+        return await generate_tokens(engine, tiny_prompt(70))
 
-    assert serve(asks) == alone(tiny_prompt(70), GREEDY)
+    assert run_and_check_cleanup(send_requests) == generate_alone(tiny_prompt(70), GREEDY)
 
 
 def test_a_request_beyond_the_queue_limit_is_refused() -> None:
-    async def asks(engine: AsyncLLM) -> None:
+    async def send_requests(engine: AsyncLLM) -> None:
         with engine.llm.runner.pool.lock:  # keeps the engine from starting requests
-            tasks = [asyncio.create_task(answer(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
+            tasks = [asyncio.create_task(generate_tokens(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match=r"the queue is full \(3 requests, max_waiting=3\)"):
-                await answer(engine, tiny_prompt(9))
+                await generate_tokens(engine, tiny_prompt(9))
         while engine.load().waiting:
             await asyncio.sleep(0.001)
-        assert len((await answer(engine, tiny_prompt(9)))[0]) == 12
+        assert len((await generate_tokens(engine, tiny_prompt(9)))[0]) == 12
         for task in tasks:
             task.cancel()
 
-    serve(asks, max_waiting=3)
+    run_and_check_cleanup(send_requests, max_waiting=3)
     with pytest.raises(InputError, match="max_waiting=0"):
         AsyncLLM(make_llm(), max_waiting=0)
 
 
-def test_callers_may_be_on_several_event_loops(alone: Any) -> None:
+def test_clients_may_use_several_event_loops(generate_alone: Any) -> None:
     prompts = [tiny_prompt(30 + n, seed=n) for n in range(4)]
 
-    async def asks(engine: AsyncLLM) -> Any:
+    async def send_requests(engine: AsyncLLM) -> Any:
         found: dict[int, Any] = {}
         threads = [
-            threading.Thread(target=lambda i=i: found.update({i: asyncio.run(answer(engine, prompts[i]))}))
+            threading.Thread(target=lambda i=i: found.update({i: asyncio.run(generate_tokens(engine, prompts[i]))}))
             for i in range(1, 4)
         ]
-        lost = threading.Thread(target=go_away, args=(engine,))
+        lost = threading.Thread(target=abandon_event_loop, args=(engine,))
         for thread in (*threads, lost):
             thread.start()
-        found[0] = await answer(engine, prompts[0])
+        found[0] = await generate_tokens(engine, prompts[0])
         for thread in (*threads, lost):
             await asyncio.to_thread(thread.join)
         return [found[i] for i in range(4)]
 
-    assert serve(asks) == [alone(prompt, GREEDY) for prompt in prompts]
+    assert run_and_check_cleanup(send_requests) == [generate_alone(prompt, GREEDY) for prompt in prompts]
 
 
-def go_away(engine: AsyncLLM) -> None:
+def abandon_event_loop(engine: AsyncLLM) -> None:
     loop = asyncio.new_event_loop()
     outputs = engine.generate(tiny_prompt(20), LONG)
     loop.run_until_complete(anext(outputs))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
-    while any(len(caller.ids) == 20 for caller in list(engine._clients.values())):
+    while any(len(client.ids) == 20 for client in list(engine._clients.values())):
         time.sleep(0.001)
     assert engine.load().generated_tokens < 400
 
 
-FORGETS = """
+PROGRAM_WITHOUT_CLOSE = """
 import asyncio, sys
 from support.tiny_models import tiny_model
 from offload_rt import LLM, AsyncLLM, SamplingParams
@@ -310,7 +317,10 @@ asyncio.new_event_loop().run_until_complete(anext(outputs))
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="needs a separate process: make stress PART=requests")
 def test_a_process_ends_without_close() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORGETS], cwd=Path(__file__).parents[2], capture_output=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", PROGRAM_WITHOUT_CLOSE],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 

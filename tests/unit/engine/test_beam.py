@@ -1,4 +1,4 @@
-"""Test beam search against transformers, several completions of one prompt, and refused parameters."""
+"""Test that beam search equals that of transformers, and test several completions of one prompt."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from offload_rt import LLM, InputError, PoolFullError, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 
-EOS = [3, 17, 40, 41, 42, 90]
+EOS = [3, 17, 40, 41, 42, 90]  # several tokens, so that beams end at different lengths
 
 
 def beams(count: int, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=options.pop("max_tokens", 20), temperature=0, num_beams=count, **options)
 
 
-def make(name: str = "llama", *, eos: list[int] | None = None, **options: Any) -> tuple[Any, LLM]:
+def make_model_and_llm(name: str = "llama", *, eos: list[int] | None = None, **options: Any) -> tuple[Any, LLM]:
     model = tiny_model(name, dtype=torch.float32)
     model.generation_config.eos_token_id = eos
     options = {"policy": "full", "host_memory": "16MiB"} | options
@@ -49,8 +49,7 @@ CASES = [*(("llama", *rule) for rule in RULES), ("gpt2", True, -1.0)]
 def test_beams_equal_transformers(
     name: str, early_stopping: Any, length_penalty: float, widths: list[tuple[int, int]]
 ) -> None:
-    """Several end-of-text tokens end beams at different lengths and some searches early."""
-    model, llm = make(name, eos=EOS)
+    model, llm = make_model_and_llm(name, eos=EOS)
     rule = {"early_stopping": early_stopping, "length_penalty": length_penalty}
     for seed, width in widths:
         prompt = tiny_prompt(60 + seed, seed=seed)
@@ -68,7 +67,7 @@ def test_beams_equal_transformers(
 
 
 def test_beams_with_a_repetition_penalty() -> None:
-    model, llm = make("qwen3")
+    model, llm = make_model_and_llm("qwen3")
     prompt = tiny_prompt(30)
     ids = torch.tensor([prompt])
     expected = model.generate(
@@ -83,25 +82,25 @@ def test_beams_with_a_repetition_penalty() -> None:
     assert completion.token_ids == expected and completion.finish_reason == "length"
 
 
-def test_beams_share_the_prompt_and_copy_no_full_block() -> None:
-    """Four beams store the ten full blocks of the prompt once, and one last block each."""
-    _, llm = make(eos=[])
+def test_beams_share_all_full_blocks_of_the_prompt() -> None:
+    _, llm = make_model_and_llm(eos=[])
     pool = llm.runner.pool
     engine = Engine(llm.runner, max_num_seqs=8)
     request = engine.add(tiny_prompt(10 * BLOCK_SIZE + 5), beams(4, max_tokens=30))
     while len(request.sequences) < 4:
         engine.step()
     while not engine.idle:
+        # ten full blocks of the prompt, which all beams share, and the last block of each beam
         assert pool.sequence_bytes <= (10 + 4) * pool.block_bytes
         engine.step()
         engine.check_integrity()
 
 
-def test_a_policy_state_forks_with_its_beam() -> None:
-    """With a budget of all tokens, the output must equal that of `full`."""
-    _, full = make(eos=EOS)
+def test_beams_fork_the_policy_state() -> None:
+    _, full = make_model_and_llm(eos=EOS)
+    # The budget covers all tokens, so that the output must equal that of `full`.
     options = {"alpha": float("inf"), "max_fraction": 1.0, "dense_layers": (), "recent": 8, "sinks": 2}
-    _, sparse = make(eos=EOS, policy="infinigen", policy_options=options)
+    _, sparse = make_model_and_llm(eos=EOS, policy="infinigen", policy_options=options)
     prompt = tiny_prompt(50)
     rule = beams(4, n=4, max_tokens=40, early_stopping="never")
     assert [c.token_ids for c in completed(sparse.generate(prompt, rule))] == [
@@ -109,9 +108,8 @@ def test_a_policy_state_forks_with_its_beam() -> None:
     ]
 
 
-def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
-    """The first completion equals that of n=1. All differ, a seed reproduces them, and the prompt is prefilled once."""
-    _, llm = make()
+def test_n_completions_have_their_own_seeds_and_share_one_prefill() -> None:
+    _, llm = make_model_and_llm()
     prompts = [tiny_prompt(130, seed=1), tiny_prompt(70, seed=2)]
     params = SamplingParams(max_tokens=12, seed=5, n=4)
     done = completed(llm.generate(prompts, params))
@@ -124,8 +122,8 @@ def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
     assert llm.runner.pool.sequence_bytes == 0
 
 
-def test_a_stream_is_of_one_completion() -> None:
-    _, llm = make()
+def test_stream_refuses_several_completions() -> None:
+    _, llm = make_model_and_llm()
     with pytest.raises(InputError, match="use generate for n"):
         llm.stream([1, 2], SamplingParams(n=2))
     with pytest.raises(PoolFullError, match=r"299 blocks .* are needed"):

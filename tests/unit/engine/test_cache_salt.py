@@ -23,7 +23,7 @@ SALTS = ("a", "b", "a" * 5000, "+cut-00", "\ud800", salt_provenance("a"))
     ("policy", "options"),
     [("full", {}), ("infinigen", {"approximate_kv": "int2", "recent": 16, "max_missed_mass": 0.2})],
 )
-def test_prompts_are_shared_under_one_salt_alone(policy: str, options: dict[str, Any]) -> None:
+def test_prompts_are_shared_only_within_one_salt(policy: str, options: dict[str, Any]) -> None:
     llm = make(policy=policy, policy_options=options)
     [plain] = llm.generate([PROMPT], greedy(5))
     for salt in SALTS:
@@ -79,24 +79,23 @@ def test_preempted_sequences_share_no_file_across_salts(tmp_path: Path, monkeypa
 
 
 def test_sessions_share_no_block_on_disk_across_salts(tmp_path: Path) -> None:
-    def run(*turns: tuple[str, str]) -> list[int]:
-        """Return the number of cached tokens of each turn (session, salt). An empty session name means no session."""
-
-        async def answered() -> list[int]:
+    def cached_tokens_of_turns(*turns: tuple[str, str]) -> list[int]:
+        async def send_turns() -> list[int]:
             llm = LLM(tiny_model("llama"), policy="full", host_memory="16MiB")
             async with AsyncLLM(llm, store=tmp_path) as engine:
                 found = []
                 for session, salt in turns:
+                    # An empty name is no session.
                     steps = engine.generate(PROMPT, greedy(3), session=session or None, cache_salt=salt)
                     found.append([output async for output in steps][-1].num_cached_tokens)
             return found
 
-        return asyncio.run(answered())
+        return asyncio.run(send_turns())
 
-    assert run(("one", "a"), ("two", "b"), ("three", "a")) == [0, 0, 3 * BLOCK_SIZE]
+    assert cached_tokens_of_turns(("one", "a"), ("two", "b"), ("three", "a")) == [0, 0, 3 * BLOCK_SIZE]
     # In another process, a session reuses its own KV whatever the request's salt.
     turns = (("one", "other"), ("four", "b"), ("", "c"), ("five", ""), ("", "a"))
-    assert run(*turns) == [3 * BLOCK_SIZE, 3 * BLOCK_SIZE, 0, 0, 3 * BLOCK_SIZE]
+    assert cached_tokens_of_turns(*turns) == [3 * BLOCK_SIZE, 3 * BLOCK_SIZE, 0, 0, 3 * BLOCK_SIZE]
 
 
 def test_a_fork_and_a_truncation_keep_the_salt(tmp_path: Path) -> None:
@@ -124,17 +123,17 @@ def test_a_draft_model_shares_no_kv_across_salts(tmp_path: Path) -> None:
     assert draft is not None
     new_sequence = draft.new_sequence
 
-    def note(*args: Any, **named: Any) -> Any:
+    def record(*args: Any, **named: Any) -> Any:
         sequence = new_sequence(*args, **named)
         seen.append(sequence.trace.reused_tokens)
         return sequence
 
-    draft.new_sequence = note  # type: ignore[method-assign]
+    draft.new_sequence = record  # type: ignore[method-assign]
     for salt in ("a", "b", "a"):
         llm.generate([PROMPT], greedy(8), cache_salt=salt)
     assert seen == [0, 0, 3 * BLOCK_SIZE]
 
 
-def test_a_salt_is_a_text() -> None:
+def test_a_salt_that_is_no_string_is_refused() -> None:
     with pytest.raises(InputError, match="cache_salt"):
         make().generate([PROMPT], greedy(1), cache_salt=5)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Test multi-turn chats with the templates of several model families.
+"""Test multi-turn chats with the chat templates of several model families.
 
-Each turn adds the text that the template puts after an answer. Answers are not changed, and no KV is computed twice.
+Each turn appends the text that the template puts between two answers. KV of earlier turns stays valid.
 """
 
 from __future__ import annotations
@@ -27,24 +27,15 @@ TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
 
 @dataclass(frozen=True)
 class Family:
-    """Define the chat format of a model family.
-
-    Attributes:
-        special: Special tokens of the tokenizer.
-        ends: Tokens that may end an answer.
-        written: An answer as the model writes it.
-        behind: Text between an answer and the next one if the user message is "U".
-    """
-
-    special: tuple[str, ...]
-    ends: tuple[str, ...]
-    written: str
-    behind: str
+    special_tokens: tuple[str, ...]
+    end_tokens: tuple[str, ...]
+    answer: str
+    text_between_answers: str  # if the user message is "U"
 
 
 PLAIN = " Well,\n\nlet me see. \n"
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-CHATML_BEHIND = "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+CHATML_BETWEEN_ANSWERS = "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
 FAMILIES = {
     "llama3": Family(
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"),
@@ -53,12 +44,12 @@ FAMILIES = {
         "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
-    "qwen25": Family(CHATML, ("<|im_end|>", "<|endoftext|>"), PLAIN, CHATML_BEHIND),
+    "qwen25": Family(CHATML, ("<|im_end|>", "<|endoftext|>"), PLAIN, CHATML_BETWEEN_ANSWERS),
     "qwen3": Family(
         (*CHATML, "<think>", "</think>"),
         ("<|im_end|>", "<|endoftext|>"),
         "<think>\nWhat can they mean?\n</think>\n\nYes. ",
-        CHATML_BEHIND,
+        CHATML_BETWEEN_ANSWERS,
     ),
     "gemma3": Family(
         ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
@@ -73,7 +64,7 @@ FAMILIES = {
         PLAIN,
         "<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\n",
     ),
-    "smollm2": Family(CHATML, ("<|im_end|>",), PLAIN, CHATML_BEHIND),
+    "smollm2": Family(CHATML, ("<|im_end|>",), PLAIN, CHATML_BETWEEN_ANSWERS),
     "gpt_oss": Family(
         ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|endoftext|>"),
         ("<|return|>", "<|endoftext|>"),
@@ -84,93 +75,90 @@ FAMILIES = {
 
 
 @cache
-def tokenizer_of(name: str) -> Any:
-    """Return a tokenizer with one token per byte and the special tokens of the family."""
+def byte_tokenizer(name: str) -> Any:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
-    plain.add_special_tokens([AddedToken(token, normalized=False) for token in FAMILIES[name].special])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=FAMILIES[name].ends[0])
+    plain.add_special_tokens([AddedToken(token, normalized=False) for token in FAMILIES[name].special_tokens])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=FAMILIES[name].end_tokens[0])
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     return tokenizer
 
 
-def ids(name: str, text: str) -> list[int]:
-    return list(tokenizer_of(name)(text, add_special_tokens=False)["input_ids"])
+def token_ids(name: str, text: str) -> list[int]:
+    return list(byte_tokenizer(name)(text, add_special_tokens=False)["input_ids"])
 
 
-def ends(name: str) -> frozenset[int]:
-    return frozenset(ids(name, "".join(FAMILIES[name].ends)))
+def end_token_ids(name: str) -> frozenset[int]:
+    return frozenset(token_ids(name, "".join(FAMILIES[name].end_tokens)))
 
 
-def conversation(name: str, answers: list[list[int]]) -> History:
-    """Return a session with the given answers, built with `turn_tokens` alone."""
+def history_with_answers(name: str, answers: list[list[int]]) -> History:
     history = History("s", "m")
     for answer in answers:
-        turn = turn_tokens(tokenizer_of(name), history, "U", ends(name))
+        turn = turn_tokens(byte_tokenizer(name), history, "U", end_token_ids(name))
         kept = history.tokens[: len(history.tokens) - turn.dropped]
         history.tokens = [*kept, *turn.added, *answer]
-        text = tokenizer_of(name).decode(answer, skip_special_tokens=True)
+        text = byte_tokenizer(name).decode(answer, skip_special_tokens=True)
         history.turns += [("user", "U"), ("assistant", text)]
     return history
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_is_kept_wherever_it_ends(name: str) -> None:
-    """An answer may stop at any token (Ctrl-C, length limit) or at any of the end tokens. Its KV must stay valid."""
-    family, tokenizer = FAMILIES[name], tokenizer_of(name)
-    written = ids(name, family.written)
+def test_answers_that_stop_at_any_token_are_kept(name: str) -> None:
+    family, tokenizer = FAMILIES[name], byte_tokenizer(name)
+    written = token_ids(name, family.answer)
     answers = [written[:size] for size in range(1, len(written) + 1)]
-    answers += [[*written, *ids(name, end)] for end in family.ends]
+    answers += [[*written, *token_ids(name, end)] for end in family.end_tokens]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for answer in answers:
-            history = conversation(name, [ids(name, family.written), answer])
-            turn = turn_tokens(tokenizer, history, "U", ends(name))
-            assert turn.tokens_before == len(history.tokens) and turn.dropped == (answer[-1] in ends(name))
-            assert tokenizer.decode(turn.added) == family.behind
+            history = history_with_answers(name, [token_ids(name, family.answer), answer])
+            turn = turn_tokens(tokenizer, history, "U", end_token_ids(name))
+            assert turn.tokens_before == len(history.tokens) and turn.dropped == (answer[-1] in end_token_ids(name))
+            assert tokenizer.decode(turn.added) == family.text_between_answers
             kept = tokenizer.decode(history.tokens[: turn.tokens_before - turn.dropped])
-            assert kept.endswith(family.behind + tokenizer.decode(answer[: len(answer) - turn.dropped]))
-            assert kept.count(family.written) == 1 + kept.endswith(family.written), "also the answer before"
+            assert kept.endswith(family.text_between_answers + tokenizer.decode(answer[: len(answer) - turn.dropped]))
+            assert kept.count(family.answer) == 1 + kept.endswith(family.answer), "the first answer is unchanged"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_turn_is_the_whole_template(name: str) -> None:
-    tokenizer = tokenizer_of(name)
+    tokenizer = byte_tokenizer(name)
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": "U"}], tokenize=False, add_generation_prompt=True
     )
-    turn = turn_tokens(tokenizer, History("s", "m"), "U", ends(name))
+    turn = turn_tokens(tokenizer, History("s", "m"), "U", end_token_ids(name))
     assert (turn.tokens_before, turn.dropped, tokenizer.decode(turn.added)) == (0, 0, whole)
 
 
-def test_a_message_that_holds_the_marker_is_found() -> None:
-    history = conversation("qwen25", [ids("qwen25", "Yes.")])
-    turn = turn_tokens(tokenizer_of("qwen25"), history, "offloadrtanswer offloadrtanswerx", ends("qwen25"))
-    assert "user\nofloadrtanswer".replace("ofl", "offl") in tokenizer_of("qwen25").decode(turn.added)
+def test_a_message_may_contain_the_internal_marker() -> None:
+    history = history_with_answers("qwen25", [token_ids("qwen25", "Yes.")])
+    turn = turn_tokens(byte_tokenizer("qwen25"), history, "offloadrtanswer offloadrtanswerx", end_token_ids("qwen25"))
+    assert "user\nofloadrtanswer".replace("ofl", "offl") in byte_tokenizer("qwen25").decode(turn.added)
 
 
-def hiding(name: str, template: str) -> Any:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(name)._tokenizer, eos_token="<|im_end|>")
+def tokenizer_with_template(name: str, template: str) -> Any:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(name)._tokenizer, eos_token="<|im_end|>")
     tokenizer.chat_template = template
     return tokenizer
 
 
-SHOUTING = "{% for m in messages %}<|im_start|>{{ m.content | upper }}<|im_end|>{% endfor %}<|im_start|>"
+UPPERCASE_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content | upper }}<|im_end|>{% endfor %}<|im_start|>"
 
 
 def test_rewritten_turns_are_recomputed_with_a_warning() -> None:
-    tokenizer = hiding("qwen25", SHOUTING)
-    history = History("s", "m", tokens=ids("qwen25", "<|im_start|>A<|im_end|><|im_start|>Yes."))
+    tokenizer = tokenizer_with_template("qwen25", UPPERCASE_TEMPLATE)
+    history = History("s", "m", tokens=token_ids("qwen25", "<|im_start|>A<|im_end|><|im_start|>Yes."))
     history.turns = [("user", "a"), ("assistant", "Yes.")]
     with pytest.warns(UserWarning, match=r"rewrites earlier turns: 3 of the 8 tokens of session 's'"):
-        turn = turn_tokens(tokenizer, history, "b", ends("qwen25"))
-    assert turn == TurnTokens(8, 3, tuple(ids("qwen25", "ES.<|im_end|><|im_start|>B<|im_end|><|im_start|>")))
+        turn = turn_tokens(tokenizer, history, "b", end_token_ids("qwen25"))
+    assert turn == TurnTokens(8, 3, tuple(token_ids("qwen25", "ES.<|im_end|><|im_start|>B<|im_end|><|im_start|>")))
 
 
-def test_a_template_that_refuses_says_why() -> None:
-    tokenizer = hiding("qwen25", "{{ raise_exception('no conversation today') }}")
+def test_errors_of_the_template_are_reported() -> None:
+    tokenizer = tokenizer_with_template("qwen25", "{{ raise_exception('no conversation today') }}")
     for tokens in ([], [1, 2, 3]):
         with pytest.raises(InputError, match=r"refuses this conversation .*no conversation today"):
             turn_tokens(tokenizer, History("s", "m", tokens=tokens), "b")
@@ -181,12 +169,11 @@ def test_a_template_that_refuses_says_why() -> None:
 
 def make_llm(name: str, tokenizer: Any = None) -> LLM:
     model = tiny_model("llama", dtype=torch.float32, vocab_size=280)
-    return LLM(model, tokenizer=tokenizer or tokenizer_of(name), dtype="float32", host_memory="16MiB", policy="full")
+    return LLM(model, tokenizer=tokenizer or byte_tokenizer(name), dtype="float32", host_memory="16MiB", policy="full")
 
 
 @pytest.mark.parametrize("how", ["length", "closed"])
-def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Path) -> None:
-    """The template strips answers. Each answer must equal that of `generate` for `session.tokens`."""
+def test_sessions_continue_after_answers_of_any_length(how: str, tmp_path: Path) -> None:
     llm = make_llm("llama3")
     session = llm.session("s", tmp_path)
     for size in range(1, 6):
@@ -196,7 +183,7 @@ def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Pa
         if how == "length":
             assert list(events) == []
         events.close()  # type: ignore[attr-defined]
-        behind = ids("llama3", FAMILIES["llama3"].behind)
+        behind = token_ids("llama3", FAMILIES["llama3"].text_between_answers)
         assert not before or session.tokens == [*before, *behind, *answer]
         prompt = session.tokens[: len(session.tokens) - size]
         assert completed(llm.generate([prompt], SamplingParams(max_tokens=size, temperature=0)))[0].token_ids == answer
@@ -205,8 +192,8 @@ def test_a_session_goes_on_from_every_length_of_an_answer(how: str, tmp_path: Pa
     session.close()
 
 
-def test_an_end_token_is_replaced_by_the_templates_text(tmp_path: Path) -> None:
-    """The template's text replaces the end token, which has no KV yet. Closing the turn early restores the token."""
+def test_the_next_turn_replaces_the_end_token(tmp_path: Path) -> None:
+    """The end token of an answer has no KV yet. The next turn can therefore replace it."""
     llm, params = make_llm("llama3"), SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
     end = [event.token_id for event in llm.session("other", tmp_path).send("U", params)][3]
@@ -216,16 +203,15 @@ def test_an_end_token_is_replaced_by_the_templates_text(tmp_path: Path) -> None:
     assert before[-1] == end
     events = session.send("U", params)
     events.close()  # type: ignore[attr-defined]
-    assert session.tokens == before
+    assert session.tokens == before  # closing a turn early restores the end token
     first = next(session.send("U", params)).token_id
-    assert session.tokens == [*before[:-1], *ids("llama3", FAMILIES["llama3"].behind), first]
+    assert session.tokens == [*before[:-1], *token_ids("llama3", FAMILIES["llama3"].text_between_answers), first]
     assert session.last_stats is not None and session.last_stats.reused_tokens == len(before) - 1
     session.check_integrity()
 
 
 def test_a_session_recomputes_rewritten_turns(tmp_path: Path) -> None:
-    """If a turn is closed before its first token, the session keeps its earlier tokens."""
-    llm = make_llm("qwen25", hiding("qwen25", SHOUTING))
+    llm = make_llm("qwen25", tokenizer_with_template("qwen25", UPPERCASE_TEMPLATE))
     params = SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
     list(session.send("aaa " * 30, params))
@@ -233,7 +219,7 @@ def test_a_session_recomputes_rewritten_turns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="rewrites earlier turns"):
         events = session.send("b", params)
     events.close()  # type: ignore[attr-defined]
-    assert session.tokens == before
+    assert session.tokens == before  # a turn that is closed before its first token changes nothing
     with pytest.warns(UserWarning, match="rewrites earlier turns"):
         answer = [event.token_id for event in session.send("b", params)]
     session.check_integrity()
@@ -241,21 +227,21 @@ def test_a_session_recomputes_rewritten_turns(tmp_path: Path) -> None:
     prompt = session.tokens[:-5]
     assert completed(llm.generate([prompt], params))[0].token_ids == answer
     session.close()
-    reopened = make_llm("qwen25", hiding("qwen25", SHOUTING)).session("s", tmp_path)
+    reopened = make_llm("qwen25", tokenizer_with_template("qwen25", UPPERCASE_TEMPLATE)).session("s", tmp_path)
     assert reopened.tokens == [*prompt, *answer]
     reopened.close()
 
 
 @pytest.mark.parametrize("model", ["smollm2", pytest.param("qwen", marks=pytest.mark.slow)])
-def test_templates_of_models_on_this_machine(model: str) -> None:
+def test_templates_of_downloaded_models(model: str) -> None:
     folder = Path.home() / ".cache" / "offload-rt-models" / model
     if not (folder / "tokenizer.json").exists():
         pytest.skip(f"{model} is not on this machine")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     history = History("s", "m")
     first = turn_tokens(tokenizer, history, "Hello")
-    said = tokenizer("  A\n\nB. \n", add_special_tokens=False)["input_ids"]
-    history.tokens = [*first.added, *said, tokenizer.eos_token_id]
+    answer = tokenizer("  A\n\nB. \n", add_special_tokens=False)["input_ids"]
+    history.tokens = [*first.added, *answer, tokenizer.eos_token_id]
     history.turns = [("user", "Hello"), ("assistant", "  A\n\nB. \n")]
     second = turn_tokens(tokenizer, history, "And then?", {tokenizer.eos_token_id})
     text = tokenizer.decode([*history.tokens[: second.tokens_before - second.dropped], *second.added])
@@ -275,8 +261,7 @@ WEATHER = {
 
 
 def test_chat_adds_special_tokens_once() -> None:
-    """Only the template may add special tokens. Cover one conversation and several."""
-    llm, params, tokenizer = make_llm("llama3"), SamplingParams(max_tokens=4, temperature=0), tokenizer_of("llama3")
+    llm, params, tokenizer = make_llm("llama3"), SamplingParams(max_tokens=4, temperature=0), byte_tokenizer("llama3")
     talks = [
         [{"role": "user", "content": "U"}],
         [
@@ -288,17 +273,17 @@ def test_chat_adds_special_tokens_once() -> None:
     talks[1][1] = {"role": "user", "content": "UV"}
     for talk, output in zip(talks, outputs, strict=True):
         text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-        assert (output.prompt, output.prompt_token_ids) == (text, ids("llama3", text))
+        assert (output.prompt, output.prompt_token_ids) == (text, token_ids("llama3", text))
         assert text.count("<|begin_of_text|>") == 1
         [alone] = llm.generate([output.prompt_token_ids], params)
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids
         assert llm.chat(talk, params)[0].prompt == text
-    shut = llm.chat(talks[0], params, add_generation_prompt=False)[0].prompt
-    assert shut is not None and outputs[0].prompt == f"{shut}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    closed = llm.chat(talks[0], params, add_generation_prompt=False)[0].prompt
+    assert closed is not None and outputs[0].prompt == f"{closed}<|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
 def test_chat_gives_tools_and_variables_to_the_template() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("llama3")._tokenizer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer("llama3")._tokenizer)
     tokenizer.chat_template = "{{ messages[0].content }} {{ tools[0].function.name if tools }} {{ thinking }}"
     llm, talk = make_llm("llama3", tokenizer), [{"role": "user", "content": "U"}]
     options = {"tools": [WEATHER], "chat_template_kwargs": {"thinking": "hard"}}
@@ -323,8 +308,8 @@ def test_messages_that_the_template_cannot_render_are_input_errors(messages: Any
         make_llm("mistral").chat(messages, **options)
 
 
-def test_without_a_template_there_is_no_chat() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("llama3")._tokenizer)
+def test_chat_needs_a_template_and_a_tokenizer() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer("llama3")._tokenizer)
     with pytest.raises(InputError, match="no chat template"):
         make_llm("llama3", tokenizer).chat([{"role": "user", "content": "U"}])
     with pytest.raises(InputError, match="no tokenizer"):

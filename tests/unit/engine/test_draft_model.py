@@ -1,4 +1,4 @@
-"""Test speculative decoding with a draft model (`exact={"model": ...}`): the text equals that of full attention."""
+"""Test speculative decoding with a draft model (`exact={"model": ...}`): texts equal those of full attention."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save tiny models without tokenizers. "other" is a smaller Llama, and "small" has a smaller vocabulary."""
-    place = tmp_path_factory.mktemp("drafts")
+    root = tmp_path_factory.mktemp("drafts")
     for name in ("llama", "mistral"):
-        tiny_model(name).save_pretrained(place / name)
-    tiny_model("llama", seed=7, num_hidden_layers=2, hidden_size=32).save_pretrained(place / "other")
-    tiny_model("llama", vocab_size=150).save_pretrained(place / "small")
-    return place
+        tiny_model(name).save_pretrained(root / name)
+    tiny_model("llama", seed=7, num_hidden_layers=2, hidden_size=32).save_pretrained(root / "other")
+    tiny_model("llama", vocab_size=150).save_pretrained(root / "small")  # a smaller vocabulary
+    return root
 
 
-def runtime(model: str, draft: str | None, folder: Path, **fields: Any) -> LLM:
-    """Create a runtime that drafts 4 tokens with the model `draft`. `fields` override `DraftOptions`."""
+def llm_with_draft_model(model: str, draft: str | None, folder: Path, **fields: Any) -> LLM:
     exact = None if draft is None else {"model": str(folder / draft), "adaptive": False, "tokens": 4} | fields
     return LLM(tiny_model(model), policy="full", host_memory="16MiB", exact=exact)
 
@@ -52,9 +50,8 @@ SAMPLED = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True
 
 
 @functools.cache
-def of_full_attention(model: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the greedy and the sampled texts without drafts."""
-    plain = runtime(model, None, Path())
+def texts_without_drafts(model: str) -> tuple[list[list[int]], list[list[int]]]:
+    plain = llm_with_draft_model(model, None, Path())
     return texts(plain, GREEDY), texts(plain, SAMPLED)
 
 
@@ -66,45 +63,45 @@ def of_full_attention(model: str) -> tuple[list[list[int]], list[list[int]]]:
         ("mistral", "mistral", {"tokens": 8}),
     ],
 )
-def test_the_text_equals_full_attention(model: str, draft: str, fields: dict[str, Any], folder: Path) -> None:
-    """Three sequences end at different times. Texts can be compared because tiny float32 models have no near ties."""
-    llm = runtime(model, draft, folder, **fields)
-    assert (texts(llm, GREEDY), texts(llm, SAMPLED)) == of_full_attention(model)
+def test_texts_equal_those_of_full_attention(model: str, draft: str, fields: dict[str, Any], folder: Path) -> None:
+    llm = llm_with_draft_model(model, draft, folder, **fields)
+    # The texts can be compared, because logits of tiny float32 models have no near ties.
+    assert (texts(llm, GREEDY), texts(llm, SAMPLED)) == texts_without_drafts(model)
 
 
 def test_drafts_of_the_same_model_are_always_accepted(folder: Path) -> None:
-    """Four accepted draft tokens give five tokens per pass. Statistics include the KV bytes of the draft model."""
     same, other, plain = (
-        completed(runtime("llama", draft, folder).generate(PROMPTS[0], GREEDY))[0].stats
+        completed(llm_with_draft_model("llama", draft, folder).generate(PROMPTS[0], GREEDY))[0].stats
         for draft in ("llama", "other", None)
     )
+    # Each of the three passes accepts four drafts and adds one token.
     assert same.acceptance_rate == 1 and same.verifications == 3 and same.accepted_tokens == 12
     assert other.acceptance_rate is not None and other.acceptance_rate < 0.2
-    assert same.exact_fraction == pytest.approx(3 / 15), "passes over the tokens after the first"
+    assert same.exact_fraction == pytest.approx(3 / 15), "three passes for the 15 tokens after the first"
     assert plain.weight_bytes * 2 == same.weight_bytes and plain.kv_bytes_host < same.kv_bytes_host
-    assert same.h2d_bytes > 0.9 * plain.h2d_bytes, "12 drafts and 3 passes read all rows too"
+    assert same.h2d_bytes > 0.9 * plain.h2d_bytes, "drafting and verification also read all KV entries"
 
 
 def test_the_model_drafts_if_lookup_finds_no_match(folder: Path) -> None:
-    """Three allowed tokens make n-grams recur, so that lookup proposes drafts, some of them wrong."""
+    # With three allowed tokens, n-grams recur, so that lookup finds matches. Some of its drafts are wrong.
     few = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, allowed_token_ids=[3, 50, 101])
-    both, alone, plain = (
+    combined, model_only, plain = (
         completed(llm.generate(PROMPTS[0], few))[0]
         for llm in (
-            runtime("llama", "llama", folder, method="lookup+model", ngram=2),
-            runtime("llama", "llama", folder),
-            runtime("llama", None, folder),
+            llm_with_draft_model("llama", "llama", folder, method="lookup+model", ngram=2),
+            llm_with_draft_model("llama", "llama", folder),
+            llm_with_draft_model("llama", None, folder),
         )
     )
-    assert both.token_ids == alone.token_ids == plain.token_ids
-    assert alone.stats.acceptance_rate == 1
-    assert both.stats.drafted_tokens > both.stats.accepted_tokens > 0
+    assert combined.token_ids == model_only.token_ids == plain.token_ids
+    assert model_only.stats.acceptance_rate == 1
+    assert combined.stats.drafted_tokens > combined.stats.accepted_tokens > 0
 
 
 def test_sessions_and_forks_continue_exactly(folder: Path, tmp_path: Path) -> None:
-    said = []
+    answers_by_draft = []
     for draft in ("other", None):
-        answers, llm = [], runtime("llama", draft, folder)
+        answers, llm = [], llm_with_draft_model("llama", draft, folder)
         for turn in range(3):
             session = llm.session("talk", tmp_path / str(draft))
             answers.append([event.token_id for event in session.send(tiny_prompt(30 + turn, seed=turn), GREEDY)])
@@ -114,13 +111,14 @@ def test_sessions_and_forks_continue_exactly(folder: Path, tmp_path: Path) -> No
                 fork.close()
             session.close()
         llm.runner.check_integrity()
-        said.append(answers)
-    assert said[0] == said[1]
+        answers_by_draft.append(answers)
+    assert answers_by_draft[0] == answers_by_draft[1]
 
 
-def test_a_full_pool_of_the_draft_model_drafts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft model's pool has room for two of three sequences. The third is decoded without drafts."""
-    llm = runtime("llama", "llama", folder)
+def test_a_sequence_without_room_in_the_draft_pool_gets_no_drafts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llm_with_draft_model("llama", "llama", folder)
     assert llm.runner.draft is not None
     pool = llm.runner.draft.pool
     real = pool.reserve
@@ -133,15 +131,14 @@ def test_a_full_pool_of_the_draft_model_drafts_nothing(folder: Path, monkeypatch
     monkeypatch.setattr(pool, "reserve", reserve)
     done = completed(llm.generate(PROMPTS, GREEDY))
     assert [one.stats.drafted_tokens for one in done] == [0, 12, 12]
-    assert [one.token_ids for one in done] == texts(runtime("llama", None, folder), GREEDY)
+    assert [one.token_ids for one in done] == texts(llm_with_draft_model("llama", None, folder), GREEDY)
 
 
 @given(st.data())
 @settings(max_examples=6, deadline=None)
-def test_kv_of_the_draft_model_follows_the_text(data: st.DataObject) -> None:
-    """Logits of the draft model equal transformers' after any drafts and truncations."""
-    llm = _MADE.setdefault("llm", LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False))
-    target = _MADE.setdefault("target", LLM(tiny_model("llama"), policy="full", host_memory="16MiB"))
+def test_draft_logits_are_exact_after_any_drafts_and_truncations(data: st.DataObject) -> None:
+    llm = _LLMS.setdefault("llm", LLM(_SLIDING_MODEL, policy="full", host_memory="16MiB", enable_prefix_caching=False))
+    target = _LLMS.setdefault("target", LLM(tiny_model("llama"), policy="full", host_memory="16MiB"))
     drafter, tokens = DraftModel(llm.runner, 199), st.integers(0, 198)
     sequence = target.runner.new_sequence(tiny_prompt(data.draw(st.integers(1, 100))), 400)
     for _ in range(data.draw(st.integers(1, 5))):
@@ -150,7 +147,7 @@ def test_kv_of_the_draft_model_follows_the_text(data: st.DataObject) -> None:
         assert drafter.prepare(sequence, 6)
         for _ in range(data.draw(st.integers(1, 5))):
             [logits] = drafter.step([sequence])
-            expected = _OTHER(torch.tensor([sequence.tokens])).logits[0, -1]
+            expected = _SLIDING_MODEL(torch.tensor([sequence.tokens])).logits[0, -1]
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
             sequence.tokens.append(data.draw(tokens))
         kept = data.draw(st.integers(verified, len(sequence.tokens)))
@@ -162,27 +159,29 @@ def test_kv_of_the_draft_model_follows_the_text(data: st.DataObject) -> None:
     target.runner.free(sequence)
 
 
-_OTHER = tiny_model("mistral", num_hidden_layers=2)
+_SLIDING_MODEL = tiny_model("mistral", num_hidden_layers=2)
 """Sliding windows: KV that a draft pushed out of the window must still exist after the draft is truncated."""
 
-_MADE: dict[str, LLM] = {}
+_LLMS: dict[str, LLM] = {}
 
 
-def test_a_draft_model_that_lags_behind_keeps_its_windows() -> None:
-    """After several lookup drafts, the draft model lacks KV of tokens that are already outside the current window."""
-    llm, target = (LLM(_OTHER, policy="full", host_memory="16MiB", enable_prefix_caching=False) for _ in range(2))
+def test_a_draft_model_catches_up_after_lookup_drafts() -> None:
+    """The draft model has not computed the KV of tokens that lookup drafted."""
+    llm, target = (
+        LLM(_SLIDING_MODEL, policy="full", host_memory="16MiB", enable_prefix_caching=False) for _ in range(2)
+    )
     drafter, sequence = DraftModel(llm.runner, 199), target.runner.new_sequence(tiny_prompt(100), 400)
     for more in ([], tiny_prompt(CATCH_UP - 1)):
         sequence.tokens += more
         sequence.position = len(sequence.tokens) - 1
         assert drafter.prepare(sequence, 6)
         [logits] = drafter.step([sequence])
-        expected = _OTHER(torch.tensor([sequence.tokens])).logits[0, -1]
+        expected = _SLIDING_MODEL(torch.tensor([sequence.tokens])).logits[0, -1]
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) -> None:
-    """Models of one family may pad their logits to different sizes."""
+    """Models of one family may pad their vocabulary to different sizes."""
     wide, narrow, other = (tiny_checkpoint(tmp_path / name, "llama") for name in ("wide", "narrow", "other"))
     tiny_model("llama", vocab_size=2112).save_pretrained(wide)
     text, asked = "It was a dark and stormy night", SamplingParams(max_tokens=8, temperature=0.7, seed=3)
@@ -199,7 +198,7 @@ def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"exact": "model"}, "needs a draft model"),
         ({"exact": {"model": "x", "method": "both"}}, "'lookup\\+model'"),
@@ -207,16 +206,16 @@ def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) 
         ({"exact": {"model": 3}}, "must be a string"),
     ],
 )
-def test_invalid_draft_options_are_refused(fields: dict[str, Any], said: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_draft_options_are_refused(fields: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         LLM(tiny_model("llama"), host_memory="8MiB", **fields)
     with pytest.raises(ConfigError, match=r"150 tokens, and .* has 199"):
-        runtime("llama", "small", folder)
+        llm_with_draft_model("llama", "small", folder)
     with pytest.raises(ConfigError, match="create an LLM with it"):
-        runtime("llama", "llama", folder).under("full", exact={"model": str(folder / "other")})
+        llm_with_draft_model("llama", "llama", folder).under("full", exact={"model": str(folder / "other")})
 
 
-def test_snapshots_of_a_hybrid_draft_model_take_a_part_of_its_own_memory(tmp_path: Path) -> None:
+def test_snapshots_of_a_hybrid_draft_model_use_its_memory(tmp_path: Path) -> None:
     hybrid = architecture("qwen3_next")
     hybrid.save_pretrained(tmp_path / "hybrid")
     model = tiny_model("llama", vocab_size=hybrid.config.vocab_size)

@@ -1,6 +1,6 @@
-"""Test transformers' `generate` with KV in host memory.
+"""Test `offload`, which runs transformers' `generate` with KV in host memory.
 
-In every mode, tokens equal transformers' with `full`, and those of `LLM` with other policies. The model is not changed.
+The tokens equal those of transformers with the policy `full`, and those of `LLM` with other policies.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from offload_rt.models.linear.dense import library
 from offload_rt.models.loading import load_model
 
 MEMORY = "16MiB"
-SELECTS = {"policy": "infinigen", "policy_options": {"sinks": 2, "recent": 8, "budget": 0.2, "approximate_kv": "off"}}
-DAILY = ("gemma3", "gpt_neox", "gpt_oss")
+SPARSE = {"policy": "infinigen", "policy_options": {"sinks": 2, "recent": 8, "budget": 0.2, "approximate_kv": "off"}}
+DEFAULT_ARCHITECTURES = ("gemma3", "gpt_neox", "gpt_oss")
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
     "by lookup, sampled": {"do_sample": True, "prompt_lookup_num_tokens": 3},
     "assisted": {"do_sample": False, "num_assistant_tokens": 3},
 }
-ALONE = ("by lookup", "by lookup, sampled", "assisted")
+SINGLE_SEQUENCE_MODES = ("by lookup", "by lookup, sampled", "assisted")
 """Modes that transformers supports only for a batch size of one."""
 
 
@@ -47,21 +47,21 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture
-def ours(model: PreTrainedModel) -> Iterator[LLM]:
+def offloaded_llm(model: PreTrainedModel) -> Iterator[LLM]:
     with offload(model, policy="full", host_memory=MEMORY) as llm:
         yield llm
         llm.runner.check_integrity()
 
 
-def batch(rows: int = 2) -> dict[str, torch.Tensor]:
-    """Return prompts of 90 and 60 tokens, the second one padded on the left."""
+def padded_prompts(rows: int = 2) -> dict[str, torch.Tensor]:
+    """Return prompts of 90 and 60 tokens. The second prompt is padded on the left."""
     ids = torch.tensor([tiny_prompt(90), [0] * 30 + tiny_prompt(60, seed=3)])[:rows]
     mask = torch.ones_like(ids)
     mask[1:, :30] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generated(model: PreTrainedModel, given: dict[str, torch.Tensor], **mode: Any) -> torch.Tensor:
+def generate_ids(model: PreTrainedModel, given: dict[str, torch.Tensor], **mode: Any) -> torch.Tensor:
     torch.manual_seed(0)
     found: torch.Tensor = model.generate(**given, max_new_tokens=14, pad_token_id=0, **mode)
     return found
@@ -69,48 +69,50 @@ def generated(model: PreTrainedModel, given: dict[str, torch.Tensor], **mode: An
 
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_equals_transformers(model: PreTrainedModel, name: str) -> None:
-    given, mode = batch(1 if name in ALONE else 2), dict(MODES[name])
+    given, mode = padded_prompts(1 if name in SINGLE_SEQUENCE_MODES else 2), dict(MODES[name])
     if name == "assisted":
         mode["assistant_model"] = tiny_model("llama", num_hidden_layers=1)
-    expected = generated(model, given, **mode)
+    expected = generate_ids(model, given, **mode)
     with offload(model, policy="full", host_memory=MEMORY) as llm:
-        assert torch.equal(generated(model, given, **mode), expected)
+        assert torch.equal(generate_ids(model, given, **mode), expected)
         gc.collect()
         llm.runner.check_integrity()
         assert not llm.runner._open, "the cache is freed"
     assert "forward" not in vars(model)
-    assert torch.equal(generated(model, given, **mode), expected)
+    assert torch.equal(generate_ids(model, given, **mode), expected)
 
 
-@pytest.mark.parametrize("name", sorted({*RUNS} - {*RECURRENT}) if "OFFLOAD_RT_STRESS" in os.environ else DAILY)
-def test_every_architecture_past_its_window(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", sorted({*RUNS} - {*RECURRENT}) if "OFFLOAD_RT_STRESS" in os.environ else DEFAULT_ARCHITECTURES
+)
+def test_every_architecture_equals_transformers_past_its_window(name: str) -> None:
     model = architecture(name)
     ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = [generated(model, given, **MODES[mode]) for mode in ("greedy", "beams")]
+    expected = [generate_ids(model, given, **MODES[mode]) for mode in ("greedy", "beams")]
     with offload(model, policy="full", host_memory=MEMORY):
         assert all(
-            torch.equal(generated(model, given, **MODES[mode]), one)
+            torch.equal(generate_ids(model, given, **MODES[mode]), one)
             for mode, one in zip(("greedy", "beams"), expected, strict=True)
         )
 
 
-def test_a_policy_decodes_as_it_does_in_an_llm(model: PreTrainedModel) -> None:
-    given, new = batch(), slice(90, None)
+def test_a_sparse_policy_gives_the_tokens_of_llm_stream(model: PreTrainedModel) -> None:
+    given, new = padded_prompts(), slice(90, None)
     prompts = [row[mask.bool()].tolist() for row, mask in zip(*given.values(), strict=True)]
     greedy = SamplingParams(max_tokens=14, temperature=0)
-    with offload(model, host_memory=MEMORY, **SELECTS) as llm:
-        found = generated(model, given, do_sample=False)[:, new].tolist()
-        beside = [[event.token_id for event in llm.stream(prompt, greedy)] for prompt in prompts]
-    assert found == beside
-    assert found != generated(model, given, do_sample=False)[:, new].tolist(), "nothing was left out"
+    with offload(model, host_memory=MEMORY, **SPARSE) as llm:
+        found = generate_ids(model, given, do_sample=False)[:, new].tolist()
+        expected = [[event.token_id for event in llm.stream(prompt, greedy)] for prompt in prompts]
+    assert found == expected
+    assert found != generate_ids(model, given, do_sample=False)[:, new].tolist(), "the selection changes the tokens"
 
 
-def test_streamers_and_stopping_criteria_work_as_in_transformers(ours: LLM) -> None:
-    given, model = batch(1), tiny_model("llama")
+def test_streamers_and_stopping_criteria_work_as_in_transformers(offloaded_llm: LLM) -> None:
+    given, model = padded_prompts(1), tiny_model("llama")
     tokenizer = load_model("reference").tokenizer
     assert tokenizer is not None
-    plain = generated(model, given, do_sample=False)[0].tolist()
+    plain = generate_ids(model, given, do_sample=False)[0].tolist()
     with offload(model, policy="full", host_memory=MEMORY):
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
         ended = GenerationConfig(eos_token_id=plain[96], max_new_tokens=14, do_sample=False, pad_token_id=0)
@@ -125,31 +127,30 @@ def test_a_pipeline_generates_the_same_text(tmp_path: Path, monkeypatch: pytest.
     asked = [{"role": "user", "content": "It was a dark night, and the river was high."}]
     how = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
     expected = chat(asked, generation_config=how)
-    made: list[OffloadedCache] = []
+    caches: list[OffloadedCache] = []
     begin = OffloadedCache.__init__
-    monkeypatch.setattr(OffloadedCache, "__init__", lambda cache, llm: made.append(cache) or begin(cache, llm))
+    monkeypatch.setattr(OffloadedCache, "__init__", lambda cache, llm: caches.append(cache) or begin(cache, llm))
     with offload(chat.model, policy="full", host_memory=MEMORY, tokenizer=chat.tokenizer):
         assert chat(asked, generation_config=how) == expected
-    assert made, "it went through the pool"
+    assert caches, "the pool was used"
 
 
-def test_a_conversation_keeps_its_cache(model: PreTrainedModel, ours: LLM) -> None:
-    """The second turn computes only new tokens. Its output equals that of the whole conversation as one prompt."""
-    given, cache = batch(1), OffloadedCache(ours)
-    first = generated(model, given, do_sample=False, past_key_values=cache)
+def test_the_second_turn_continues_the_cache(model: PreTrainedModel, offloaded_llm: LLM) -> None:
+    given, cache = padded_prompts(1), OffloadedCache(offloaded_llm)
+    first = generate_ids(model, given, do_sample=False, past_key_values=cache)
     longer = torch.cat([first, torch.tensor([tiny_prompt(25, seed=5)])], dim=1)
     more = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
     assert cache.get_seq_length() == first.shape[1] - 1
-    second = generated(model, more, do_sample=False, past_key_values=cache)
-    assert torch.equal(second, generated(model, more, do_sample=False))
+    second = generate_ids(model, more, do_sample=False, past_key_values=cache)
+    assert torch.equal(second, generate_ids(model, more, do_sample=False))
     [row] = cache._rows
     assert row.trace.reused_tokens == 0 and "rows=1" in repr(cache)
     cache.free()
     cache.free()
-    assert not ours.runner._open
+    assert not offloaded_llm.runner._open
 
 
-def test_other_calls_are_the_models_own(model: PreTrainedModel) -> None:
+def test_other_forward_calls_are_unchanged(model: PreTrainedModel) -> None:
     ids = torch.tensor([tiny_prompt(30)])
     expected = model(ids, labels=ids)
     with offload(model, policy="full", host_memory=MEMORY):
@@ -157,9 +158,9 @@ def test_other_calls_are_the_models_own(model: PreTrainedModel) -> None:
     assert torch.equal(found.loss, expected.loss) and torch.equal(found.logits, expected.logits)
 
 
-def test_a_crop_is_limited_by_the_shortest_row(model: PreTrainedModel, ours: LLM) -> None:
-    given = {name: value.flip(0) for name, value in batch().items()}  # the padded row of 60 tokens comes first
-    cache = OffloadedCache(ours)
+def test_a_crop_is_limited_by_the_shortest_row(model: PreTrainedModel, offloaded_llm: LLM) -> None:
+    given = {name: value.flip(0) for name, value in padded_prompts().items()}  # the padded row of 60 tokens comes first
+    cache = OffloadedCache(offloaded_llm)
     whole = model(**given, past_key_values=cache, logits_to_keep=0).logits
     with pytest.raises(InputError, match="only the 60 of the last call"):
         cache.crop(-70)
@@ -169,29 +170,29 @@ def test_a_crop_is_limited_by_the_shortest_row(model: PreTrainedModel, ours: LLM
     cache.free()
 
 
-def test_unsupported_calls_are_refused(model: PreTrainedModel, ours: LLM) -> None:
-    given = batch()
-    right = {name: value.flip(1) for name, value in given.items()}
+def test_unsupported_calls_are_refused(model: PreTrainedModel, offloaded_llm: LLM) -> None:
+    given = padded_prompts()
+    right_padded = {name: value.flip(1) for name, value in given.items()}
     with pytest.raises(InputError, match="offloaded already"), offload(model, host_memory=MEMORY):
         pass
     with pytest.raises(InputError, match="pad on the left"):
-        generated(model, right, do_sample=False)
+        generate_ids(model, right_padded, do_sample=False)
     with pytest.raises(InputError, match="pass past_key_values=OffloadedCache"):
-        generated(model, given, do_sample=False, past_key_values=DynamicCache())
+        generate_ids(model, given, do_sample=False, past_key_values=DynamicCache())
     with pytest.raises(InputError, match="output_hidden_states"):
-        generated(model, given, do_sample=False, output_hidden_states=True, return_dict_in_generate=True)
-    cache = OffloadedCache(ours)
-    generated(model, batch(1), do_sample=False, past_key_values=cache)
+        generate_ids(model, given, do_sample=False, output_hidden_states=True, return_dict_in_generate=True)
+    cache = OffloadedCache(offloaded_llm)
+    generate_ids(model, padded_prompts(1), do_sample=False, past_key_values=cache)
     held = cache.get_seq_length()
     with pytest.raises(InputError, match="has 1 rows and the batch has 2"):
-        generated(model, {name: torch.cat([x, x[:, -1:]], 1) for name, x in given.items()}, past_key_values=cache)
+        generate_ids(model, {name: torch.cat([x, x[:, -1:]], 1) for name, x in given.items()}, past_key_values=cache)
     assert cache.get_seq_length() == held > 0, "a wrong call does not change the cache"
     cache.free()
     with pytest.raises(InputError, match="cannot be removed"):
-        OffloadedCache(ours).crop(-3)
+        OffloadedCache(offloaded_llm).crop(-3)
     with pytest.raises(InputError, match="inside `with offload"):
-        OffloadedCache(ours).update(torch.zeros(1), torch.zeros(1), 0)
-    assert not ours.runner._open
+        OffloadedCache(offloaded_llm).update(torch.zeros(1), torch.zeros(1), 0)
+    assert not offloaded_llm.runner._open
 
 
 def test_linear_layers_are_computed_in_c_only_inside_the_block() -> None:

@@ -1,4 +1,4 @@
-"""Test that requests join and leave between steps, wait for memory, and are cancelled or refused without leaks."""
+"""Test the engine: requests join and leave between steps, wait for memory, and are cancelled or refused."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def make_llm(blocks: int = 64, **options: object) -> LLM:
     return LLM(model, policy="full", dtype="float32", host_memory=blocks * block_bytes, **options)  # type: ignore[arg-type]
 
 
-def test_requests_join_and_leave_mid_decode() -> None:
-    """Twelve requests of random lengths join, one every other step. Each gets the tokens that it gets alone."""
+def test_requests_that_join_mid_decode_get_their_usual_tokens() -> None:
     llm, rng = make_llm(), random.Random(0)
     asked = [(tiny_prompt(rng.randint(1, 90), seed=i), greedy(rng.randint(1, 25))) for i in range(12)]
     alone = [completed(llm.generate([prompt], params))[0].token_ids for prompt, params in asked]
@@ -54,7 +53,6 @@ def test_requests_join_and_leave_mid_decode() -> None:
 
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
-    """A running request gets a token every step while another prompt is prefilled layer by layer."""
     # The prompt has 200 tokens and the model three layers: one layer per step.
     llm = make_llm(max_num_batched_tokens=66)
     engine = Engine(llm.runner, max_num_seqs=2)
@@ -65,7 +63,7 @@ def test_a_prefill_does_not_starve_running_decodes() -> None:
     assert seen == [{0}, {0}, {0, 1}]
 
 
-def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
+def test_requests_wait_if_the_pool_is_full() -> None:
     llm = make_llm(blocks=3)
     prompts = [tiny_prompt(70, seed=i) for i in range(5)]
     alone = [completed(llm.generate([prompt], greedy(12)))[0].token_ids for prompt in prompts]
@@ -85,7 +83,7 @@ def test_samples_without_memory_start_before_younger_requests() -> None:
     assert [len(sample.token_ids) for sample in samples.completions()] == [5] * 3
 
 
-def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_on() -> None:
+def test_a_prompt_that_never_fits_fails_and_others_continue() -> None:
     llm = make_llm(blocks=2)
     with pytest.raises(PoolFullError, match=r"3 blocks .* are needed, and of 2 only 2 are free .* 1 too few"):
         llm.generate([tiny_prompt(100)], greedy(50))
@@ -101,7 +99,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
     assert llm.runner.pool.sequence_bytes == 0
 
 
-def test_cancelling_frees_everything_in_any_state_of_a_request() -> None:
+def test_cancelling_frees_memory_in_any_state_of_a_request() -> None:
     llm = make_llm()
     engine = Engine(llm.runner, max_num_seqs=2)
     running = engine.add(tiny_prompt(5), greedy(50))
@@ -133,15 +131,15 @@ def test_closing_a_stream_keeps_its_statistics() -> None:
     assert stats is not None and (stats.prompt_tokens, stats.new_tokens) == (40, 10) and len(texts) == 10
     assert llm.runner.pool.sequence_bytes == 0
     llm.generate([tiny_prompt(9)], greedy(2))
-    assert llm.last_stats is None, "a generate is not the stream before it"
+    assert llm.last_stats is None, "`generate` clears the statistics of the stream"
 
 
 def test_statistics_count_the_transfers_of_full() -> None:
-    """With N tokens in context, each layer copies N - 1 KV entries per step: the newest is on the device."""
     llm = make_llm()
     [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
     stats = completion.stats
     row_pair = 2 * 32 * 4
+    # A step copies all KV entries but the newest, which is already on the device.
     assert stats.h2d_bytes == stats.h2d_bytes_steps == sum(range(50, 60)) * 3 * 2 * row_pair
     assert stats.d2h_bytes == 60 * 3 * 2 * row_pair
     assert stats.exact_fraction == 1 and stats.fetched_fraction == pytest.approx(1, abs=0.02)
@@ -150,8 +148,7 @@ def test_statistics_count_the_transfers_of_full() -> None:
     assert set(stats.to_dict()) >= {"prefill_seconds", "decode_seconds", "peak_device_bytes", "scoring_bytes_device"}
 
 
-def test_generation_continues_while_the_pool_has_room() -> None:
-    """260 tokens across many blocks equal transformers': no buffer may have a fixed size."""
+def test_generation_over_many_blocks_equals_transformers() -> None:
     model = tiny_model("llama")
     llm = LLM(model, policy="full", host_memory="4MiB")
     [done] = completed(llm.generate(tiny_prompt(3), greedy(260)))
@@ -183,8 +180,8 @@ def test_bad_prompts_are_refused_before_memory_is_allocated() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_allocated_at_admission_and_never_in_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning a slab during decode would delay all requests. Cover forks, beams and requests that join later."""
+def test_memory_is_allocated_only_at_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning memory takes so long that it would delay all running requests."""
     fit, activate, admit = ArenaLayout.fit, Arena.activate, Scheduler.admit
     monkeypatch.setattr(
         ArenaLayout, "fit", lambda geometry, dtype, limit, _: fit(geometry, dtype, limit, slab_tokens=2 * BLOCK_SIZE)
@@ -193,17 +190,17 @@ def test_memory_is_allocated_at_admission_and_never_in_a_decode_step(monkeypatch
     ready: list[bool] = []
     admitting = []
 
-    def admitted(scheduler: Scheduler) -> None:
+    def record_admit(scheduler: Scheduler) -> None:
         admitting.append(scheduler)
         admit(scheduler)
         admitting.pop()
 
-    def activated(arena: Arena) -> None:
+    def record_activate(arena: Arena) -> None:
         ready.append(bool(admitting))
         activate(arena)
 
-    monkeypatch.setattr(Scheduler, "admit", admitted)
-    monkeypatch.setattr(Arena, "activate", activated)
+    monkeypatch.setattr(Scheduler, "admit", record_admit)
+    monkeypatch.setattr(Arena, "activate", record_activate)
     engine = Engine(llm.runner, max_num_seqs=16)
     sampled = SamplingParams(max_tokens=200, n=3, seed=1)
     asked = [(100, greedy(150)), (130, sampled), (64, beams(3, 140)), (63, greedy(1)), (5, greedy(260))]
@@ -215,4 +212,6 @@ def test_memory_is_allocated_at_admission_and_never_in_a_decode_step(monkeypatch
         engine.step()
         engine.check_integrity()
     assert len(ready) >= 14 and all(ready)
-    assert llm.runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm.runner.pool.block_bytes, "and not much more"
+    assert llm.runner.pool.bytes_peak >= (len(ready) - 8) * 2 * llm.runner.pool.block_bytes, (
+        "little more memory is allocated than used"
+    )

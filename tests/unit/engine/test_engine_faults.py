@@ -1,4 +1,4 @@
-"""Test that an unexpected exception ends only the request that caused it. Other requests get their usual tokens."""
+"""Test that an unexpected exception ends only the request that caused it, and changes no tokens of other requests."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def alone(llm: LLM) -> list[list[list[int]]]:
-    return [tokens(llm, i) for i in range(len(PROMPTS))]
+def expected_tokens(llm: LLM) -> list[list[list[int]]]:
+    return [generate_request(llm, i) for i in range(len(PROMPTS))]
 
 
-def tokens(llm: LLM, i: int) -> list[list[int]]:
+def generate_request(llm: LLM, i: int) -> list[list[int]]:
     return [one.token_ids for one in completed(llm.generate([PROMPTS[i]], PARAMS[i]))]
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
-def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list[list[list[int]]]) -> None:
+def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, expected_tokens: list[list[list[int]]]) -> None:
     rng, called = random.Random(f"{place} {llm.config.policy} {llm.config.exact}"), 0
     for make_error in rng.sample(ERRORS, 2 if "OFFLOAD_RT_CELLS" in os.environ else 1):
         failed: dict[Request, Exception] = {}
@@ -64,21 +64,20 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list
             drain(engine)
         called += calls[0]
         assert len(failed) <= 1
-        assert all(isinstance(told, EngineError) and told.__cause__ is error for told in failed.values())
+        assert all(isinstance(failure, EngineError) and failure.__cause__ is error for failure in failed.values())
         gone = {sample.prompt.id for sample in failed}
         for i, request in enumerate(requests):
             if request.prompt.id not in gone:
-                assert [one.token_ids for one in request.completions()] == alone[i]
+                assert [one.token_ids for one in request.completions()] == expected_tokens[i]
         assert llm.runner.pool.sequence_bytes == 0 and not llm.runner._open
-        assert tokens(llm, 0) == alone[0], "a following request works"
+        assert generate_request(llm, 0) == expected_tokens[0], "a following request works"
     assert called or place in ("select", "fork")
 
 
 @pytest.mark.parametrize("method", ["on_kv", "reserve", "accept", "stats"])
-def test_a_request_that_always_fails_ends_alone(
-    method: str, llm: LLM, alone: list[list[list[int]]], caplog: pytest.LogCaptureFixture
+def test_only_the_request_that_always_fails_is_ended(
+    method: str, llm: LLM, expected_tokens: list[list[list[int]]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One request raises from a given length on. After a failed batch, the engine must find this request."""
     if method == "on_kv" and llm.config.policy == "full":
         pytest.skip("policy 'full' keeps no state")
     failed: dict[Request, Exception] = {}
@@ -86,7 +85,7 @@ def test_a_request_that_always_fails_ends_alone(
     requests = [engine.add(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
     culprit: Any = requests[3]
 
-    def broken(original: Any) -> Any:
+    def fail_later(original: Any) -> Any:
         def call(*args: Any, **named: Any) -> Any:
             if len(culprit.new_tokens) > 3:
                 raise AssertionError("always")
@@ -99,10 +98,10 @@ def test_a_request_that_always_fails_ends_alone(
             state: PolicyState = sequence.state
             if not hasattr(state, "is_broken"):
                 state.is_broken = True  # type: ignore[attr-defined]
-                state.on_kv = broken(state.on_kv)  # type: ignore[method-assign]
+                state.on_kv = fail_later(state.on_kv)  # type: ignore[method-assign]
 
     if method != "on_kv":
-        setattr(culprit, method if method != "stats" else "finish", broken(getattr(culprit, method)))
+        setattr(culprit, method if method != "stats" else "finish", fail_later(getattr(culprit, method)))
     while not engine.idle:
         engine.step()
         engine.check_integrity()
@@ -110,7 +109,7 @@ def test_a_request_that_always_fails_ends_alone(
             break_state()
     assert list(failed) == [culprit]
     for i, request in enumerate(requests[:3]):
-        assert [one.token_ids for one in request.completions()] == alone[i]
+        assert [one.token_ids for one in request.completions()] == expected_tokens[i]
     assert llm.runner.pool.sequence_bytes == 0 and not llm.runner._open
     assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1, "logged once"
 
@@ -121,12 +120,12 @@ def test_memory_that_cannot_be_freed_ends_all_requests(monkeypatch: pytest.Monke
     engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
     requests = [engine.add(PROMPTS[i], PARAMS[i]) for i in (0, 3)]
 
-    def never(*args: object) -> None:
+    def raise_error(*args: object) -> None:
         raise AssertionError("counts disagree")
 
     while len(engine.scheduler.running) < 2:
         engine.step()
-    monkeypatch.setattr(llm.runner.pool, "release", never)
+    monkeypatch.setattr(llm.runner.pool, "release", raise_error)
     for _ in range(40):
         engine.step()
     assert engine.idle and set(failed) == set(requests)
@@ -135,15 +134,15 @@ def test_memory_that_cannot_be_freed_ends_all_requests(monkeypatch: pytest.Monke
         llm.generate(PROMPTS[0], PARAMS[0])
 
 
-def test_generate_raises_the_error_of_its_request(llm: LLM, alone: list[list[list[int]]]) -> None:
+def test_generate_raises_the_error_of_its_request(llm: LLM, expected_tokens: list[list[list[int]]]) -> None:
     with fault(llm, "finish", 1, KeyError("lost")), pytest.raises(EngineError, match=r"KeyError: 'lost'") as caught:
         llm.generate(PROMPTS, PARAMS)
     assert isinstance(caught.value.__cause__, KeyError)
-    assert [tokens(llm, i) for i in range(2)] == alone[:2] and llm.runner.pool.sequence_bytes == 0
+    assert [generate_request(llm, i) for i in range(2)] == expected_tokens[:2] and llm.runner.pool.sequence_bytes == 0
 
 
-async def ask_all(engine: AsyncLLM) -> list[Any]:
-    """Return the tokens or the errors of four requests, two of them turns of sessions."""
+async def run_requests_and_sessions(engine: AsyncLLM) -> list[Any]:
+    """Return the tokens or the error of each request."""
 
     async def answer(prompt: list[int], session: str | None) -> Any:
         params = SamplingParams(max_tokens=7, temperature=0)
@@ -156,13 +155,13 @@ async def ask_all(engine: AsyncLLM) -> list[Any]:
     return await asyncio.gather(*(answer(*one) for one in asked))
 
 
-async def ask_with_fault(store: Path, place: str, call: int) -> tuple[list[Any], list[Any]]:
-    """Return the results of requests while one call raises, and of a second attempt without a fault."""
+async def run_twice_with_fault_first(store: Path, place: str, call: int) -> tuple[list[Any], list[Any]]:
+    """Return the results of a run with a fault, and of a second run without a fault."""
     llm = LLM(MODEL, policy="infinigen", policy_options={"recent": 8}, host_memory="8MiB", verify="off")
     async with AsyncLLM(llm, store=store) as engine:
         with fault(llm, place, call, AssertionError("an invariant is broken")):
-            first = await ask_all(engine)
-        again = await ask_all(engine)
+            first = await run_requests_and_sessions(engine)
+        again = await run_requests_and_sessions(engine)
         assert engine._thread.is_alive()
         llm.runner.check_integrity()
     assert llm.runner.pool.sequence_bytes == 0
@@ -170,22 +169,21 @@ async def ask_with_fault(store: Path, place: str, call: int) -> tuple[list[Any],
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return asyncio.run(ask_with_fault(tmp_path_factory.mktemp("store"), "start", 1000))[0]
+def expected_results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return asyncio.run(run_twice_with_fault_first(tmp_path_factory.mktemp("store"), "start", 1000))[0]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
-def test_other_clients_and_sessions_continue(place: str, expected: list[Any], tmp_path: Path) -> None:
-    """A session whose turn failed must be unchanged and answer again."""
-    first, again = asyncio.run(ask_with_fault(tmp_path, place, random.Random(place).randrange(4)))
-    assert again == expected and sum(isinstance(one, Exception) for one in first) <= 1
-    assert all(isinstance(one, EngineError) or one == right for one, right in zip(first, expected, strict=True))
+def test_other_clients_and_failed_sessions_continue(place: str, expected_results: list[Any], tmp_path: Path) -> None:
+    first, again = asyncio.run(run_twice_with_fault_first(tmp_path, place, random.Random(place).randrange(4)))
+    assert again == expected_results and sum(isinstance(one, Exception) for one in first) <= 1
+    assert all(
+        isinstance(one, EngineError) or one == result for one, result in zip(first, expected_results, strict=True)
+    )
 
 
 def test_an_error_of_an_idle_session_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Idle sessions are evicted from host memory between steps, which may raise an error."""
-
     async def run() -> list[int]:
         llm = LLM(MODEL, policy="full", host_memory="8MiB", verify="off")
         options = StoreOptions(ttl="1s")
@@ -193,6 +191,7 @@ def test_an_error_of_an_idle_session_fails_no_request(tmp_path: Path, caplog: py
             async for _ in engine.generate(PROMPTS[0], PARAMS[0], session="idle"):
                 pass
             await asyncio.sleep(1.1)
+            # Between steps, the engine evicts the KV of idle sessions from host memory.
             with patch.object(SessionKV, "evict", side_effect=RuntimeError("a shape is wrong")):
                 outputs = [output async for output in engine.generate(PROMPTS[1], PARAMS[1])]
             return outputs[-1].outputs[0].token_ids

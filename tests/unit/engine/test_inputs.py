@@ -1,6 +1,6 @@
 """Test how public functions check their arguments.
 
-Error messages contain the invalid value and the expected one. `test_fuzz_api.py` passes any value to any argument.
+Error messages contain the invalid value and the expected one. `stress/test_fuzz_api.py` passes random values.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from offload_rt.storage.options import StoreOptions
         (InfiniGenOptions, {"sinks": 1.5}),
     ],
 )
-def test_configuration_of_a_wrong_type(kind: type, fields: dict[str, Any]) -> None:
+def test_options_of_a_wrong_type_are_refused(kind: type, fields: dict[str, Any]) -> None:
     [name] = fields
     with pytest.raises(ConfigError, match=f"{name}=.*must be"):
         kind(**fields)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_converted() -> None:
     params = SamplingParams(max_tokens=np.int64(7), temperature=np.float32(0.5), top_p=1)
     assert (params.max_tokens, params.temperature, params.top_p) == (7, 0.5, 1)
     assert type(params.max_tokens) is int and type(params.temperature) is float
-    assert type(params.top_p) is int, "an option's text is in names of stored rows: 1 stays 1"
+    assert type(params.top_p) is int, "names of stored KV contain option values, so 1 must stay an integer"
 
 
 IDS = [3, 1, 4, 1]
@@ -72,7 +72,7 @@ IDS = [3, 1, 4, 1]
         BatchEncoding({"input_ids": [[0, 0, *IDS]], "attention_mask": [[0, 0, 1, 1, 1, 1]]}),
     ],
 )
-def test_values_that_are_one_prompt(prompt: Any) -> None:
+def test_values_with_one_prompt_are_read(prompt: Any) -> None:
     assert each_prompt(prompt) == [IDS] and one_prompt(prompt) == token_ids(prompt) == IDS
 
 
@@ -89,12 +89,12 @@ def test_values_that_are_one_prompt(prompt: Any) -> None:
         (range(3), [[0, 1, 2]]),
     ],
 )
-def test_values_that_are_several_prompts(prompts: Any, expected: Any) -> None:
+def test_values_with_several_prompts_are_read(prompts: Any, expected: Any) -> None:
     assert each_prompt(prompts) == expected
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         (b"text", "bytes: decode it"),
         (None, "NoneType"),
@@ -108,12 +108,12 @@ def test_values_that_are_several_prompts(prompts: Any, expected: Any) -> None:
         ([IDS, 7], "prompt"),
     ],
 )
-def test_values_that_are_not_prompts(prompt: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_values_that_are_no_prompts_are_refused(prompt: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         each_prompt(prompt)
 
 
-def test_the_runtime_says_what_it_cannot_read() -> None:
+def test_unreadable_arguments_are_refused_and_tensors_accepted() -> None:
     llm = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
     with pytest.raises(InputError, match="is a single text"):
         llm.score("abc", "def")  # type: ignore[arg-type]
@@ -129,7 +129,6 @@ def test_the_runtime_says_what_it_cannot_read() -> None:
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 9), st.sampled_from(["head", "tail", "middle"]))
 def test_truncation_removes_the_chosen_part(ids: list[int], room: int, truncate: str) -> None:
-    """`head`, `tail` and `middle` name the removed part. A text that fits is not changed."""
     kept = shortened(ids, room, truncate, "it")
     if len(ids) <= room:
         assert kept == ids == shortened(ids, room, None, "it")
@@ -146,7 +145,7 @@ def test_truncation_removes_the_chosen_part(ids: list[int], room: int, truncate:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda llm, _: llm.generate([[1, 2]], 5), "sampling_params=5 is int; it must be a SamplingParams"),
         (lambda llm, _: llm.generate([[1, 2]], [None, None]), "2 SamplingParams for 1 prompts"),
@@ -175,19 +174,19 @@ def test_truncation_removes_the_chosen_part(ids: list[int], room: int, truncate:
         (lambda llm, _: SamplingParams(temperature=np.array([1, 2])), "temperature=.* it must be a number"),
     ],
 )
-def test_arguments_of_calls_of_a_wrong_type(
-    call: Any, said: str, some: tuple[LLM, Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_arguments_of_a_wrong_type_are_refused(
+    call: Any, message: str, llm_and_session: tuple[LLM, Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the test creates the store "s" in the current folder
-    with pytest.raises((InputError, ConfigError), match=said):
-        call(*some)
+    with pytest.raises((InputError, ConfigError), match=message):
+        call(*llm_and_session)
 
 
 SHORT = SamplingParams(max_tokens=2, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Session]]:
+def llm_and_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Session]]:
     with LLM(tiny_model("llama"), policy="full", host_memory="8MiB") as llm:
         session = llm.session("s", tmp_path_factory.mktemp("store"))
         list(session.send([1, 2, 3], SHORT))
@@ -195,15 +194,15 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Sessio
 
 
 def test_lone_surrogates_are_refused() -> None:
-    """A text cut within a character may contain a lone surrogate. The tokenizer would raise a TypeError."""
+    """A text that was cut within a character may contain a lone surrogate, which a tokenizer cannot encode."""
     with pytest.raises(InputError, match=r"unpaired surrogate at character 2 \('.ud83d'\)"):
         encode_rendered(AutoTokenizer.from_pretrained(find_source("reference").name_or_path), "hi\ud83d")
 
 
 @pytest.mark.parametrize("token", [-1, 97, 2**40, 2**70])
 def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
-    """The tokenizer's `decode` would overflow on some of these ids."""
     llm = LLM("reference", host_memory="16MiB", policy="full")
+    # The tokenizer's `decode` would raise an OverflowError for some of these ids.
     beyond = token if token != 97 else llm.geometry.vocab
     for call in (llm.generate, llm.stream, llm.encode):
         with pytest.raises(InputError, match=f"token id {beyond} is not in the vocabulary"):

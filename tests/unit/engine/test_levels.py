@@ -1,4 +1,4 @@
-"""Test that greedy tokens equal transformers' at each instruction set level of this processor."""
+"""Test that greedy tokens equal those of transformers at each instruction set level of this processor."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def reference(folder: str) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[int]:
-    """Return the greedy tokens after PROMPT, with C code for all supported operations."""
+def greedy_tokens_in_c(folder: str | Path, level: str, dtype: str, threads: int) -> list[int]:
     own = getattr(torch, dtype)
     row = torch.empty(1, 32, dtype=own)
     if None in (causal_cpu.library_for(row), decode_attention.library(32, own), dense.library(own)):
@@ -61,15 +60,15 @@ def test_libraries_of_the_level_are_loaded(level: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_float32_gives_greedy_tokens(threads: int, level: str, checkpoint: str) -> None:
-    tokens = generated(checkpoint, level, "float32", threads)
+    tokens = greedy_tokens_in_c(checkpoint, level, "float32", threads)
     assert_greedy(reference(checkpoint), PROMPT, tokens)
 
 
 def test_bfloat16_gives_likely_tokens(level: str, checkpoint: str) -> None:
-    """Rounding may swap nearly equal logits, so a chosen logit may be 2 % of the logits' range below the largest."""
-    tokens = generated(checkpoint, level, "bfloat16", 2)
+    tokens = greedy_tokens_in_c(checkpoint, level, "bfloat16", 2)
     model = reference(checkpoint)
     logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     lost = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
+    # Rounding to bfloat16 may swap logits that differ by less than 2 % of the range of the logits.
     assert len(tokens) == 24 and lost.max() < 0.02

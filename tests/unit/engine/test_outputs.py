@@ -1,4 +1,4 @@
-"""Test the outputs of `LLM.generate`: one output per prompt, with its completions."""
+"""Test the outputs of `LLM.generate`: one output per prompt, which contains the completions of the prompt."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def llm() -> LLM:
     return LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
 
 
-def test_one_output_a_prompt_holds_its_completions(llm: LLM) -> None:
-    prompts, three = [tiny_prompt(70, seed=9), tiny_prompt(70, seed=9)], SamplingParams(max_tokens=4, seed=1, n=3)
-    first, second = llm.generate(prompts, [three, SamplingParams(max_tokens=5, temperature=0)])
+def test_each_prompt_has_one_output_with_its_completions(llm: LLM) -> None:
+    prompts, sampled = [tiny_prompt(70, seed=9), tiny_prompt(70, seed=9)], SamplingParams(max_tokens=4, seed=1, n=3)
+    first, second = llm.generate(prompts, [sampled, SamplingParams(max_tokens=5, temperature=0)])
     assert [len(first.outputs), len(second.outputs)] == [3, 1] and first.finished and second.finished
     assert [one.index for one in first.outputs] == [0, 1, 2]
     assert (first.prompt, first.prompt_token_ids) == (None, prompts[0])
@@ -30,7 +30,7 @@ def test_one_output_a_prompt_holds_its_completions(llm: LLM) -> None:
     )
 
 
-def test_beams_are_completions_too_with_what_was_cached(llm: LLM) -> None:
+def test_beam_search_reports_cached_tokens(llm: LLM) -> None:
     prompt, beams = tiny_prompt(70, seed=11), SamplingParams(max_tokens=4, temperature=0, num_beams=3, n=2)
     for cached in (0, 64):
         [output] = llm.generate(prompt, beams)

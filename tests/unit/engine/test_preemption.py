@@ -1,6 +1,6 @@
-"""Test that preempted requests generate the same tokens.
+"""Test that preempted requests generate the same tokens as without preemption.
 
-KV and state are restored from disk, or recomputed if that is faster or the disk fails.
+KV and state are restored from disk. They are recomputed if that is faster, or if the disk fails.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ PROMPTS = [tiny_prompt(BLOCK_SIZE + 30) + tiny_prompt(28, seed=i) for i in range
 PARAMS = [greedy(20), SamplingParams(max_tokens=16, seed=3), greedy(14)]
 
 
-def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
-    """Create a runtime whose pool holds all prompts, but not all answers.
-
-    With `worth`, the disk counts as infinitely fast, otherwise as very slow.
-    """
+def small_pool(folder: Path, *, fast_disk: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
+    """Return a runtime and a swap folder. The pool has room for all prompts, but not for all answers."""
     llm = make(**({"blocks": 6} | options))
     swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
-    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0 if worth else 1e9
+    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0 if fast_disk else 1e9
     return llm, swap
 
 
-def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[list[list[int]], Scheduler]:
+def generate_with_preemption(
+    llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS
+) -> tuple[list[list[int]], Scheduler]:
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
     requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     rates = swap._write_seconds_per_byte, swap._read_seconds_per_byte
@@ -56,20 +55,21 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
             swap._disk.check_integrity()
         swap._write_seconds_per_byte, swap._read_seconds_per_byte = rates
     assert engine.scheduler.preemptions > 0
-    assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0, "nothing stays behind"
+    assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0, "all memory is freed"
     return [c.token_ids for one in requests for c in one.completions()], engine.scheduler
 
 
-def roomy(**options: Any) -> list[list[int]]:
-    """Return the tokens of each request alone. They are cached in `ROOMY`."""
-    if (key := str(options)) not in ROOMY:
+def expected_tokens(**options: Any) -> list[list[int]]:
+    if (key := str(options)) not in EXPECTED_TOKENS:
         llm = make(enable_prefix_caching=False, **options)
         each = zip(PROMPTS, PARAMS, strict=True)
-        ROOMY[key] = [done.token_ids for prompt, params in each for done in completed(llm.generate([prompt], params))]
-    return ROOMY[key]
+        EXPECTED_TOKENS[key] = [
+            done.token_ids for prompt, params in each for done in completed(llm.generate([prompt], params))
+        ]
+    return EXPECTED_TOKENS[key]
 
 
-ROOMY: dict[str, list[list[int]]] = {}
+EXPECTED_TOKENS: dict[str, list[list[int]]] = {}
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ ROOMY: dict[str, list[list[int]]] = {}
 def test_restored_requests_continue_unchanged(
     tmp_path: Path, policy: str, options: dict[str, Any], staged: bool
 ) -> None:
-    llm, swap = tight(tmp_path, policy=policy, policy_options=options, staged=staged)
-    tokens, scheduler = run(llm, swap)
-    assert tokens == roomy(policy=policy, policy_options=options)
+    llm, swap = small_pool(tmp_path, policy=policy, policy_options=options, staged=staged)
+    tokens, scheduler = generate_with_preemption(llm, swap)
+    assert tokens == expected_tokens(policy=policy, policy_options=options)
     assert scheduler.restored == scheduler.preemptions
 
 
@@ -101,21 +101,21 @@ def test_blocks_larger_than_the_write_buffer_are_swapped(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_kv_that_is_cheaper_to_recompute_is_not_written(tmp_path: Path, policy: str) -> None:
-    llm, swap = tight(tmp_path, worth=False, policy=policy)
-    tokens, scheduler = run(llm, swap)
-    assert tokens == roomy(policy=policy) and scheduler.restored == 0
+    llm, swap = small_pool(tmp_path, fast_disk=False, policy=policy)
+    tokens, scheduler = generate_with_preemption(llm, swap)
+    assert tokens == expected_tokens(policy=policy) and scheduler.restored == 0
 
 
 @pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "int8"), ("infinigen", "int4")])
 def test_quantised_kv_is_recomputed(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
     memory = 5 * make(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.block_bytes
-    llm, swap = tight(tmp_path, policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
-    tokens, scheduler = run(llm, swap)
-    assert tokens == roomy(policy=policy, kv_cache_dtype=kv_cache_dtype) and scheduler.restored == 0
+    llm, swap = small_pool(tmp_path, policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
+    tokens, scheduler = generate_with_preemption(llm, swap)
+    assert tokens == expected_tokens(policy=policy, kv_cache_dtype=kv_cache_dtype) and scheduler.restored == 0
 
 
 def test_a_state_that_depends_on_queries_is_recomputed(tmp_path: Path) -> None:
-    llm, swap = tight(tmp_path, policy="h2o")
+    llm, swap = small_pool(tmp_path, policy="h2o")
     runner = llm.runner
     sequence = runner.new_sequence([*PROMPTS[0], 5], len(PROMPTS[0]) + 1)
     runner.prefill(sequence, len(PROMPTS[0]))
@@ -125,28 +125,28 @@ def test_a_state_that_depends_on_queries_is_recomputed(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_leads_to_recomputation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, swap = tight(tmp_path)
+    llm, swap = small_pool(tmp_path)
     swap_in = swap.swap_in
 
-    def spoil(*args: Any, **options: Any) -> Any:
+    def damage_and_swap_in(*args: Any, **options: Any) -> Any:
         for block in swap._disk._blocks.values():
             byte = os.pread(swap._disk.handle, 1, block.offset + 9)[0] ^ 1
             os.pwrite(swap._disk.handle, bytes([byte]), block.offset + 9)
         return swap_in(*args, **options)
 
-    monkeypatch.setattr(swap, "swap_in", spoil)
-    tokens, scheduler = run(llm, swap)
-    assert tokens == roomy() and scheduler.restored == 0
+    monkeypatch.setattr(swap, "swap_in", damage_and_swap_in)
+    tokens, scheduler = generate_with_preemption(llm, swap)
+    assert tokens == expected_tokens() and scheduler.restored == 0
 
 
 def test_a_full_disk_leads_to_recomputation(tmp_path: Path) -> None:
-    llm, swap = tight(tmp_path, limit=2 * make().runner.pool.block_bytes - 1)
-    tokens, scheduler = run(llm, swap)
-    assert tokens == roomy() and scheduler.restored < scheduler.preemptions
+    llm, swap = small_pool(tmp_path, limit=2 * make().runner.pool.block_bytes - 1)
+    tokens, scheduler = generate_with_preemption(llm, swap)
+    assert tokens == expected_tokens() and scheduler.restored < scheduler.preemptions
 
 
 def test_a_failed_snapshot_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swap, sequence = hybrid(tmp_path)
+    swap, sequence = swap_and_hybrid_sequence(tmp_path)
 
     def copy(*_: Any) -> None:
         raise RuntimeError("copy failed")
@@ -157,8 +157,7 @@ def test_a_failed_snapshot_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: p
     assert not swap._users and swap.bytes_used == 0
 
 
-def hybrid(folder: Path) -> tuple[Swap, Sequence]:
-    """Return a swap folder and a sequence of a hybrid model for which swapping is faster than computing."""
+def swap_and_hybrid_sequence(folder: Path) -> tuple[Swap, Sequence]:
     runner = LLM(architecture("qwen3_5"), policy="full", host_memory="8MiB", verify="off").runner
     swap = Swap(runner, folder)
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
@@ -167,8 +166,8 @@ def hybrid(folder: Path) -> tuple[Swap, Sequence]:
     return swap, sequence
 
 
-def test_without_a_free_snapshot_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swap, sequence = hybrid(tmp_path)
+def test_nothing_is_written_without_a_free_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap, sequence = swap_and_hybrid_sequence(tmp_path)
 
     def save(*_: Any) -> int:
         raise AssertionError("KV is written")
@@ -180,7 +179,7 @@ def test_without_a_free_snapshot_nothing_is_written(tmp_path: Path, monkeypatch:
 
 
 def test_a_failed_write_frees_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swap, sequence = hybrid(tmp_path)
+    swap, sequence = swap_and_hybrid_sequence(tmp_path)
     own = swap._saver.flush
 
     def flush() -> None:
@@ -196,7 +195,7 @@ def test_a_failed_write_frees_the_snapshot(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_preempted_request_that_fails_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, swap = tight(tmp_path)
+    llm, swap = small_pool(tmp_path)
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         engine.add(prompt, params)
@@ -220,7 +219,7 @@ def test_a_preempted_request_that_fails_leaves_nothing_on_disk(tmp_path: Path, m
 
 
 def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
-    llm, swap = tight(tmp_path)
+    llm, swap = small_pool(tmp_path)
     runner = llm.runner
     sequences = []
     for prompt in PROMPTS[:2]:
@@ -242,10 +241,10 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
         runner.free(sequence)
 
 
-def test_a_swap_file_never_has_a_name(tmp_path: Path) -> None:
-    """The system deletes an unnamed file when the process ends. Files of the user are kept."""
+def test_swap_files_are_unnamed_and_files_of_the_user_are_kept(tmp_path: Path) -> None:
+    """The system deletes an unnamed file when the process ends."""
     (tmp_path / "notes.kv").write_text("the user's own")
-    llm, swap = tight(tmp_path)
+    llm, swap = small_pool(tmp_path)
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
     requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
     while not swap.bytes_used:
@@ -258,23 +257,22 @@ def test_a_swap_file_never_has_a_name(tmp_path: Path) -> None:
     swap.close()
 
 
-def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_uses_the_given_swap_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     swapped = []
     monkeypatch.setattr(Swap, "swap_in", lambda self, one, *args, **named: swapped.append(one))
     llm = make(blocks=6, swap=tmp_path)
-    assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == roomy()
+    assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == expected_tokens()
     assert swapped
 
 
 def test_policies_of_one_model_have_separate_swap_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each policy uses its own folder until the runtime is closed."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     first = make(blocks=6, swap=tmp_path)
     for _ in range(2):
         second = first.under("infinigen", {"recent": 200})
         for llm in (second, first):
-            assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == roomy()
+            assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == expected_tokens()
         second.close()
         del second, llm
     assert sorted(path.name for path in tmp_path.iterdir()) == [FOLDER, "under-1"]
@@ -283,20 +281,20 @@ def test_policies_of_one_model_have_separate_swap_folders(tmp_path: Path, monkey
 def test_the_youngest_request_is_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preempt, choices = Scheduler.preempt, []
 
-    def noted(self: Scheduler, request: Request) -> None:
+    def record(self: Scheduler, request: Request) -> None:
         if self.prefilling is None:
             choices.append([one is request for one in self.running])
         preempt(self, request)
 
-    monkeypatch.setattr(Scheduler, "preempt", noted)
-    run(*tight(tmp_path))
-    assert any(len(choice) > 1 for choice in choices), "at least one choice had alternatives"
+    monkeypatch.setattr(Scheduler, "preempt", record)
+    generate_with_preemption(*small_pool(tmp_path))
+    assert any(len(choice) > 1 for choice in choices), "at least one choice was between several requests"
     assert all(choice[-1] for choice in choices)
 
 
 def test_decoded_kv_is_not_shared_between_sequences(tmp_path: Path) -> None:
-    """KV of decoded tokens depends on the policy's selection, so other sequences with these tokens must not find it."""
-    llm, swap = tight(tmp_path, blocks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
+    """KV of decoded tokens depends on the tokens that the policy selected."""
+    llm, swap = small_pool(tmp_path, blocks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
     sequence = llm.runner.new_sequence(PROMPTS[0], len(PROMPTS[0]) + BLOCK_SIZE)
     llm.runner.prefill(sequence, len(PROMPTS[0]))
     for token in tiny_prompt(BLOCK_SIZE, seed=9):
@@ -304,13 +302,13 @@ def test_decoded_kv_is_not_shared_between_sequences(tmp_path: Path) -> None:
         llm.runner.decode([sequence])
     first, second = swap._describe(sequence).names, swap._describe(sequence).names
     alike = [one.key == other.key for one, other in zip(first, second, strict=True)]
-    assert alike == [True, False, False], "one block is exact, one in part, one decoded"
+    assert alike == [True, False, False], "only the first block has no decoded tokens"
     llm.runner.free(sequence)
 
 
 @pytest.mark.parametrize("position", [BLOCK_SIZE + 10, BLOCK_SIZE + 11, BLOCK_SIZE + 12])
-def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position: int) -> None:
-    """The block table keeps a block of sliding layers until the next step. A restored table must not contain it."""
+def test_restoring_skips_blocks_outside_the_window(tmp_path: Path, position: int) -> None:
+    """The block table keeps a block for one step after the block has left the window."""
     model = architecture("gemma3", dtype=torch.float32)
     with LLM(
         model, policy="full", dtype="float32", host_memory="4MiB", verify="off", enable_prefix_caching=False

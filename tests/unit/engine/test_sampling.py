@@ -1,4 +1,4 @@
-"""Test sampling against transformers' logits processors, seeds, stop strings, and text of incomplete characters."""
+"""Test sampling, seeds, stop strings, and the text of incomplete characters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
     ids=str,
 )
 def test_sampled_tokens_follow_the_filtered_distribution(options: dict[str, float]) -> None:
-    """Frequencies in 2,000 draws agree with transformers' filtered distribution within five standard errors."""
     model = tiny_model("llama")
     prompt = tiny_prompt(5)
     out = model.generate(
@@ -59,7 +58,7 @@ def test_sampled_tokens_follow_the_filtered_distribution(options: dict[str, floa
         torch.tensor([sampler.pick(logits, prompt, shift=i) for i in range(2000)]), minlength=len(expected)
     )
     assert not counts[expected == 0].any()
-    error = (expected * (1 - expected) / 2000).sqrt()
+    error = (expected * (1 - expected) / 2000).sqrt()  # standard error of 2,000 draws
     assert ((counts / 2000 - expected).abs() <= 5 * error + 1e-3).all()
 
 
@@ -67,11 +66,11 @@ def test_the_same_seed_gives_the_same_text_in_any_batch() -> None:
     llm = LLM(tiny_model("llama", dtype=torch.float32), policy="full", host_memory="8MiB", dtype="float32")
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
     alone = completed(llm.generate([tiny_prompt(9)], params))[0].token_ids
-    beside = completed(llm.generate([tiny_prompt(30, seed=3), tiny_prompt(9)], params))[1].token_ids
+    in_batch = completed(llm.generate([tiny_prompt(30, seed=3), tiny_prompt(9)], params))[1].token_ids
     other = completed(llm.generate([tiny_prompt(9)], SamplingParams(max_tokens=20, temperature=1.0, seed=8)))[
         0
     ].token_ids
-    assert alone == beside
+    assert alone == in_batch
     assert alone != other
 
 
@@ -104,9 +103,9 @@ def test_streamed_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokeniz
 
 @pytest.fixture(scope="session")
 def llama_tokenizer() -> PreTrainedTokenizerFast:
-    """Create a tokenizer like Llama 2's.
+    """Create a tokenizer like that of Llama 2.
 
-    Spaces are part of tokens, unknown characters become bytes, and decoding strips the leading space.
+    Spaces are part of tokens, unknown characters become bytes, and decoding removes the space before the first word.
     """
     tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -124,7 +123,6 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def metaspace_tokenizer(llama_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Create the same tokenizer with the newer decoder, which strips the space of the first token."""
     tokenizer = Tokenizer.from_str(llama_tokenizer.backend_tokenizer.to_str())
     steps = [decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -139,7 +137,6 @@ def test_prompt_and_streamed_text_add_up_to_the_decoded_text(
     tokenizer: PreTrainedTokenizerBase,
     data: st.DataObject,
 ) -> None:
-    """The prompt may end before a space, after special tokens, or within a character."""
     used = data.draw(st.sampled_from([llama_tokenizer, metaspace_tokenizer, tokenizer]))
     words = st.sampled_from(["the", "arrow", " ", "é", "\N{SNOWMAN}\N{GRINNING FACE}", "<s>", "</s>", "\n"])
     text = data.draw(st.sampled_from(["", " "])).join(data.draw(st.lists(words, min_size=1, max_size=12)))
@@ -153,8 +150,6 @@ def test_prompt_and_streamed_text_add_up_to_the_decoded_text(
 
 
 class CountingTokenizer:
-    """Tokenizer that records the number of tokens in each call of `decode`."""
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self.decoded: list[int] = []
@@ -169,7 +164,6 @@ class CountingTokenizer:
 def test_decoding_a_token_reads_few_earlier_tokens(
     llama_tokenizer: PreTrainedTokenizerFast, before: list[str], token: str
 ) -> None:
-    """Cover special tokens, which have no text, and bytes that never complete a character."""
     counting: Any = CountingTokenizer(llama_tokenizer)
     prompt = llama_tokenizer.convert_tokens_to_ids(before)
     stream = TextStream(counting, (), prompt=prompt)
@@ -178,7 +172,7 @@ def test_decoding_a_token_reads_few_earlier_tokens(
     assert len(text) in {"</s>": (0,), "▁": (499, 500)}.get(token, (500,))
 
 
-def test_token_texts_add_up_behind_other_text(llama_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_texts_of_tokens_add_up_to_the_text(llama_tokenizer: PreTrainedTokenizerFast) -> None:
     ids = llama_tokenizer("the arrow, the", add_special_tokens=False)["input_ids"]
     texts = [token_text(llama_tokenizer, token) for token in ids]
     assert "".join(text or "" for text in texts) == " the arrow, the"
@@ -215,36 +209,33 @@ def test_no_part_of_a_stop_string_is_shown(tokenizer: PreTrainedTokenizerBase, t
     assert (stream.stopped is not None) == bool(ends)
     if ends:
         assert whole.startswith(shown) and not any(s in shown for s in stop)
-        assert any(whole.startswith(s, len(shown)) for s in stop), "all that comes before it is shown"
+        assert any(whole.startswith(s, len(shown)) for s in stop), "the text before the stop string is shown"
     else:
         assert shown == whole
 
 
 def test_each_of_n_completions_has_its_own_seed() -> None:
-    """Eight draws from 500 equal logits never agree by chance."""
     params, even = SamplingParams(seed=3, n=3), torch.zeros(500)
     drawn = []
     for sampler in (Sampler(params), *(Sampler(params, sample) for sample in range(3))):
         drawn.append(tuple(sampler.pick(even, [1], shift=place) for place in range(8)))
+    # Eight draws from 500 equal logits do not agree by chance.
     assert drawn[0] == drawn[1] and len(set(drawn)) == 3 and len(set(drawn[0])) > 4
 
 
 @pytest.mark.slow
-def test_random_numbers_depend_on_the_absolute_position_alone() -> None:
-    """A text continued by a second request equals the text of one request. Draws of neighbouring positions and seeds
-    are independent.
-    """
+def test_random_draws_depend_only_on_seed_and_position() -> None:
     even = torch.zeros(500)
     sampler = Sampler(SamplingParams(seed=3))
     assert sampler.pick(even, [1] * 9) == sampler.pick(even, [1] * 9) == sampler.pick(even, [2] * 4, shift=5)
     assert sampler.copy().pick(even, [1] * 9) == sampler.pick(even, [1] * 9)
     llm = LLM(tiny_model("llama", dtype=torch.float64), policy="full", host_memory="8MiB", dtype="float64")
     [whole] = completed(llm.generate([tiny_prompt(9)], SamplingParams(max_tokens=20, seed=7)))
-    for done in (1, 11):
+    for done in (1, 11):  # a second request continues the text
         prompt = [*tiny_prompt(9), *whole.token_ids[:done]]
         [rest] = completed(llm.generate([prompt], SamplingParams(max_tokens=20 - done, seed=7)))
         assert whole.token_ids[done:] == rest.token_ids
-    two = torch.zeros(2)
+    two = torch.zeros(2)  # draws of different positions and seeds are independent
     draws = [[Sampler(SamplingParams(seed=s)).pick(two, [], shift=p) for p in range(200)] for s in range(20)]
     means = torch.tensor(draws).float()
     assert (means.mean(1) - 0.5).abs().max() < 5 * 0.5 / 200**0.5

@@ -29,49 +29,50 @@ BEAMS = {"num_beams": 2, "temperature": 0}
 
 
 @cache
-def runtime(exact: str | None = None) -> LLM:
-    """Return a two-layer float32 runtime. With `exact`, many of its drafts are rejected."""
+def make_llm(exact: str | None = None) -> LLM:
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     options: dict[str, Any] = {"policy": "full"}
     if exact is not None:
+        # With a small budget, many drafts are rejected.
         options = {"policy": "infinigen", "policy_options": {"budget": 0.3}, "exact": exact}
     return LLM(model, dtype="float32", host_memory="8MiB", **options)
 
 
-def ask(exact: str | None = None, **params: Any) -> CompletionOutput:
+def generate(exact: str | None = None, **params: Any) -> CompletionOutput:
     [found] = completed(
-        runtime(exact).generate(PROMPT, SamplingParams(**({"max_tokens": 16, "temperature": 0} | params)))
+        make_llm(exact).generate(PROMPT, SamplingParams(**({"max_tokens": 16, "temperature": 0} | params)))
     )
     return found
 
 
-def theirs(tokens: int = 16, **options: Any) -> list[int]:
+def transformers_tokens(tokens: int = 16, **options: Any) -> list[int]:
     model, ids = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS), torch.tensor([PROMPT])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, **options)
     return [int(token) for token in out[0, len(PROMPT) :]]
 
 
 @pytest.mark.parametrize("exact", [None, "sparse", "lookup"])
-def test_constraints_equal_transformers_with_and_without_drafts(exact: str | None) -> None:
-    free = theirs()
-    assert ask(exact).token_ids == free
+def test_constraints_equal_those_of_transformers(exact: str | None) -> None:
+    free = transformers_tokens()
+    assert generate(exact).token_ids == free
     most = Counter(free).most_common(1)[0][0]
-    assert ask(exact, logit_bias={most: -50.0, 7: 1.5}).token_ids == theirs(sequence_bias=[[[most], -50.0], [[7], 1.5]])
+    assert generate(exact, logit_bias={most: -50.0, 7: 1.5}).token_ids == transformers_tokens(
+        sequence_bias=[[[most], -50.0], [[7], 1.5]]
+    )
     allowed = sorted({*free[::2], 3, 4, 5})
-    found = ask(exact, allowed_token_ids=allowed).token_ids
-    assert found == theirs(prefix_allowed_tokens_fn=lambda _, ids: allowed) and set(found) <= set(allowed)
-    assert ask(exact, repetition_penalty=1.7).token_ids == theirs(repetition_penalty=1.7)
-    ended = ask(exact, stop_token_ids=[free[4]], min_tokens=6).token_ids
-    assert ended == theirs(min_new_tokens=6, eos_token_id=free[4]) and len(ended) > 5
+    found = generate(exact, allowed_token_ids=allowed).token_ids
+    assert found == transformers_tokens(prefix_allowed_tokens_fn=lambda _, ids: allowed) and set(found) <= set(allowed)
+    assert generate(exact, repetition_penalty=1.7).token_ids == transformers_tokens(repetition_penalty=1.7)
+    ended = generate(exact, stop_token_ids=[free[4]], min_tokens=6).token_ids
+    assert ended == transformers_tokens(min_new_tokens=6, eos_token_id=free[4]) and len(ended) > 5
 
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
-def test_penalties_apply_to_generated_tokens(exact: str | None) -> None:
-    """Tokens equal those computed from transformers' logits. Prompt tokens are not penalised."""
+def test_penalties_apply_only_to_generated_tokens(exact: str | None) -> None:
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     few = sorted({*PROMPT[:4], 3, 4})
 
-    def written(frequency: float, presence: float) -> list[int]:
+    def penalised_tokens(frequency: float, presence: float) -> list[int]:
         tokens: list[int] = []
         for _ in range(16):
             logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
@@ -80,17 +81,22 @@ def test_penalties_apply_to_generated_tokens(exact: str | None) -> None:
             tokens.append(max(few, key=lambda token: float(logits[token])))
         return tokens
 
-    found = [written(0.0, 0.0), written(0.3, 0.0), written(0.0, 1.5), written(0.05, 0.3)]
+    found = [
+        penalised_tokens(0.0, 0.0),
+        penalised_tokens(0.3, 0.0),
+        penalised_tokens(0.0, 1.5),
+        penalised_tokens(0.05, 0.3),
+    ]
     assert len({tuple(tokens) for tokens in found}) == 4
     every = [(0.0, 0.0), (0.3, 0.0), (0.0, 1.5), (0.05, 0.3)]
     for tokens, (frequency, presence) in zip(found, every, strict=True):
         penalties = {"frequency_penalty": frequency, "presence_penalty": presence}
-        assert ask(exact, allowed_token_ids=few, **penalties).token_ids == tokens
+        assert generate(exact, allowed_token_ids=few, **penalties).token_ids == tokens
 
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
 def test_logprobs_are_computed_before_any_filter(exact: str | None) -> None:
-    done = ask(exact, logprobs=3, logit_bias={9: 30.0}, max_tokens=5)
+    done = generate(exact, logprobs=3, logit_bias={9: 30.0}, max_tokens=5)
     assert done.token_ids == [9] * 5 and done.logprobs is not None
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     logits = model(torch.tensor([[*PROMPT, *done.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
@@ -102,18 +108,17 @@ def test_logprobs_are_computed_before_any_filter(exact: str | None) -> None:
             assert one.logprob == pytest.approx(float(row[token]), abs=1e-5) and one.decoded_token is None
             assert one.rank == 1 + int((row > row[token]).sum())
     assert done.cumulative_logprob == pytest.approx(float(expected[:, 9].sum()), abs=1e-4)
-    assert [len(place) for place in ask(exact, logprobs=0).logprobs or ()] == [1] * 16
-    assert [len(place) for place in ask(exact, logprobs=-1, max_tokens=2).logprobs or ()] == [logits.shape[1]] * 2
-    assert ask(exact).logprobs is None and ask(exact).cumulative_logprob is None
+    assert [len(place) for place in generate(exact, logprobs=0).logprobs or ()] == [1] * 16
+    assert [len(place) for place in generate(exact, logprobs=-1, max_tokens=2).logprobs or ()] == [logits.shape[1]] * 2
+    assert generate(exact).logprobs is None and generate(exact).cumulative_logprob is None
 
 
 def test_prompt_logprobs_include_cached_tokens() -> None:
-    """The second request must not skip tokens that the prefix cache contains."""
-    llm, prompt = runtime(), tiny_prompt(200, seed=4)
+    llm, prompt = make_llm(), tiny_prompt(200, seed=4)
     params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2)
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, **NEVER_ENDS)
     expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), dim=-1)
-    for _ in range(2):
+    for _ in range(2):  # the prompt of the second request is cached
         [output] = llm.generate(prompt, params)
         found = output.prompt_logprobs
         assert found is not None and found[0] is None and len(found) == 200 and output.num_cached_tokens == 0
@@ -128,13 +133,13 @@ def test_prompt_logprobs_include_cached_tokens() -> None:
 
 
 def test_a_stop_token_ends_an_answer_after_min_tokens() -> None:
-    free = theirs()
-    done = ask(stop_token_ids=[free[3], 1])
+    free = transformers_tokens()
+    done = generate(stop_token_ids=[free[3], 1])
     assert (done.token_ids, done.finish_reason, done.stop_reason) == (free[: free.index(free[3]) + 1], "stop", free[3])
     beams = {"num_beams": 3, "max_tokens": 8}
-    ended = ask(stop_token_ids=[free[1]], min_tokens=3, **beams)
-    assert ended.token_ids == theirs(8, num_beams=3, eos_token_id=free[1], min_new_tokens=3)
-    assert ask(allowed_token_ids=[5, 6, 7], **beams).token_ids == theirs(
+    ended = generate(stop_token_ids=[free[1]], min_tokens=3, **beams)
+    assert ended.token_ids == transformers_tokens(8, num_beams=3, eos_token_id=free[1], min_new_tokens=3)
+    assert generate(allowed_token_ids=[5, 6, 7], **beams).token_ids == transformers_tokens(
         8, num_beams=3, prefix_allowed_tokens_fn=lambda _, ids: [5, 6, 7]
     )
 
@@ -150,7 +155,7 @@ def test_stop_strings_are_kept_or_delayed_if_requested(tokenizer: PreTrainedToke
     text = "It was a dark and stormy night"
     ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    def shown(stop: list[str], late: int = 0, **options: Any) -> tuple[str, str | None]:
+    def stream_text(stop: list[str], late: int = 0, **options: Any) -> tuple[str, str | None]:
         stream, out = TextStream(tokenizer, stop, **options), ""
         for count, token in enumerate(ids, 1):
             out += stream.push(token, may_stop=count > late)
@@ -159,57 +164,62 @@ def test_stop_strings_are_kept_or_delayed_if_requested(tokenizer: PreTrainedToke
         return out + stream.flush(), stream.stopped
 
     whole = tokenizer.decode(ids)
-    assert shown(["dark", "night"]) == (whole[: whole.index("dark")], "dark")
-    assert shown(["dark", "night"], keep_stop=True) == (whole[: whole.index("dark") + 4], "dark")
-    assert shown(["dark", "night"], late=len(ids) - 1, keep_stop=True) == (whole, "night")
-    assert shown(["dark"], late=len(ids)) == (whole, None)
+    assert stream_text(["dark", "night"]) == (whole[: whole.index("dark")], "dark")
+    assert stream_text(["dark", "night"], keep_stop=True) == (whole[: whole.index("dark") + 4], "dark")
+    assert stream_text(["dark", "night"], late=len(ids) - 1, keep_stop=True) == (whole, "night")
+    assert stream_text(["dark"], late=len(ids)) == (whole, None)
 
 
 def test_bad_words_are_never_generated(tokenizer: PreTrainedTokenizerBase) -> None:
-    """The likeliest token would complete the word, with or without a leading space."""
     vocab, word = len(tokenizer), "night"
     for spelled in (word, f" {word}"):
         ids = [int(token) for token in tokenizer(spelled, add_special_tokens=False)["input_ids"]]
         logits = torch.zeros(vocab)
-        logits[ids[-1]] = 30.0
+        logits[ids[-1]] = 30.0  # the most probable token completes the word
         assert Sampler(SamplingParams(temperature=0), 0, (), tokenizer).pick(logits, [1, *ids[:-1]]) == ids[-1]
         params = SamplingParams(temperature=0, bad_words=[word])
         assert Sampler(params, 0, (), tokenizer).pick(logits, [1, *ids[:-1]]) != ids[-1]
 
 
 class CountingProcessor(LogitsProcessor):
-    """Force consecutive token ids, one per call, from 10 to `most`. Then raise an error."""
+    """Force the token ids 10, 11 and so on, one per call. Raise an error after `last`."""
 
-    def __init__(self, most: int = 99) -> None:
-        self.next, self.most = 10, most
+    def __init__(self, last: int = 99) -> None:
+        self.next, self.last = 10, last
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         scores[:, self.next] += 1000
         self.next += 1
-        if self.next > self.most:
+        if self.next > self.last:
             raise ArithmeticError("no more numbers")
         return scores
 
 
 @pytest.mark.parametrize("exact", [None, "sparse", "lookup"])
 def test_a_logits_processor_is_called_once_per_token(exact: str | None) -> None:
-    assert ask(exact, logits_processors=[CountingProcessor()]).token_ids == list(range(10, 26))
+    assert generate(exact, logits_processors=[CountingProcessor()]).token_ids == list(range(10, 26))
 
 
 def test_a_processor_that_raises_ends_its_own_request() -> None:
     failed: list[Exception] = []
-    llm = runtime()
+    llm = make_llm()
     engine = Engine(llm.runner, max_num_seqs=4, on_failure=lambda _, error: failed.append(error))
-    wild = engine.add(PROMPT, SamplingParams(max_tokens=16, temperature=0, logits_processors=[CountingProcessor(13)]))
+    failing = engine.add(
+        PROMPT, SamplingParams(max_tokens=16, temperature=0, logits_processors=[CountingProcessor(13)])
+    )
     none = engine.add(PROMPT, SamplingParams(logits_processors=[lambda _, scores: scores - torch.inf]))
-    calm = engine.add(PROMPT, SamplingParams(max_tokens=16, temperature=0))
+    unaffected = engine.add(PROMPT, SamplingParams(max_tokens=16, temperature=0))
     while not engine.idle:
         engine.step()
         engine.check_integrity()
     assert [type(error) for error in failed] == [InputError, EngineError]
     assert isinstance(failed[1].__cause__, ArithmeticError)
-    assert (wild.finish_reason, none.finish_reason, calm.finish_reason) == ("abort", "abort", "length")
-    assert calm.completions()[0].token_ids == theirs() and wild.completions()[0].token_ids == [10, 11, 12]
+    assert (failing.finish_reason, none.finish_reason, unaffected.finish_reason) == ("abort", "abort", "length")
+    assert unaffected.completions()[0].token_ids == transformers_tokens() and failing.completions()[0].token_ids == [
+        10,
+        11,
+        12,
+    ]
     assert llm.runner.pool.sequence_bytes == 0
     with pytest.raises(EngineError, match="no more numbers"):
         llm.generate(PROMPT, SamplingParams(logits_processors=[CountingProcessor(10)]))
@@ -218,21 +228,20 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
 @pytest.mark.parametrize(
     "options", [{"policy": "full"}, {}, {"policy_options": {"preset": "rows"}}, {"exact": "sparse"}]
 )
-def test_a_text_with_nan_logits_fails_alone(options: dict[str, Any]) -> None:
-    """A token with a NaN embedding is in the prompt of one request and in the answer of another."""
+def test_only_requests_with_nan_logits_fail(options: dict[str, Any]) -> None:
     model, failed = tiny_model("llama", **NEVER_ENDS), list[Exception]()
     llm = LLM(model, host_memory="8MiB", **options)
-    model.model.embed_tokens.weight.data[5] = torch.nan
+    model.model.embed_tokens.weight.data[5] = torch.nan  # token 5 is in one prompt and in another answer
     engine = Engine(llm.runner, max_num_seqs=4, on_failure=lambda _, error: failed.append(error))
     prompts = [tiny_prompt(90, seed=seed) for seed in range(3)]
     prompts = [[token + (token == 5) for token in prompt] for prompt in prompts]
     greedy = SamplingParams(max_tokens=8, temperature=0, allowed_token_ids=[6, 7, 8])
-    wild = [engine.add([*prompts[0], 5], greedy), engine.add(prompts[1], replace(greedy, allowed_token_ids=[5]))]
-    calm = engine.add(prompts[2], greedy)
+    failing = [engine.add([*prompts[0], 5], greedy), engine.add(prompts[1], replace(greedy, allowed_token_ids=[5]))]
+    unaffected = engine.add(prompts[2], greedy)
     while not engine.idle:
         engine.step()
     assert [type(error) for error in failed] == [LogitsError, LogitsError] and "not finite" in str(failed[0])
-    assert [each.finish_reason for each in (*wild, calm)] == ["abort", "abort", "length"]
+    assert [each.finish_reason for each in (*failing, unaffected)] == ["abort", "abort", "length"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +255,7 @@ def test_a_text_with_nan_logits_fails_alone(options: dict[str, Any]) -> None:
 )
 def test_parameters_beyond_the_model_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        ask(**params)
+        generate(**params)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +339,7 @@ def test_invalid_parameters_are_refused(options: dict[str, Any], message: str) -
         ({"logit_bias": {5: 1e300}}, InputError, "a logit became infinite"),
     ],
 )
-def test_constraints_without_an_answer_are_errors(
+def test_constraints_without_allowed_tokens_are_errors(
     beams: int, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full")
@@ -352,7 +361,7 @@ def test_logits_that_are_not_finite_are_errors(beams: int, value: float) -> None
     assert llm.runner.pool.sequence_bytes == 0
 
 
-def test_a_closed_runtime_has_no_other_policies() -> None:
+def test_a_closed_runtime_creates_no_other_policies() -> None:
     llm = LLM(tiny_model("llama"), host_memory="8MiB")
     llm.close()
     with pytest.raises(InputError, match="is closed"):
@@ -360,15 +369,15 @@ def test_a_closed_runtime_has_no_other_policies() -> None:
 
 
 @pytest.mark.parametrize("model", ["a folder", None, torch.nn.Linear(2, 2)])
-def test_offload_takes_models_only(model: Any) -> None:
+def test_offload_accepts_only_models(model: Any) -> None:
     with pytest.raises(InputError, match="takes a loaded transformers model"), offload(model):
         pass
 
 
 @pytest.mark.parametrize("length_penalty", [-2.0, 0.0, 1.0, 8.0])
 @pytest.mark.parametrize("allowed", [[5], [5, 6]])
-def test_beams_return_no_token_that_is_forbidden(allowed: list[int], length_penalty: float) -> None:
-    """There are fewer allowed sequences than beams, so some beams can only continue with forbidden tokens."""
+def test_beams_never_return_forbidden_tokens(allowed: list[int], length_penalty: float) -> None:
+    """There are more beams than allowed sequences, so some beams have no allowed continuation."""
     llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full")
     for n, most in product((1, 3), (1, 3)):
         params = SamplingParams(
@@ -413,14 +422,13 @@ def test_scores_of_logits_that_are_not_finite_are_an_error(exact: str | None) ->
     assert llm.runner.pool.sequence_bytes == 0
 
 
-def test_log_probabilities_of_a_prompt_that_overflows_are_an_error() -> None:
-    """Only the logits after one prompt token are not finite."""
+def test_prompt_logprobs_that_are_not_finite_are_an_error() -> None:
     model = tiny_model("llama")
     llm = LLM(model, host_memory="8MiB", policy="full")
     prompt = tiny_prompt(20)
     ids = [*prompt[:5], 198, *prompt[5:]]
     with torch.no_grad():
-        model.model.embed_tokens.weight[198] = torch.nan
+        model.model.embed_tokens.weight[198] = torch.nan  # only the logits after token 198 are not finite
     with pytest.raises(LogitsError, match="not finite"):
         llm.generate(ids, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1))
     assert llm.runner.pool.sequence_bytes == 0

@@ -1,4 +1,4 @@
-"""Test how the engine measures up to which context length full attention is as fast as token selection."""
+"""Test how the engine measures the context length up to which full attention is as fast as selection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEVER = 1 << 40
 GEOMETRY = adapter_for(tiny_model("llama")).geometry
 
 
-def synthetic(layers: int) -> ModelGeometry:
+def synthetic_geometry(layers: int) -> ModelGeometry:
     return selection_cost._synthetic(GEOMETRY, layers)
 
 
@@ -47,16 +47,16 @@ def test_the_crossing_follows_from_two_lengths(
 
 
 def fake_clock(durations: list[float]) -> Callable[[], float]:
-    """Return a clock whose successive pairs of readings differ by `durations`."""
+    """Return a clock for successive measurements with the given durations."""
     readings: Iterator[float] = iter([reading for duration in durations for reading in (0.0, duration)])
     return lambda: next(readings)
 
 
 def test_the_time_of_a_layer_is_its_fastest_repeat() -> None:
-    """Each repeat runs two layers with full attention, then with selection. The first repeat is a warm-up."""
+    # Seconds of two layers with full attention, then of two layers with selection. The first repeat is a warm-up.
     repeats = [[1, 1, 1, 1], [5, 60, 3, 3], [70, 5, 40, 2], [6, 7, 30, 30]]
     clock = fake_clock([float(each) for repeat in repeats for each in repeat])
-    full, selecting = layer_seconds(AutoOptions(), synthetic(2), torch.float32, 256, clock)
+    full, selecting = layer_seconds(AutoOptions(), synthetic_geometry(2), torch.float32, 256, clock)
     assert (full, selecting) == (5.0, 2.5)
     with pytest.raises(StopIteration):  # every reading was used
         clock()
@@ -75,14 +75,14 @@ def test_the_time_of_a_layer_is_its_fastest_repeat() -> None:
 def test_steps_with_selection_attend_to_fewer_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     shares = []
 
-    class Observed(selection_cost.Runner):
+    class RecordingRunner(selection_cost.Runner):
         def free(self, sequence: Any) -> None:
             sequence.trace.flush_pending()
             shares.extend(sum(step) / len(step) for step in sequence.trace.attended)
             super().free(sequence)
 
-    monkeypatch.setattr(selection_cost, "Runner", Observed)
-    layer_seconds(AutoOptions(**options), synthetic(2), torch.float32, 512)
+    monkeypatch.setattr(selection_cost, "Runner", RecordingRunner)
+    layer_seconds(AutoOptions(**options), synthetic_geometry(2), torch.float32, 512)
     assert shares[::2] == [1.0] * selection_cost.REPEATS and max(shares[1::2]) < 0.3
 
 
@@ -90,27 +90,26 @@ def test_measuring_does_not_change_random_numbers(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    layer_seconds(AutoOptions(), synthetic(1), torch.float32, 256)
+    layer_seconds(AutoOptions(), synthetic_geometry(1), torch.float32, 256)
     assert torch.rand(1) == expected
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
-    """Use an empty cache folder, and replace measurements by the result 1,024. Return the list of measurements."""
+def measurement_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
+    """Replace the measurement by a function that returns 1,024. Return the list of its calls."""
     calls: list[object] = []
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     monkeypatch.setattr(selection_cost, "_measure", lambda *inputs: calls.append(inputs) or 1024)
     return calls
 
 
-def test_a_processor_is_measured_once(measured: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that affects the result is part of the cache key."""
+def test_each_configuration_is_measured_once(measurement_calls: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     options = AutoOptions()
     for _ in range(2):
         assert measured_dense_until(options, GEOMETRY, torch.float32) == 1024
-    assert len(measured) == 1
-    assert measured_dense_until(options, synthetic(1), torch.float32) == 1024
-    assert len(measured) == 1
+    assert len(measurement_calls) == 1
+    assert measured_dense_until(options, synthetic_geometry(1), torch.float32) == 1024
+    assert len(measurement_calls) == 1
     measured_dense_until(options, GEOMETRY, torch.bfloat16)
     measured_dense_until(AutoOptions(max_fraction=0.1), GEOMETRY, torch.float32)
     measured_dense_until(AutoOptions(source="residual"), GEOMETRY, torch.float32)
@@ -121,33 +120,32 @@ def test_a_processor_is_measured_once(measured: list[object], monkeypatch: pytes
     measured_dense_until(options, GEOMETRY, torch.float32)
     monkeypatch.setattr(selection_cost, "processor_name", lambda: "another processor")
     measured_dense_until(options, GEOMETRY, torch.float32)
-    assert len(measured) == 8
+    assert len(measurement_calls) == 8
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"dense_until": -1}', '{"dense_until": "512"}', "{" * 2000])
-def test_a_damaged_entry_is_measured_again(text: str, measured: list[object], tmp_path: Path) -> None:
+def test_a_damaged_entry_is_measured_again(text: str, measurement_calls: list[object], tmp_path: Path) -> None:
     measured_dense_until(AutoOptions(), GEOMETRY, torch.float32)
     [entry] = (tmp_path / "selection").iterdir()
     entry.write_text(text)
     for _ in range(2):
         assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) == 1024
-    assert len(measured) == 2
+    assert len(measurement_calls) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_reported(
-    measured: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    measurement_calls: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "selection").touch()
     assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) is None
     assert "could not be stored, so `auto` uses a fixed length" in caplog.text
 
 
-def test_all_processes_use_the_first_value(
-    measured: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_processes_use_the_first_stored_value(
+    measurement_calls: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process stores its value while this one measures."""
-
     def measure(*inputs: object) -> int:
+        # Another process stores its value during this measurement.
         (tmp_path / "selection").mkdir()
         (tmp_path / "selection" / selection_cost._key(*inputs)).write_text('{"dense_until": 512}')  # type: ignore[arg-type]
         return 2048
@@ -157,10 +155,10 @@ def test_all_processes_use_the_first_value(
         assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) == 512
 
 
-def test_a_policy_beside_an_engine_is_measured_between_its_steps(
-    measured: list[object], monkeypatch: pytest.MonkeyPatch
+def test_the_pool_is_locked_during_a_measurement(
+    measurement_calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of the engine would distort the measured times, which later processes reuse."""
+    """Steps of a running engine would distort the measured times."""
     llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full", verify="off")
     entered: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Test structured outputs with a random model that samples at a temperature."""
+"""Test structured outputs with a random model that samples its tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LARK = 'start: sum "="\nsum: NUMBER ("+" NUMBER)~2\nNUMBER: /[1-9][0-9]?/'
 
 
 @cache
-def runtime(exact: str | None = None) -> LLM:
+def make_llm(exact: str | None = None) -> LLM:
     tokenizer = load_model("reference").tokenizer
     assert tokenizer is not None
     model = tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), dtype=torch.float32)
@@ -45,21 +45,21 @@ def runtime(exact: str | None = None) -> LLM:
     return LLM(model, tokenizer=tokenizer, dtype="float32", host_memory="8MiB", **({"policy": "full"} | drafts))
 
 
-def ask(exact: str | None = None, seed: int = 0, **structure: Any) -> CompletionOutput:
+def generate(exact: str | None = None, seed: int = 0, **structure: Any) -> CompletionOutput:
     params = SamplingParams(max_tokens=300, seed=seed, structured_outputs=StructuredOutputs(**structure))
-    [found] = completed(runtime(exact).generate("It was", params))
+    [found] = completed(make_llm(exact).generate("It was", params))
     return found
 
 
-def follows(text: str, structure: dict[str, Any]) -> bool:
+def has_structure(text: str, structure: dict[str, Any]) -> bool:
     if "json" in structure:
         found = json.loads(text)
         whole = found.keys() == {"who", "age", "arrows"} and found["who"] in SCHEMA["properties"]["who"]["enum"]  # type: ignore[index]
         return whole and 1 <= found["age"] <= 99 and 1 <= len(found["arrows"]) <= 3
     if "choice" in structure:
         return text in CHOICE
-    wanted = structure.get("regex", r"[1-9][0-9]?(\+[1-9][0-9]?){2}=")
-    return re.fullmatch(wanted, text) is not None
+    pattern = structure.get("regex", r"[1-9][0-9]?(\+[1-9][0-9]?){2}=")
+    return re.fullmatch(pattern, text) is not None
 
 
 @pytest.mark.parametrize(
@@ -68,18 +68,16 @@ def follows(text: str, structure: dict[str, Any]) -> bool:
     ids=["json", "regex", "choice", "grammar"],
 )
 def test_every_answer_has_the_structure_and_ends(structure: dict[str, Any]) -> None:
-    found = [ask(seed=seed, **structure) for seed in range(3)]
-    assert all(one.finish_reason == "stop" and follows(one.text, structure) for one in found), found
-    assert len({one.text for one in found}) > 1, "the model still chooses"
-    drafted = [ask("sparse", seed=seed, **structure) for seed in range(3)]
+    found = [generate(seed=seed, **structure) for seed in range(3)]
+    assert all(one.finish_reason == "stop" and has_structure(one.text, structure) for one in found), found
+    assert len({one.text for one in found}) > 1, "the model chooses among several texts"
+    drafted = [generate("sparse", seed=seed, **structure) for seed in range(3)]
     assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
 
 
 def test_concurrent_answers_follow_their_own_structures() -> None:
-    """Forked completions run beside requests without a structure and one with an invalid structure."""
-
     async def run() -> list[Any]:
-        async with AsyncLLM(runtime().under("full")) as engine:
+        async with AsyncLLM(make_llm().under("full")) as engine:
             kinds = [{"regex": "[a-z]{6}"}, None, {"choice": CHOICE}, {"regex": "(("}]
             return await asyncio.gather(*(answer(engine, kind) for kind in kinds), return_exceptions=True)
 
@@ -93,7 +91,7 @@ def test_concurrent_answers_follow_their_own_structures() -> None:
     letters, free, chosen, wrong = asyncio.run(run())
     assert all(re.fullmatch("[a-z]{6}", text) for text in letters) and len(set(letters)) > 1
     assert all(text in CHOICE for text in chosen)
-    [plain] = runtime().generate("It was", SamplingParams(max_tokens=12, seed=1, n=3))
+    [plain] = make_llm().generate("It was", SamplingParams(max_tokens=12, seed=1, n=3))
     assert free == [one.text for one in plain.outputs]
     assert isinstance(wrong, InputError) and "are invalid" in str(wrong)
 
@@ -108,8 +106,7 @@ def test_invalid_structures_are_refused(wrong: dict[str, Any]) -> None:
         StructuredOutputs(**wrong)
 
 
-def chain(length: int, **base: str) -> dict[str, Any]:
-    """Return a JSON schema with `length` definitions, each of which refers to the next one."""
+def schema_with_reference_chain(length: int, **base: str) -> dict[str, Any]:
     ref = "x/" if base else ""
     links = {
         f"d{i}": {"type": "object", "properties": {"a": {"$ref": ref or f"#/$defs/d{i + 1}"}}} | base
@@ -119,72 +116,73 @@ def chain(length: int, **base: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("structure", "says"),
+    ("structure", "message"),
     [
-        ({"json": chain(1000)}, "levels deep"),
-        ({"json": chain(1000, **{"$id": "x/"})}, "levels deep"),
+        ({"json": schema_with_reference_chain(1000)}, "levels deep"),
+        ({"json": schema_with_reference_chain(1000, **{"$id": "x/"})}, "levels deep"),
         ({"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "z"'}, "rules"),
         ({"regex": "a" * 300_000}, "bytes"),
         ({"choice": ["a" * 1000 + str(i) for i in range(300)]}, "bytes"),
     ],
 )
-def test_structures_that_could_overflow_the_stack_are_refused(structure: dict[str, Any], says: str) -> None:
-    """Without the limits, some of these structures crash the process."""
-    with pytest.raises(InputError, match=says):
-        ask(**structure)
+def test_structures_that_could_overflow_the_stack_are_refused(structure: dict[str, Any], message: str) -> None:
+    """Some of these structures would crash the process."""
+    with pytest.raises(InputError, match=message):
+        generate(**structure)
 
 
 def test_large_structures_within_the_limits_are_followed() -> None:
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(350))
-    assert ask(grammar=f'start: r0\n{rules}r350: "z"').text == "z"
-    llm = runtime()
-    found = guided_decoding.GuidedDecoder(StructuredOutputs(json=chain(300)), llm.tokenizer, llm.geometry.vocab, [0])
+    assert generate(grammar=f'start: r0\n{rules}r350: "z"').text == "z"
+    llm = make_llm()
+    found = guided_decoding.GuidedDecoder(
+        StructuredOutputs(json=schema_with_reference_chain(300)), llm.tokenizer, llm.geometry.vocab, [0]
+    )
     assert found.allowed().any()
 
 
 def test_unsupported_structures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="are invalid"):
-        ask(json={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})
+        generate(json={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})
     with pytest.raises(InputError, match="are invalid"):
-        ask(grammar="start: nothing")
+        generate(grammar="start: nothing")
     asked = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
     with pytest.raises(InputError, match="fast tokenizer"):
         LLM(tiny_model("llama"), policy="full", host_memory="1MiB").generate([3], asked)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match="need llguidance: pip install 'llguidance"):
-        ask(regex="b")
+        generate(regex="b")
 
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
 def test_an_answer_without_allowed_tokens_is_an_error(exact: str | None) -> None:
-    """With `exact`, the error already occurs while drafting."""
-    llm = runtime(exact)
+    llm = make_llm(exact)
     [a] = llm.encode("a", special_tokens=False)
     asked = SamplingParams(temperature=0, allowed_token_ids=[a], structured_outputs=StructuredOutputs(regex="aaaab"))
+    # With `exact`, the error already occurs in drafting.
     with pytest.raises(InputError, match="no token is allowed"):
         llm.generate("It was", asked)
     llm.runner.check_integrity()
     assert llm.runner.pool.sequence_bytes == 0
 
 
-def test_a_schema_may_be_text() -> None:
+def test_a_schema_may_be_a_string() -> None:
     assert StructuredOutputs(json=json.dumps(SCHEMA)) == StructuredOutputs(json=SCHEMA)
 
 
 def test_the_token_table_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All requests share one token table of the tokenizer."""
-    understood: list[str] = []
+    builds: list[str] = []
     table = guided_decoding._tokenizer_table
 
-    def counted(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
-        understood.append("once")
+    def count_builds(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
+        builds.append("once")
         return table(tokenizer, vocab, ends)
 
-    monkeypatch.setattr(guided_decoding, "_tokenizer_table", counted)
+    monkeypatch.setattr(guided_decoding, "_tokenizer_table", count_builds)
     llm, asked = (
-        runtime(),
+        make_llm(),
         SamplingParams(max_tokens=8, seed=1, n=2, structured_outputs=StructuredOutputs(regex="[ab]{9}c")),
     )
     first, second = (llm.generate(["It was"], asked)[0].outputs for _ in range(2))
     assert [one.text for one in first] == [one.text for one in second]
-    assert understood == ["once"]
+    assert builds == ["once"]

@@ -1,4 +1,4 @@
-"""Test reading texts from plain files, tables and data sets of `datasets`, and errors for unreadable ones."""
+"""Test that texts are read from plain files, tables and datasets, and that unreadable texts are reported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ ROWS = [{"text": "One.", "id": 1}, {"text": "Two.\n", "id": 2}, {"text": " ", "i
 
 
 @pytest.fixture
-def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Write the same rows as JSON lines, CSV and Parquet. Return the path for each format."""
+def table_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     pyarrow, csv, parquet = (pytest.importorskip(f"pyarrow{name}") for name in ("", ".csv", ".parquet"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = pyarrow.Table.from_pylist(ROWS)
@@ -29,15 +28,15 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_tables_are_read_row_by_row(table: dict[str, str], kind: str) -> None:
-    assert read_text(table[kind]) == "One.\nTwo.\n \nFour\n"
-    assert read_text(f"{table[kind]}:text") == read_text(table[kind])
-    assert text_name(table[kind]) == f"a.{kind}"
+def test_tables_are_read_row_by_row(table_paths: dict[str, str], kind: str) -> None:
+    assert read_text(table_paths[kind]) == "One.\nTwo.\n \nFour\n"
+    assert read_text(f"{table_paths[kind]}:text") == read_text(table_paths[kind])
+    assert text_name(table_paths[kind]) == f"a.{kind}"
 
 
-def test_a_column_must_be_there_and_be_text(table: dict[str, str], tmp_path: Path) -> None:
+def test_a_column_must_exist_and_contain_strings(table_paths: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no column 'id' of strings; columns of strings: text"):
-        read_text(f"{table['jsonl']}:id")
+        read_text(f"{table_paths['jsonl']}:id")
     (tmp_path / "b.jsonl").write_text(json.dumps({"question": "Why?", "n": 1}) + "\n")
     assert read_text(str(tmp_path / "b.jsonl")) == "Why?\n"
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "Why?", "answer": "So."}) + "\n")
@@ -46,7 +45,7 @@ def test_a_column_must_be_there_and_be_text(table: dict[str, str], tmp_path: Pat
         read_text(str(tmp_path / "c.jsonl"))
 
 
-def test_plain_files(tmp_path: Path) -> None:
+def test_plain_files_are_read_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a:b.txt").write_text("One line.\n\n Another.\n")
     assert read_text(str(tmp_path / "a:b.txt")) == "One line.\n\n Another.\n"
     for name in ("none.txt", "none.jsonl", "none.csv:text"):
@@ -63,7 +62,7 @@ def test_plain_files(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("offline", [False, True])
-def test_data_sets_are_streamed_and_taken_from_the_cache_offline(
+def test_datasets_are_streamed_or_read_from_the_cache_offline(
     spec: str, arguments: tuple[str, str | None, str], column: str, offline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
@@ -81,7 +80,7 @@ def test_data_sets_are_streamed_and_taken_from_the_cache_offline(
     assert text_name(spec) == spec
 
 
-def test_where_there_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_that_cannot_be_loaded_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 
     def load(*arguments: object, **keywords: object) -> None:
@@ -95,13 +94,13 @@ def test_where_there_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
             read_text(spec)
 
 
-def test_where_datasets_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_datasets_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"'a:b' needs the package datasets.* pip install .*'datasets>="):
         read_text("a:b")
 
 
-def test_a_long_data_set_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_dataset_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: ({"text": "12345"} for _ in iter(int, 1)))
     monkeypatch.setattr(texts, "CHARACTERS", 20)
@@ -116,13 +115,13 @@ def test_unreadable_texts_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: [{"text": ""}] * 3)
     with pytest.raises(InputError, match="'a:b' contains no text"):
         read_text("a:b")
-    for name, data, said in (("a", b" \n", "is empty"), ("b", b"x\0", "NUL"), ("c", b"\xff", "byte 0 is not UTF-8")):
+    for name, data, message in (("a", b" \n", "is empty"), ("b", b"x\0", "NUL"), ("c", b"\xff", "byte 0 is not UTF-8")):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             read_text(str(tmp_path / name))
 
 
-def test_a_minus_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfOne.\n\nTwo.")))
     assert read_text("-") == "One.\n\nTwo."
 

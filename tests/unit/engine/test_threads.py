@@ -1,6 +1,6 @@
-"""Test threads that share a runtime step by step. Each gets the tokens that it gets alone.
+"""Test threads that share a runtime. Each thread gets the tokens that it gets without the other threads.
 
-`adversary/interleavings.py` runs random requests on engines that share a pool.
+`tests/adversary/interleavings.py` runs random requests on engines that share a pool.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def make_llm(**options: Any) -> LLM:
     return LLM(tiny_model("llama", dtype=torch.float32), dtype="float32", host_memory="32MiB", **options)
 
 
-def all_calls(llm: LLM, folder: Path, number: int) -> list[Any]:
-    """Make every kind of call. The results depend only on `number`."""
+def results_of_calls(llm: LLM, folder: Path, number: int) -> list[Any]:
+    """Call `generate`, `stream`, `score` and a session. Each `number` has prompts of its own."""
     prompts = [tiny_prompt(90 + 7 * number + i, seed=10 * number + i) for i in range(2)]
     found: list[Any] = [completion.token_ids for completion in completed(llm.generate(prompts, SHORT))]
     found.append([event.token_id for event in llm.stream(prompts[1], SHORT)])
@@ -47,25 +47,24 @@ def all_calls(llm: LLM, folder: Path, number: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_threads_get_the_tokens_that_they_would_get_alone(
+def test_threads_get_the_tokens_of_separate_runs(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     alone = make_llm(**options)
-    expected = [all_calls(alone, tmp_path / "alone", number) for number in range(3)]
+    expected = [results_of_calls(alone, tmp_path / "alone", number) for number in range(3)]
     llm = make_llm(**options)
-    calls: list[Callable[[], list[Any]]] = [lambda n=n: all_calls(llm, tmp_path / "store", n) for n in range(3)]  # type: ignore[misc]
+    calls: list[Callable[[], list[Any]]] = [lambda n=n: results_of_calls(llm, tmp_path / "store", n) for n in range(3)]  # type: ignore[misc]
     with ThreadPoolExecutor(3) as threads:
         found = [future.result() for future in [threads.submit(call) for call in calls]]
     assert found == expected
     llm.runner.check_integrity()
 
 
-def test_threads_wait_for_memory_that_others_free() -> None:
-    """The pool has four blocks, and each request needs three. Preempted requests finish later."""
+def test_threads_wait_for_memory_of_other_threads() -> None:
     params, prompts = SamplingParams(max_tokens=40, temperature=0), [tiny_prompt(100, seed=i) for i in range(3)]
-    expected = [output.outputs[0].token_ids for output in tight(40).generate(prompts, params)]
-    llm = tight(4)
+    expected = [output.outputs[0].token_ids for output in llm_with_blocks(40).generate(prompts, params)]
+    llm = llm_with_blocks(4)  # each request needs three blocks
     with ThreadPoolExecutor(3) as threads:
         asked = [threads.submit(llm.generate, [prompt], params) for prompt in prompts]
         assert [one.result()[0].outputs[0].token_ids for one in asked] == expected
@@ -74,8 +73,8 @@ def test_threads_wait_for_memory_that_others_free() -> None:
 
 
 def test_no_thread_waits_long_for_a_paused_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused stream keeps its KV. Its own thread fails at once, other threads after `PATIENCE`."""
-    llm = tight(3)
+    """A paused stream keeps its KV. Requests of its thread fail at once, those of other threads after `PATIENCE`."""
+    llm = llm_with_blocks(3)
     stream = llm.stream(tiny_prompt(100), SHORT)
     next(stream)
     with pytest.raises(PoolFullError):
@@ -87,13 +86,12 @@ def test_no_thread_waits_long_for_a_paused_stream(monkeypatch: pytest.MonkeyPatc
     stream.close()  # type: ignore[attr-defined]
 
 
-def tight(blocks: int) -> LLM:
+def llm_with_blocks(blocks: int) -> LLM:
     model = tiny_model("llama", num_hidden_layers=2)
     return LLM(model, policy="full", host_memory=blocks * 2 * 2 * 2 * 32 * BLOCK_SIZE * 4, verify="off")
 
 
-def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
-    """In the child process, every call that computes or writes raises. The parent is not affected."""
+def test_a_forked_process_cannot_use_the_runtime(tmp_path: Path) -> None:
     llm, prompt = make_llm(policy="full"), tiny_prompt(70)
     session = llm.session("s", tmp_path)
     first = [event.token_id for event in session.send(prompt, SHORT)]
@@ -121,8 +119,8 @@ def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
             os._exit(0)
     os.close(writing)
     os.waitpid(child, 0)
-    with os.fdopen(reading, "rb") as said:
-        assert said.read() == b"x" * len(calls)
+    with os.fdopen(reading, "rb") as results:
+        assert results.read() == b"x" * len(calls)
     history = [*prompt, *first, *prompt]
     assert [event.token_id for event in session.send(prompt, SHORT)] == make_llm(policy="full").generate(
         [history], SHORT
@@ -130,22 +128,22 @@ def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
     llm.close()
 
 
-def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool has four blocks, and each of two requests needs three. The younger one is preempted."""
+def test_the_younger_of_two_requests_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
-    llm, params = tight(4), SamplingParams(max_tokens=40, temperature=0)
+    # Each request needs three of the four blocks.
+    llm, params = llm_with_blocks(4), SamplingParams(max_tokens=40, temperature=0)
     older, younger = engines = [Engine(llm.runner, max_num_seqs=2) for _ in range(2)]
     prompts = [tiny_prompt(110), tiny_prompt(100, seed=1)]  # the older request needs its third block first
     requests = [engine.add(prompt, params) for engine, prompt in zip(engines, prompts, strict=True)]
     run_in_rounds(engines, 0, 200)
     assert older.scheduler.preemptions == 0 and younger.scheduler.preemptions == 1
     for prompt, request in zip(prompts, requests, strict=True):
-        [alone] = completed(tight(40).generate([prompt], params))
+        [alone] = completed(llm_with_blocks(40).generate([prompt], params))
         assert request.completions()[0].token_ids == alone.token_ids
 
 
-def test_beam_searches_of_two_threads_end_in_a_tight_pool() -> None:
-    """Regression test: both searches, each of which fits alone, preempted themselves and restarted forever."""
+def test_beam_searches_of_two_threads_end_in_a_small_pool() -> None:
+    """Regression test: both searches preempted themselves and restarted forever."""
     model, params = architecture("gemma3"), SamplingParams(max_tokens=12, temperature=0, num_beams=3)
     prompts = [[token % 90 + 1 for token in tiny_prompt(count, seed=count)] for count in (63, 64)]
     llm = LLM(model, policy="full", host_memory=27 * 12_288, verify="off")

@@ -1,7 +1,7 @@
-"""Test that a sequence with sliding windows fits into a pool after a cached prefix if it fits alone.
+"""Test that a sequence with sliding windows fits into a pool of its size even if its prefix is cached.
 
-A prefill needs the windows of its first and last token. The pool has two blocks of sliding layers. Prefilling all new
-tokens at once would need three, so the prefill must be split.
+A prefill needs the KV in the windows of its first and last token. A prefill of all new tokens would need three blocks
+of sliding layers, and the pool has two. The engine must therefore split the prefill.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PROMPT = [token % (VOCAB - 1) + 1 for token in tiny_prompt(200)]
 PREFIX = 2 * BLOCK_SIZE + 2
 
 
-def make(tokens: int | None = None, spare: int = 0) -> LLM:
-    """Create a runtime whose pool has blocks for `tokens` tokens and `spare` more blocks."""
+def make_llm(tokens: int | None = None, spare: int = 0) -> LLM:
+    """Create a runtime whose pool has room for `tokens` tokens and `spare` more blocks."""
     options: dict[str, Any] = {"policy": "full", "dtype": "float32", "verify": "off"}
     model = architecture("gemma3", dtype=torch.float32)
     llm = LLM(model, host_memory="4MiB", **options)
@@ -56,8 +56,8 @@ def check_empty(llm: LLM) -> None:
     ids=["greedy", "beams"],
 )
 def test_a_request_fits_after_a_cached_prefix(params: SamplingParams, spare: int) -> None:
-    [expected] = completed(make().generate([PROMPT], params))
-    llm = make(len(PROMPT) + params.max_tokens, spare)
+    [expected] = completed(make_llm().generate([PROMPT], params))
+    llm = make_llm(len(PROMPT) + params.max_tokens, spare)
     cache_prefix(llm)
     [output] = llm.generate([PROMPT], params)
     assert output.outputs[0].token_ids == expected.token_ids
@@ -66,8 +66,8 @@ def test_a_request_fits_after_a_cached_prefix(params: SamplingParams, spare: int
 
 
 def test_a_score_fits_after_a_cached_prefix() -> None:
-    [expected] = make().score([PROMPT], [[3, 5, 7]])
-    llm = make(len(PROMPT) + 3)
+    [expected] = make_llm().score([PROMPT], [[3, 5, 7]])
+    llm = make_llm(len(PROMPT) + 3)
     cache_prefix(llm)
     [score] = llm.score([PROMPT], [[3, 5, 7]])
     assert score.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
@@ -76,9 +76,7 @@ def test_a_score_fits_after_a_cached_prefix() -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_turn_fits_after_its_session(restarts: bool, tmp_path: Path) -> None:
-    """The first turn ends within a block. The second turn continues in memory or after a restart."""
-
+def test_a_second_turn_fits_into_the_pool(restarts: bool, tmp_path: Path) -> None:
     def answer(llm: LLM, prompt: list[int]) -> list[int]:
         session = llm.session("talk", tmp_path / str(llm.runner.pool.block_count))
         try:
@@ -87,9 +85,9 @@ def test_a_turn_fits_after_its_session(restarts: bool, tmp_path: Path) -> None:
             session.close()
 
     def talk(tokens: int | None) -> list[int]:
-        llm = make(tokens)
+        llm = make_llm(tokens)
         found = answer(llm, PROMPT[:PREFIX])
-        found += answer(make(tokens) if restarts else llm, PROMPT[PREFIX:])
+        found += answer(make_llm(tokens) if restarts else llm, PROMPT[PREFIX:])
         check_empty(llm)
         return found
 
@@ -97,8 +95,8 @@ def test_a_turn_fits_after_its_session(restarts: bool, tmp_path: Path) -> None:
 
 
 def test_a_swapped_sequence_fits_after_a_cached_prefix(tmp_path: Path) -> None:
-    """The sequence needs only its own windows, not those at the end of the prefix."""
-    llm = make(len(PROMPT) + 1)
+    """A restored sequence needs the windows at its own end, but not those at the end of the prefix."""
+    llm = make_llm(len(PROMPT) + 1)
     swap = Swap(llm.runner, tmp_path)
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
     sequence = llm.runner.new_sequence(PROMPT, len(PROMPT))
@@ -115,7 +113,7 @@ def test_a_swapped_sequence_fits_after_a_cached_prefix(tmp_path: Path) -> None:
 
 
 def test_a_draft_sequence_fits_after_a_cached_prefix() -> None:
-    target, draft = make(), make(len(PROMPT) + 4)
+    target, draft = make_llm(), make_llm(len(PROMPT) + 4)
     cache_prefix(draft)
     sequence = target.runner.new_sequence(PROMPT, len(PROMPT))
     assert DraftModel(draft.runner, VOCAB).prepare(sequence, 4)
@@ -126,7 +124,7 @@ def test_a_draft_sequence_fits_after_a_cached_prefix() -> None:
 
 
 def test_a_failed_score_frees_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make()
+    llm = make_llm()
     monkeypatch.setattr(llm.runner, "advance_prefill", lambda prefill: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.score([PROMPT], [[3]])
@@ -134,8 +132,7 @@ def test_a_failed_score_frees_its_sequence(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("window", [1, 2, 12, 63, 64, 65, 66, 128, 129, 200])
-def test_parts_of_a_prefill_need_no_more_blocks_than_a_window(window: int) -> None:
-    """The shortest parts compute all tokens in order, and each needs at most `window_blocks` blocks."""
+def test_prefill_parts_need_no_more_blocks_than_a_window(window: int) -> None:
     groups = LayerGroups(1, (0, 1), (0, 0), 1, window)
     for start in range(0, 330, 3):
         position, stop = start, 700
@@ -154,13 +151,13 @@ def test_a_prefill_without_sliding_windows_has_one_part(start: int) -> None:
 
 
 @pytest.mark.parametrize("start", [64_000, 64_001, 64_100])
-def test_a_long_prefill_has_few_ends(start: int) -> None:
-    """Each end needs fewer window blocks than the one before. Ends of whole prefill chunks come first."""
+def test_later_prefill_ends_need_fewer_window_blocks(start: int) -> None:
     groups, chunk = LayerGroups(1, (0, 1), (0, 0), 1, 1024), 512
     stop = start + 128_000
     for ends in (list(groups.prefill_ends(start, stop)), list(groups.prefill_ends(start, stop, slice_tokens=chunk))):
         needed = [len(groups.window_indices(start, end)) for end in ends]
         assert needed == sorted(set(needed), reverse=True) and needed[-1] <= groups.window_blocks < needed[-2]
         assert ends[0] == stop and start < ends[-1] <= start + 1024 + BLOCK_SIZE
+    # Ends of whole prefill chunks come first.
     chunks = [(end - start) % chunk == 0 for end in ends]
     assert chunks[1] and chunks == sorted(chunks, reverse=True)

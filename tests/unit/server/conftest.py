@@ -1,9 +1,9 @@
-"""Fixtures for tests of the server.
+"""Fixtures of a server with scripted answers.
 
-A test module may define `say`, which returns the answer to a prompt, and `SERVED`, the options of the server.
+A test module may define `say(prompt)`, which returns the answer to a prompt, and `SERVER_OPTIONS`.
 
-If this folder is named on the command line, pytest reads this file before `pytest_collection` selects Triton's
-interpreter. Functions therefore import torch and transformers, which import Triton.
+Only fixtures import torch and transformers, because both import Triton. If this folder is named on the command line,
+pytest reads this file before Triton's interpreter is selected.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -
 def url(request: pytest.FixtureRequest, engine: ScriptedEngine) -> Iterator[str]:
     from support.serving import served
 
-    with served(engine, **getattr(request.module, "SERVED", {})) as address:
+    with served(engine, **getattr(request.module, "SERVER_OPTIONS", {})) as address:
         yield address
 
 
@@ -60,6 +60,6 @@ def http(url: str) -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="module")
 def client(request: pytest.FixtureRequest, url: str) -> Iterator[openai.OpenAI]:
-    key, *_ = getattr(request.module, "SERVED", {}).get("api_keys", ("none",))
+    key, *_ = getattr(request.module, "SERVER_OPTIONS", {}).get("api_keys", ("none",))
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as made:
         yield made

@@ -59,7 +59,7 @@ def test_stream_stop_reload_and_restart(browser: Browser, model: Path, tmp_path:
         ask(page, NIGHT * 12, 8)
         done(page)
         expect(page.locator("article.assistant")).to_have_count(1)
-        said = page.locator("article.assistant .text").inner_text()
+        answer = page.locator("article.assistant .text").inner_text()
         expect(page.locator("#sources button").first).to_contain_text("%")
         assert page.locator("#matrix").get_attribute("aria-label") != "No steps yet"
         ask(page, "On and on.", 4000)
@@ -70,13 +70,13 @@ def test_stream_stop_reload_and_restart(browser: Browser, model: Path, tmp_path:
         expect(page.locator("#send")).to_be_enabled()
         page.reload()
         expect(page.locator("article")).to_have_count(4)
-        assert page.locator("article.assistant .text").nth(0).inner_text() == said
+        assert page.locator("article.assistant .text").nth(0).inner_text() == answer
         # The server has sent more than the page may have read.
         assert page.locator("article.assistant .text").nth(1).inner_text().startswith(stopped[: len(stopped) // 2])
         state, port = page.context.storage_state(), int(url.rsplit(":", 1)[1])
     with serving(model, tmp_path, port) as url, page_of(browser, url, storage_state=state) as page:
         expect(page.locator("article")).to_have_count(4)
-        assert page.locator("article.assistant .text").nth(0).inner_text() == said
+        assert page.locator("article.assistant .text").nth(0).inner_text() == answer
         ask(page, "And then?", 8)
         done(page)
         expect(page.locator("#status")).to_contain_text("prompt tokens reused")
@@ -113,7 +113,7 @@ def test_a_document_of_200_kilobytes(browser: Browser, model: Path, tmp_path: Pa
         expect(page.locator("summary", has_text="book.txt (200,000 characters)")).to_have_count(1)
 
 
-def test_a_text_that_is_too_long_is_counted_kept_and_shortened(browser: Browser, tmp_path: Path) -> None:
+def test_a_message_that_is_too_long_can_be_shortened(browser: Browser, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "short", "llama", num_hidden_layers=2, max_position_embeddings=512)
     with serving(model, None) as url, page_of(browser, url) as page:
         expect(page.locator("#model")).to_have_text("short")
@@ -170,7 +170,7 @@ def test_continue_regenerate_and_edit(browser: Browser, model: Path, tmp_path: P
         expect(page.locator("article")).to_have_count(2)
 
 
-def test_without_a_store_the_browser_keeps_one(browser: Browser, model: Path) -> None:
+def test_without_a_store_the_browser_keeps_the_conversation(browser: Browser, model: Path) -> None:
     with serving(model, None) as url, page_of(browser, url) as page:
         ask(page, "<img src=x onerror=alert(1)> **bold**", 8)
         done(page)

@@ -148,10 +148,10 @@ def test_search_rename_export_and_undo(browser: Browser, url: str) -> None:
         expect(titles.filter(has_text="The letter")).to_have_count(1)
         titles.filter(has_text="The letter").click()
         expect(page.locator("article")).to_have_count(2)
-        assert exported(page, "#export-markdown")[:3] == ("The letter.md", "# The letter", "## You")
-        name, *lines = exported(page, "#export-json")
+        assert download(page, "#export-markdown")[:3] == ("The letter.md", "# The letter", "## You")
+        name, *lines = download(page, "#export-json")
         assert name == "The letter.json" and json.loads("\n".join(lines))["messages"][0]["role"] == "user"
-        name, *lines = exported(page, "#export-all")
+        name, *lines = download(page, "#export-all")
         assert {each["title"] for each in json.loads("\n".join(lines))} == {"The letter", "What of the night?"}
         page.get_by_role("button", name="Delete The letter").click()
         expect(titles).to_have_count(1)
@@ -195,8 +195,8 @@ def test_a_failed_deletion_is_reported(browser: Browser, url: str, status: int |
         expect(page.locator("#session-list .title")).to_have_count(1)
 
 
-def fail_during(page: Page, engine: Engine, server: Server, label: str, lost: bool) -> None:
-    """Start an action on the answer. After its first token, abort the connections (`lost`) or fail the engine."""
+def fail_during_action(page: Page, engine: Engine, server: Server, label: str, lost: bool) -> None:
+    """Start the action `label` of the page. After one token, abort the connections (`lost`) or raise an error."""
     engine.pause, engine.fails_after = 2, 1
     engine.fails = None if lost else InputError("the disk is full")
     action(page, "assistant", label)
@@ -222,7 +222,7 @@ def test_an_answer_stays_if_its_continuation_fails(
         done(page)
         answer = page.locator("article.assistant .text")
         before = answer.inner_text()
-        fail_during(page, engine, server, "Continue the answer", lost)
+        fail_during_action(page, engine, server, "Continue the answer", lost)
         expect(page.locator("#status")).to_have_text("The answer was not continued.")
         assert answer.inner_text() == before
         expect(page.locator("article.failed")).to_have_count(0)
@@ -246,7 +246,7 @@ def test_an_answer_stays_if_it_cannot_be_replaced(browser: Browser, engine: Engi
         answer = page.locator("article.assistant .text")
         expect(answer).to_have_text("It was a dark night.")
         engine.say = lambda prompt: "Another answer, which is never complete."
-        fail_during(page, engine, server, "Regenerate the answer", lost)
+        fail_during_action(page, engine, server, "Regenerate the answer", lost)
         expect(page.locator("#status")).to_have_text("The earlier answer was kept.")
         expect(answer).to_have_text("It was a dark night.")
         expect(page.locator("article.failed")).to_have_count(0)
@@ -256,8 +256,8 @@ def test_an_answer_stays_if_it_cannot_be_replaced(browser: Browser, engine: Engi
         expect(answer).to_have_text("Another answer, which is never complete.")
 
 
-def exported(page: Page, button: str) -> tuple[str, ...]:
-    """Return the name and the non-empty lines of a file that the page saves."""
+def download(page: Page, button: str) -> tuple[str, ...]:
+    """Return the name and the non-empty lines of the downloaded file."""
     with page.expect_download() as saving:
         page.click(button)
     text = Path(saving.value.path()).read_text(encoding="utf-8")
@@ -391,10 +391,10 @@ def test_the_keyboard_reaches_every_control(browser: Browser, url: str) -> None:
             if page.locator(":focus").count() == 0:
                 break  # after the last control
             names.append(page.locator(":focus").evaluate(NAME))
-        wanted = (
+        expected = (
             "Skip to the message", "Conversations", "Settings", "Sources", "New conversation", "Search", "Rename Who",
             "Delete Who", "Markdown", "Message", "Add files", "Send", "Copy the message", "Edit the message",
             "Regenerate the answer",
         )  # fmt: skip
-        assert [name for name in wanted if not any(name in found for found in names)] == []
+        assert [name for name in expected if not any(name in found for found in names)] == []
         assert all(name.strip() for name in names)

@@ -1,6 +1,6 @@
 """Test two replicas and two batch engines on a local Ray cluster: routing, and killed processes.
 
-Needs OFFLOAD_RT_STRESS and ray.
+The tests need the variable OFFLOAD_RT_STRESS and the package ray.
 """
 
 from __future__ import annotations
@@ -69,25 +69,24 @@ def complete(url: str, prompt: str, tokens: int = 4) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=asked, timeout=120)
 
 
-def reused(answer: httpx2.Response) -> int:
+def cached_tokens_of_completion(answer: httpx2.Response) -> int:
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def at_once(ask: Callable[[], httpx2.Response], count: int) -> list[httpx2.Response]:
+def send_at_once(ask: Callable[[], httpx2.Response], count: int) -> list[httpx2.Response]:
     with ThreadPoolExecutor(count) as pool:
         return [each.result() for each in [pool.submit(ask) for _ in range(count)]]
 
 
 def test_requests_go_to_the_replica_with_their_prefix_except_under_load(url: str) -> None:
-    """Requests with a cached prefix go to the replica that has it, or under load to the other one."""
     beginnings = [f"{i}. {LONG}" for i in range(6)]
     for beginning in beginnings:
-        reused(complete(url, beginning))
-    assert all(reused(complete(url, f"{beginning} Who?")) > 100 for beginning in beginnings)
-    answers = at_once(lambda: complete(url, f"{beginnings[0]} Who?", 100), 24)
+        cached_tokens_of_completion(complete(url, beginning))
+    assert all(cached_tokens_of_completion(complete(url, f"{beginning} Who?")) > 100 for beginning in beginnings)
+    answers = send_at_once(lambda: complete(url, f"{beginnings[0]} Who?", 100), 24)
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
-    computed = [answer for answer in answers if reused(answer) < 64]
+    computed = [answer for answer in answers if cached_tokens_of_completion(answer) < 64]
     print(f"{len(computed)} of {len(answers)} requests computed the beginning again: on the other replica")
     assert 1 <= len(computed) <= 12
 
@@ -98,7 +97,7 @@ def respond(url: str, session: str, text: str, before: str | None = None) -> htt
     return httpx2.post(f"{url}/v1/responses", json=asked, headers={"x-session-id": session}, timeout=120)
 
 
-def cached(answer: httpx2.Response) -> int:
+def cached_tokens_of_response(answer: httpx2.Response) -> int:
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["input_tokens_details"]["cached_tokens"])
 
@@ -106,46 +105,47 @@ def cached(answer: httpx2.Response) -> int:
 def test_sessions_keep_their_replica_and_survive_its_death(url: str) -> None:
     texts = {f"s{i}": f"{i} {LONG}" for i in range(8)}
     first = {name: respond(url, name, text) for name, text in texts.items()}
-    assert all(cached(answer) < 64 for answer in first.values()), "each begins otherwise"
+    assert all(cached_tokens_of_response(answer) < 64 for answer in first.values()), "the prompts share no prefix"
     second = {name: respond(url, name, "Go on.", first[name].json()["id"]) for name in texts}
-    assert all(cached(answer) > 100 for answer in second.values()), "a session is where its rows are"
+    assert all(cached_tokens_of_response(answer) > 100 for answer in second.values()), (
+        "a session stays on the replica with its KV"
+    )
     stream = {"messages": [{"role": "user", "content": "Hm?"}], "max_tokens": 8, "stream": True}
     streamed = httpx2.post(f"{url}/v1/chat/completions", json=stream, timeout=60)
     assert streamed.text.rstrip().endswith("data: [DONE]")
     pids = {process.pid for process in replicas()}
     assert len(pids) == 2
 
-    said: list[tuple[str, Any]] = []
+    results: list[tuple[str, Any]] = []
     ended = threading.Event()
 
-    def load(name: str) -> None:
-        """Send requests until `ended` is set, and record each outcome."""
+    def send_requests(name: str) -> None:
         while not ended.is_set():
             try:
-                said.append((name, respond(url, name, "And?", second[name].json()["id"]).status_code))
+                results.append((name, respond(url, name, "And?", second[name].json()["id"]).status_code))
             except httpx2.HTTPError as error:
-                said.append((name, type(error).__name__))
+                results.append((name, type(error).__name__))
 
-    threads = [threading.Thread(target=load, args=(name,)) for name in texts]
+    threads = [threading.Thread(target=send_requests, args=(name,)) for name in texts]
     for thread in threads:
         thread.start()
     time.sleep(3)
     victim = min(pids)
     os.kill(victim, signal.SIGKILL)
     deadline = time.monotonic() + 180
-    while victim in (now := {process.pid for process in replicas()}) or len(now) < 2:
-        assert time.monotonic() < deadline, "no replica came in its place"
+    while victim in (running := {process.pid for process in replicas()}) or len(running) < 2:
+        assert time.monotonic() < deadline, "the killed replica was not replaced"
         time.sleep(1)
     time.sleep(10)
     ended.set()
     for thread in threads:
         thread.join(150)
         assert not thread.is_alive(), "an answer was lost silently"
-    outcomes = {outcome for _, outcome in said}
-    print(f"{len(said)} requests, outcomes {[(o, sum(each == o for _, each in said)) for o in outcomes]}")
-    good = sum(outcome == 200 for _, outcome in said)
+    outcomes = {outcome for _, outcome in results}
+    print(f"{len(results)} requests, outcomes {[(o, sum(each == o for _, each in results)) for o in outcomes]}")
+    good = sum(outcome == 200 for _, outcome in results)
     known = {200, 500, 502, 503, "ReadError", "RemoteProtocolError", "ConnectError"}
-    assert good > 0.5 * len(said) and outcomes <= known
+    assert good > 0.5 * len(results) and outcomes <= known
     # Every conversation must continue with its earlier answers on any replica.
     for name in texts:
         again = respond(url, name, "And?", second[name].json()["id"])
@@ -174,8 +174,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def begin(model: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a slow batch command with two engines, each with four concurrent requests."""
+def start_batch(model: str, folder: Path) -> subprocess.Popen[bytes]:
     flags = ["--policy", "full", "--device", "cpu", "--max-new-tokens", "300", "--temperature", "0", "--at-once", "4"]
     arguments = ["batch", model, str(folder / "in"), str(folder / "out"), "--ray", "2", *flags]
     return subprocess.Popen([sys.executable, "-m", "offload_rt", *arguments])
@@ -184,17 +183,16 @@ def begin(model: str, folder: Path) -> subprocess.Popen[bytes]:
 def wait_for(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
     deadline = time.monotonic() + 240
     while not path.exists() or len(lines(path)) < count:
-        assert process.poll() is None and time.monotonic() < deadline, "it ended, or stands still"
+        assert process.poll() is None and time.monotonic() < deadline, "the command has ended, or makes no progress"
         time.sleep(0.05)
 
 
-def engines(parent: int) -> list[psutil.Process]:
-    """Return the actor processes of the command's cluster."""
+def engine_processes(parent: int) -> list[psutil.Process]:
     below = psutil.Process(parent).children(recursive=True)
     return [one for one in below if " ".join(one.cmdline()).startswith("ray::MapWorker")]
 
 
-def test_no_request_is_lost_or_repeated(tmp_path: Path) -> None:
+def test_a_killed_batch_loses_and_repeats_no_request(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2, max_position_embeddings=4096)
     beginnings = [tiny_prompt(150, seed=i) for i in range(FAMILIES)]
     requests = [
@@ -204,22 +202,24 @@ def test_no_request_is_lost_or_repeated(tmp_path: Path) -> None:
     ]
     (tmp_path / "in").write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
     out = tmp_path / "out"
-    command = begin(model, tmp_path)
+    command = start_batch(model, tmp_path)
     wait_for(command, out, EACH)
-    working = engines(command.pid)
+    working = engine_processes(command.pid)
     assert len(working) == 2
     working[0].send_signal(signal.SIGKILL)
     wait_for(command, out, len(lines(out)) + 2 * EACH)
-    assert len(engines(command.pid)) == 2, "another in its place"
+    assert len(engine_processes(command.pid)) == 2, "the killed engine is replaced"
     command.kill()
     command.wait()
     done = lines(out)
     assert EACH < len(done) < len(requests)
-    assert begin(model, tmp_path).wait(300) == 0
+    assert start_batch(model, tmp_path).wait(300) == 0
     found = lines(out)
     assert found[: len(done)] == done and sorted(each["id"] for each in found) == sorted(r["id"] for r in requests)
     order = [each["id"].split()[0] for each in found]
-    assert all(len(set(order[i : i + EACH])) == 1 for i in range(0, len(order), EACH)), "alike together"
+    assert all(len(set(order[i : i + EACH])) == 1 for i in range(0, len(order), EACH)), (
+        "requests with a common prefix are adjacent"
+    )
     alone = tmp_path / "alone"
     flags = ["--policy", "full", "--max-new-tokens", "300", "--temperature", "0"]
     assert main(["batch", model, str(tmp_path / "in"), str(alone), *flags]) == 0

@@ -1,7 +1,7 @@
-"""Test recorded requests of agents: the server finds the longest prefix that each prompt shares with earlier ones.
+"""Test that the server reuses the longest known prefix of each prompt, with recorded requests of agents.
 
-`make stress PART=agents` replays all agents, before and after a restart, and prints a table. It also uses a store that
-is too small for all prompts, and the model in OFFLOAD_RT_AGENTS_MODEL if set.
+`make stress PART=agents` replays the requests of all agents and prints tables. The environment variable
+OFFLOAD_RT_AGENTS_MODEL selects another model.
 """
 
 from __future__ import annotations
@@ -32,22 +32,13 @@ NAMES = list(AGENTS) if STRESS else ["opencode"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """Measurements of one request.
-
-    Attributes:
-        prompt: Prompt tokens.
-        known: Tokens of the longest beginning that an earlier request has.
-        cached: Tokens that the server found in its cache.
-        seconds: Time to the first token.
-    """
-
+class Measurement:
     agent: str
     kind: str
-    prompt: int
-    known: int
-    cached: int
-    seconds: float
+    prompt_tokens: int
+    known_tokens: int  # longest prefix that the prompt shares with earlier ones
+    cached_tokens: int
+    first_token_seconds: float
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +50,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @dataclass(frozen=True)
 class Service:
-    """Client of a server, the server's engine, and its store."""
-
     http: httpx2.Client
     engine: AsyncLLM
     store: Path
@@ -69,18 +58,18 @@ class Service:
     def disk_bytes(self) -> int:
         storage: Any = self.engine._sessions.store.context.storage  # type: ignore[union-attr]
         with storage._index.mutex:  # else a file could be deleted and another one written between two calls of stat
-            return size_of(self.store)
+            return store_bytes(self.store)
 
 
-def size_of(store: Path) -> int:
-    """Return the size of the files with KV and sessions, including temporary files."""
+def store_bytes(store: Path) -> int:
+    """Return the size of all files with KV and sessions, including temporary files."""
     spaces = (folder for folder in store.iterdir() if folder.is_dir() and folder.name != "server")
     return sum(path.stat().st_size for space in spaces for path in space.rglob("*") if path.is_file())
 
 
 @contextmanager
 def serving(model: str, store: Path, limit: int | None = None) -> Iterator[Service]:
-    """Serve a newly loaded model, as a restarted process would."""
+    """Load the model and serve it, as a new process would."""
     llm = LLM(model, policy="full", verify="off", host_memory="1GiB")
     if not getattr(llm.tokenizer, "chat_template", None):
         llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
@@ -89,18 +78,17 @@ def serving(model: str, store: Path, limit: int | None = None) -> Iterator[Servi
         yield Service(http, engine, store)
 
 
-def known_tokens(prompt: list[int], earlier: list[list[int]]) -> int:
-    """Return the length of the longest prefix that a prompt shares with earlier ones."""
+def longest_shared_prefix(prompt: list[int], earlier: list[list[int]]) -> int:
     ends = ((i for i, pair in enumerate(zip(prompt, other, strict=False)) if pair[0] != pair[1]) for other in earlier)
     return max(
         (next(found, min(len(prompt), len(other))) for found, other in zip(ends, earlier, strict=True)), default=0
     )
 
 
-def replay(http: httpx2.Client, agent: str, request: AgentRequest, earlier: list[list[int]]) -> Row:
-    """Send a request, and add its prompt to `earlier`."""
+def replay(http: httpx2.Client, agent: str, request: AgentRequest, earlier: list[list[int]]) -> Measurement:
+    """Send a request, return its measurements, and append its prompt to `earlier`."""
     prompt = http.post("/tokenize", json=request.body).json()["tokens"]
-    known = known_tokens(prompt, earlier)
+    known = longest_shared_prefix(prompt, earlier)
     earlier.append(prompt)
     body = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 4, "temperature": 0}
     first, usage, begun = 0.0, {}, time.perf_counter()
@@ -113,25 +101,28 @@ def replay(http: httpx2.Client, agent: str, request: AgentRequest, earlier: list
                 usage = chunk["usage"] or usage
     assert usage["prompt_tokens"] == len(prompt)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Row(agent, request.kind, len(prompt), known, cached, first)
+    return Measurement(agent, request.kind, len(prompt), known, cached, first)
 
 
 def requests() -> Iterator[tuple[str, AgentRequest]]:
     return ((name, request) for name in NAMES for request in AGENTS[name]())
 
 
-def table(title: str, rows: list[Row]) -> str:
+def table(title: str, rows: list[Measurement]) -> str:
     lines = [
         f"\n{title}\n\n| agent | request | prompt | known | cached | first token (s) |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [f"| {r.agent} | {r.kind} | {r.prompt:,} | {r.known:,} | {r.cached:,} | {r.seconds:.3f} |" for r in rows]
-    prompt, cached = sum(row.prompt for row in rows), sum(row.cached for row in rows)
+    lines += [
+        f"| {r.agent} | {r.kind} | {r.prompt_tokens:,} | {r.known_tokens:,} | {r.cached_tokens:,} "
+        f"| {r.first_token_seconds:.3f} |"
+        for r in rows
+    ]
+    prompt, cached = sum(row.prompt_tokens for row in rows), sum(row.cached_tokens for row in rows)
     return "\n".join([*lines, f"| all | {len(rows)} | {prompt:,} | | {cached:,} ({cached / prompt:.0%}) | |"])
 
 
-def test_agents_find_their_prefixes(model: str, tmp_path: Path) -> None:
-    """A restarted server finds the whole prompts on disk."""
+def test_prompts_of_agents_reuse_their_known_prefix(model: str, tmp_path: Path) -> None:
     earlier: list[list[int]] = []
     for title in ("Before the restart", "After the restart"):
         with serving(model, tmp_path) as service:
@@ -139,17 +130,17 @@ def test_agents_find_their_prefixes(model: str, tmp_path: Path) -> None:
         print(table(title, rows))
         for row in rows:
             # Whole blocks are shared. The last token of a prompt is always computed.
-            assert row.cached >= min(row.known, row.prompt - 1) // BLOCK * BLOCK, row
-    assert all(row.known == row.prompt for row in rows)
+            assert row.cached_tokens >= min(row.known_tokens, row.prompt_tokens - 1) // BLOCK * BLOCK, row
+    # The restarted server finds all prompts on disk.
+    assert all(row.known_tokens == row.prompt_tokens for row in rows)
 
 
 def test_the_store_stays_within_its_limit(model: str, tmp_path: Path) -> None:
-    """The store has a third of the space that all prompts need."""
     earlier: list[list[int]] = []
     with serving(model, tmp_path / "whole") as service:
         for name, request in requests():
             replay(service.http, name, request, earlier)
-    limit = size_of(tmp_path / "whole") // 3
+    limit = store_bytes(tmp_path / "whole") // 3  # a third of the space that all prompts need
     sizes: list[int] = []
     for title in ("Limited store, before the restart", "Limited store, after the restart"):
         rows = []
@@ -157,11 +148,11 @@ def test_the_store_stays_within_its_limit(model: str, tmp_path: Path) -> None:
             for name, request in requests():
                 rows.append(replay(service.http, name, request, earlier))
                 sizes.append(service.disk_bytes)
-        sizes.append(size_of(tmp_path / "limited"))
+        sizes.append(store_bytes(tmp_path / "limited"))
         print(table(title, rows))
     print(f"\nlimit {limit:,} bytes, largest size on disk {max(sizes):,} bytes")
     assert limit / 2 < max(sizes) <= limit
-    assert any(row.cached for row in rows)
+    assert any(row.cached_tokens for row in rows)
 
 
 @pytest.mark.skipif(not STRESS, reason="starts five servers: make stress PART=agents")

@@ -1,6 +1,6 @@
-"""Test the server with LangChain, litellm and `llm`, with conformance suites, and with ten thousand requests.
+"""Test the server with LangChain, litellm and `llm`, with conformance suites, and with many concurrent requests.
 
-Needs the installed packages, and OFFLOAD_RT_STRESS, the duration of schemathesis in seconds.
+OFFLOAD_RT_STRESS is the duration of schemathesis in seconds. Tests of missing packages are skipped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from offload_rt import LLM, AsyncLLM, SamplingParams
 SECONDS = int(os.environ.get("OFFLOAD_RT_STRESS", "0"))
 if not SECONDS:
     pytest.skip("clients and suites, for minutes: make stress PART=server", allow_module_level=True)
-WHY = "not installed: pip install '.[serve,clients]'"
+NOT_INSTALLED = "not installed: pip install '.[serve,clients]'"
 pytestmark = pytest.mark.filterwarnings("default")  # for warnings of these packages
 
 HELLO = "Good morning, “friend” and café."
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
-SAID = {"hello": HELLO, "think": f"<think>\nWell…\n</think>\n\n{HELLO}", "call": CALL, "form": '{"name": "Dick"}'}
+ANSWERS = {"hello": HELLO, "think": f"<think>\nWell…\n</think>\n\n{HELLO}", "call": CALL, "form": '{"name": "Dick"}'}
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
 TOOL: Any = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": PARAMETERS}}
 FORM: Any = PARAMETERS | {
@@ -43,10 +43,10 @@ FORM: Any = PARAMETERS | {
 
 def say(prompt: str) -> str:
     last = prompt.rpartition("user: ")[2]
-    return next((text for word, text in SAID.items() if word in last), "It was a dark night.")
+    return next((text for word, text in ANSWERS.items() if word in last), "It was a dark night.")
 
 
-SERVED = {"api_keys": ("secret",)}
+SERVER_OPTIONS = {"api_keys": ("secret",)}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def chat_model(url: str, **more: Any) -> Any:
-    langchain_openai = pytest.importorskip("langchain_openai", reason=WHY)
+    langchain_openai = pytest.importorskip("langchain_openai", reason=NOT_INSTALLED)
     return langchain_openai.ChatOpenAI(
         model="scripted", base_url=f"{url}/v1", max_retries=0, stream_usage=True, **({"api_key": "secret"} | more)
     )
@@ -69,7 +69,6 @@ def chat_model(url: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain(url: str, loop: asyncio.AbstractEventLoop, responses: bool) -> None:
-    """Cover calls, streams, async calls, batches, usage and tool calls with both of OpenAI's protocols."""
     model = chat_model(url, use_responses_api=responses)
     whole = model.invoke([("system", "Be brief."), ("human", "hello")])
     assert whole.text == HELLO and whole.usage_metadata["input_token_details"]["cache_read"] > 0
@@ -96,7 +95,7 @@ def test_langchain(url: str, loop: asyncio.AbstractEventLoop, responses: bool) -
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
-def test_langchains_structured_output(url: str, engine: ScriptedEngine, method: str) -> None:
+def test_structured_output_of_langchain(url: str, engine: ScriptedEngine, method: str) -> None:
     model = chat_model(url)
     if method == "function_calling":
         engine.say = lambda prompt: '{"name": "person", "arguments": {"name": "Dick"}}'
@@ -113,11 +112,10 @@ def test_langchains_structured_output(url: str, engine: ScriptedEngine, method: 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it downloads its price table
-    return pytest.importorskip("litellm", reason=WHY)
+    return pytest.importorskip("litellm", reason=NOT_INSTALLED)
 
 
-def ways(url: str) -> dict[str, dict[str, Any]]:
-    """Return litellm's options for the protocols of OpenAI and Anthropic."""
+def litellm_options(url: str) -> dict[str, dict[str, Any]]:
     common = {"api_key": "secret", "num_retries": 0, "max_tokens": 100}
     return {
         "openai": {"model": "openai/scripted", "api_base": f"{url}/v1"} | common,
@@ -129,10 +127,9 @@ def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize("way", ["openai", "anthropic"])
-def test_litellm(litellm: Any, url: str, way: str) -> None:
-    """Cover calls, streams, async calls, reasoning, tool calls and usage."""
-    options = ways(url)[way]
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+def test_litellm(litellm: Any, url: str, protocol: str) -> None:
+    options = litellm_options(url)[protocol]
 
     def ask(word: str, **more: Any) -> Any:
         return litellm.completion(messages=user(word), **options, **more)
@@ -161,9 +158,8 @@ def test_litellm(litellm: Any, url: str, way: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- llm
 
 
-def test_llm(url: str, tmp_path: Path) -> None:
-    """Cover Simon Willison's `llm` command with and without streaming, in a conversation, and with a schema."""
-    pytest.importorskip("llm", reason=WHY)
+def test_llm_command(url: str, tmp_path: Path) -> None:
+    pytest.importorskip("llm", reason=NOT_INSTALLED)
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: ours\n  model_name: scripted\n  api_base: {url}/v1\n  api_key_name: ours\n"
         "  supports_schema: true\n  supports_tools: true\n"
@@ -186,28 +182,28 @@ def test_llm(url: str, tmp_path: Path) -> None:
     assert json.loads(ask("form", "--schema", json.dumps(FORM))) == {"name": "Dick"}
 
 
-OTHERWISE = {"Image Input", "Error Handling"}
+KNOWN_FAILURES = {"Image Input", "Error Handling"}
 """Known failures of llm-comply: images are refused, and `model` is optional, as in vLLM."""
 
 
 class ToolCallingEngine(ScriptedEngine):
-    """Engine that calls the first tool in the prompt until the prompt contains a result."""
+    """Engine that calls the first tool of a prompt. If the prompt contains a tool result, it returns a text."""
 
     def __init__(self) -> None:
-        super().__init__(reference_tokenizer(), self.obey)
+        super().__init__(reference_tokenizer(), self.call_first_tool)
 
-    def obey(self, prompt: str) -> str:
+    def call_first_tool(self, prompt: str) -> str:
         found = re.match(r"tools: (\[.*\])\n", prompt)
         if found is None or "tool: " in prompt:
             return "It was a dark night."
         tool = json.loads(found[1])[0]["function"]
-        wanted = tool.get("parameters", {}).get("properties", {})
-        call = json.dumps({"name": tool["name"], "arguments": dict.fromkeys(wanted, "x")})
+        parameters = tool.get("parameters", {}).get("properties", {})
+        call = json.dumps({"name": tool["name"], "arguments": dict.fromkeys(parameters, "x")})
         return call if self.params.structured_outputs else f"<tool_call>\n{call}\n</tool_call>"
 
 
 @pytest.fixture(scope="module")
-def obeying_url() -> Iterator[str]:
+def tool_calling_url() -> Iterator[str]:
     with served(ToolCallingEngine()) as address:
         yield address
 
@@ -215,13 +211,13 @@ def obeying_url() -> Iterator[str]:
 def run(folder: Path, command: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name(command)
     if not program.exists():
-        pytest.skip(f"{command} is {WHY}")
+        pytest.skip(f"{command} is {NOT_INSTALLED}")
     return subprocess.run([str(program), *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
-def test_schemathesis_finds_no_error_of_the_server(obeying_url: str, tmp_path: Path) -> None:
+def test_schemathesis_finds_no_error_of_the_server(tool_calling_url: str, tmp_path: Path) -> None:
     done = run(
-        tmp_path, "schemathesis", "run", f"{obeying_url}/openapi.json", "--no-color", "--phases",
+        tmp_path, "schemathesis", "run", f"{tool_calling_url}/openapi.json", "--no-color", "--phases",
         "examples,coverage,fuzzing,stateful", "--checks", "not_a_server_error", "--max-time", str(SECONDS),
         "--generation-database", "none", timeout=SECONDS + 600,
     )  # fmt: skip
@@ -229,15 +225,15 @@ def test_schemathesis_finds_no_error_of_the_server(obeying_url: str, tmp_path: P
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
-@pytest.mark.parametrize(("protocol", "otherwise"), [
-    ("openai-chat", OTHERWISE), ("open-responses", OTHERWISE), ("anthropic", {"Image Input"}),
+@pytest.mark.parametrize(("protocol", "known_failures"), [
+    ("openai-chat", KNOWN_FAILURES), ("open-responses", KNOWN_FAILURES), ("anthropic", {"Image Input"}),
 ])  # fmt: skip
-def test_llm_comply(obeying_url: str, tmp_path: Path, protocol: str, otherwise: set[str]) -> None:
+def test_llm_comply(tool_calling_url: str, tmp_path: Path, protocol: str, known_failures: set[str]) -> None:
     done = run(
         tmp_path,
         "llm-comply",
         "-u",
-        f"{obeying_url}/v1",
+        f"{tool_calling_url}/v1",
         "-m",
         "scripted",
         "-k",
@@ -250,7 +246,7 @@ def test_llm_comply(obeying_url: str, tmp_path: Path, protocol: str, otherwise: 
     failed = {result["name"]: result for result in results if result["status"] == "failed"}
     passed = sum(result["status"] == "passed" for result in results)
     print(f"{protocol}: {passed} passed, {sorted(failed)} not")
-    assert set(failed) == otherwise, failed
+    assert set(failed) == known_failures, failed
 
 
 REQUESTS, CONNECTIONS, TEXTS = 50 * SECONDS, 32, 16
@@ -272,12 +268,12 @@ def test_no_request_is_lost(tmp_path: Path) -> None:
             i = numbers.get_nowait()
             body = {"prompt": prompts[i % TEXTS], "max_tokens": 6, "temperature": 0}
             answer = await http.post("/v1/completions", json=body)
-            right = answer.status_code == 200 and answer.json()["choices"][0]["text"] == expected[i % TEXTS]
-            outcomes["right" if right else str(answer.status_code)] += 1
+            correct = answer.status_code == 200 and answer.json()["choices"][0]["text"] == expected[i % TEXTS]
+            outcomes["right" if correct else str(answer.status_code)] += 1
             if i % max(1, REQUESTS // 10) == 0:
                 sizes.append(process.memory_info().rss)
 
-    async def all_of_them(url: str) -> None:
+    async def send_all(url: str) -> None:
         numbers: asyncio.Queue[int] = asyncio.Queue()
         for i in range(REQUESTS):
             numbers.put_nowait(i)
@@ -286,7 +282,7 @@ def test_no_request_is_lost(tmp_path: Path) -> None:
             await asyncio.gather(*(ask(http, numbers) for _ in range(CONNECTIONS)))
 
     with served(engine) as url:
-        asyncio.run(all_of_them(url))
+        asyncio.run(send_all(url))
         wait_until(lambda: engine.load().running == 0)
         assert engine.load().pool_used_bytes == 0
     print(f"{dict(outcomes)}, MiB {[size >> 20 for size in sizes]}")

@@ -1,4 +1,4 @@
-"""Test clients that are slow, silent, or send invalid HTTP: they are disconnected in time, and others are served."""
+"""Test clients that are slow, silent, or send invalid HTTP. They are disconnected in time, and others are served."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def connect(url: str, data: bytes = b"", receive_buffer: int | None = None) -> s
     return found
 
 
-def read_to_end(connection: socket.socket) -> bytes:
-    """Return the received bytes until the server closes the connection."""
+def read_until_closed(connection: socket.socket) -> bytes:
     parts = []
     try:
         while part := connection.recv(1 << 16):
@@ -67,8 +66,7 @@ def post(body: dict[str, object]) -> bytes:
     return head + content
 
 
-async def large(scope: Scope, receive: Receive, send: Send) -> None:
-    """ASGI application that responds with 32 MiB."""
+async def respond_with_32_mib(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "http":
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"33554432")]})
         await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
@@ -96,11 +94,11 @@ def test_a_client_that_does_not_read_is_disconnected(
 
 
 @pytest.mark.parametrize("slowly", [False, True])
-def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> None:
-    """The response is complete, but in the buffer of the transport, so that close() would wait forever."""
+def test_a_complete_but_unread_response_ends_its_connection(slowly: bool) -> None:
+    """The transport has buffered the complete response, so that its `close()` would wait forever."""
     options = ServerOptions(port=0, timeout=0.2, send_timeout=60.0 if slowly else 0.3)
     ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
-    with answering(large, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
+    with answering(respond_with_32_mib, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
         wait_until(lambda: len(server.server_state.connections) == 1)
         end = time.monotonic() + 6
         while server.server_state.connections and time.monotonic() < end:
@@ -114,16 +112,16 @@ def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> 
 
 
 @pytest.mark.parametrize("start", [b"", b"G", HALF])
-def test_a_head_has_a_deadline(tokenizer: PreTrainedTokenizerBase, start: bytes) -> None:
+def test_request_headers_have_a_deadline(tokenizer: PreTrainedTokenizerBase, start: bytes) -> None:
     with served(ScriptedEngine(tokenizer, str), head_timeout=0.3) as url:
         begun = time.monotonic()
         connection = connect(url, start)
-        answer = read_to_end(connection)
+        answer = read_until_closed(connection)
         assert 0.2 < time.monotonic() - begun < 5
         assert (b"HTTP/1.1 408 " in answer and error_of(answer) == "timeout_error") if start else answer == b""
 
 
-def test_bytes_do_not_extend_the_deadline_of_a_head(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_single_bytes_do_not_extend_the_header_deadline(tokenizer: PreTrainedTokenizerBase) -> None:
     with served(ScriptedEngine(tokenizer, str), head_timeout=0.4) as url:
         connection = connect(url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" in connection.recv(1 << 16)
@@ -157,12 +155,12 @@ def test_health_answers_among_half_open_connections(
     }
 
 
-def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_connection_is_refused_if_all_others_wait_for_answers(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was.", pause=0.3)
     with served(engine, max_connections=2) as url:
         asking = [connect(url, post(ASK)) for _ in range(2)]
         wait_until(lambda: engine.begun == 2)
-        refused = read_to_end(connect(url))
+        refused = read_until_closed(connect(url))
         assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
         assert error_of(refused) == "overloaded_error"
         for connection in asking:
@@ -170,18 +168,19 @@ def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: 
             connection.close()
 
 
-def test_a_response_that_is_being_read_is_not_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    """The response is complete, and a new connection needs its place."""
+def test_a_new_connection_does_not_end_a_response_being_read(tokenizer: PreTrainedTokenizerBase) -> None:
     ask = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    with answering(large, ServerOptions(port=0, max_connections=1)) as (url, _), connect(url, ask, 4096) as slow:
+    with (
+        answering(respond_with_32_mib, ServerOptions(port=0, max_connections=1)) as (url, _),
+        connect(url, ask, 4096) as slow,
+    ):
         begun = slow.recv(100)
-        assert read_to_end(connect(url)).startswith(b"HTTP/1.1 503 ")
-        assert len(begun + read_to_end(slow)) > 32 << 20
+        assert read_until_closed(connect(url)).startswith(b"HTTP/1.1 503 ")
+        assert len(begun + read_until_closed(slow)) > 32 << 20
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_shutdown_is_reported_to_clients(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
-    """The grace period ends before the answer."""
+def test_a_shutdown_during_an_answer_is_reported(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 1000, pause=0.1)
     options = ServerOptions(port=0, grace=1)
     with answering(make_app(engine, options), options) as (url, server):  # type: ignore[arg-type]
@@ -190,31 +189,33 @@ def test_a_shutdown_is_reported_to_clients(tokenizer: PreTrainedTokenizerBase, s
         if stream:
             assert asking.recv(100).startswith(b"HTTP/1.1 200 ")
         server.should_exit = True
-        answer = read_to_end(asking)
+        answer = read_until_closed(asking)
     assert b"the server is shutting down" in answer and b'"overloaded_error"' in answer
     assert answer.endswith(b"0\r\n\r\n") if stream else answer.startswith(b"HTTP/1.1 503 ")
     assert engine.aborted == 1
 
 
-def test_small_writes_are_sent_at_once() -> None:
-    """Otherwise, the body of a response waits 40 ms for the acknowledgement of its head."""
+def test_small_writes_are_sent_immediately() -> None:
+    """Without TCP_NODELAY, the body of a response would wait 40 ms for the acknowledgement of its headers."""
 
-    async def option(listener: socket.socket) -> int:
+    async def nodelay_option(listener: socket.socket) -> int:
         accepted = asyncio.get_running_loop().create_future()
         server = await asyncio.start_server(lambda reader, writer: accepted.set_result(writer), sock=listener)
         async with server:
-            _, mine = await asyncio.open_connection(*listener.getsockname())
-            theirs = await accepted
-            found = theirs.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            for writer in (mine, theirs):
+            _, client_side = await asyncio.open_connection(*listener.getsockname())
+            server_side = await accepted
+            found = server_side.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for writer in (client_side, server_side):
                 writer.close()
         return int(found)
 
-    assert asyncio.run(option(bind_socket(ServerOptions(port=0)))) == 1
+    assert asyncio.run(nodelay_option(bind_socket(ServerOptions(port=0)))) == 1
 
 
-def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
-    """The client sends its request late. Closing the socket would reset the connection and lose the response."""
+def test_a_refused_client_receives_the_reason(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closing the socket before the request arrives would reset the connection and lose the response."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 50, pause=0.1)
     with served(engine, max_connections=4) as url, ExitStack() as stack:
         for _ in range(4):
@@ -229,10 +230,9 @@ def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplo
             assert late.recv(1 << 16).startswith(b"HTTP/1.1 503 ") and late.recv(1) == b""
 
 
-def test_a_refused_client_may_have_reset_its_connection() -> None:
-    """Half-closing such a socket raises an error."""
+def test_a_reset_connection_is_refused_without_an_error() -> None:
     transport = MagicMock()
-    transport.write_eof.side_effect = OSError("not connected")
+    transport.write_eof.side_effect = OSError("not connected")  # as if the client had reset the connection
 
     async def refuse() -> None:
         config = make_server(FastAPI(), ServerOptions()).config
@@ -249,8 +249,7 @@ def test_a_refused_client_may_have_reset_its_connection() -> None:
 
 
 @pytest.mark.parametrize("most", [4, 16, 64])
-def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
-    """The request arrives while the server is busy, followed by many connections without data."""
+def test_a_waiting_request_is_not_replaced_by_idle_connections(most: int) -> None:
     begun, go = threading.Event(), threading.Event()
 
     async def busy(scope: Scope, receive: Receive, send: Send) -> None:
@@ -275,7 +274,7 @@ def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
         assert normal.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-SERVED = {"head_timeout": 1.0, "max_body": 4096}
+SERVER_OPTIONS = {"head_timeout": 1.0, "max_body": 4096}
 
 
 @pytest.mark.parametrize(
@@ -301,22 +300,22 @@ def test_invalid_requests_are_refused(url: str, data: bytes, caplog: pytest.LogC
     connection = connect(url)
     with suppress(OSError):
         connection.sendall(data)
-    answer = read_to_end(connection)
+    answer = read_until_closed(connection)
     assert answer.startswith(b"HTTP/1.1 4") or (len(data) > 100_000 and not answer), answer
     assert not [record for record in caplog.records if record.exc_info]
     assert httpx2.get(f"{url}/health").status_code == 200
 
 
-def test_garbage_in_a_body_that_was_refused_already(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    large = HALF + b"Transfer-Encoding: chunked\r\n\r\n" + b"1388\r\n" + b"x" * 5000 + b"\r\n"
-    connection = connect(url, large)
+def test_garbage_after_a_refused_body_logs_no_error(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    oversized = HALF + b"Transfer-Encoding: chunked\r\n\r\n" + b"1388\r\n" + b"x" * 5000 + b"\r\n"
+    connection = connect(url, oversized)
     assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
     connection.sendall(b"nonsense\r\n")
-    read_to_end(connection)
+    read_until_closed(connection)
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_incomplete_bodies_are_bounded_together(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_incomplete_bodies_share_one_limit(tokenizer: PreTrainedTokenizerBase) -> None:
     with served(ScriptedEngine(tokenizer, str), max_body=1024) as address, ExitStack() as stack:
         for _ in range(18):
             connection = connect(address, HALF + b"Content-Length: 1024\r\n\r\n" + b"x" * 1000)

@@ -1,4 +1,4 @@
-"""Test that documentation, container files and the page at `/` refer to existing things, and that the examples run."""
+"""Test that documentation, container files and web page refer to existing files and options, and that examples run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_examples_run(url: str) -> None:
         ["bash", "-c", script], env={"URL": url, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-500:]
-    for said in (
+    for text in (
         "Ellis Duckworth",
         "data: [DONE]",
         '"cached_tokens"',
@@ -53,7 +53,7 @@ def test_the_examples_run(url: str) -> None:
         '"resp_',
         "offload_rt_h2d_bytes",
     ):
-        assert said in done.stdout, said
+        assert text in done.stdout, text
 
 
 def test_every_flag_of_the_page_exists() -> None:
@@ -64,9 +64,7 @@ def test_every_flag_of_the_page_exists() -> None:
     assert set(re.findall(r"--[a-z][a-z-]+", DEPLOYING)) - {"--build-arg"} <= flags()
 
 
-class Links(HTMLParser):
-    """Collect the links, ids and labels of a page."""
-
+class PageElements(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.files: list[str] = []
@@ -82,15 +80,17 @@ class Links(HTMLParser):
             self.labelled.add(found["for"] or "")
         if tag in ("input", "textarea"):
             self.fields.add(found["id"] or "")
-        assert not any(name.startswith("on") or name == "style" for name in found), "its policy forbids it"
+        assert not any(name.startswith("on") or name == "style" for name in found), (
+            "the content security policy forbids inline scripts and styles"
+        )
 
 
-def test_the_page_loads_nothing_from_elsewhere(url: str) -> None:
+def test_the_page_loads_no_external_files(url: str) -> None:
     answer = httpx2.get(url)
     assert "default-src 'none'" in answer.headers["content-security-policy"]
-    links = Links()
+    links = PageElements()
     links.feed(answer.text)
-    assert links.fields <= links.labelled, "a screen reader has no name for it"
+    assert links.fields <= links.labelled, "a field has no label"
     for file in links.files:
         if file.startswith(("data:", "#")):
             continue
@@ -98,8 +98,8 @@ def test_the_page_loads_nothing_from_elsewhere(url: str) -> None:
     files = {path.name: path.read_text(encoding="utf-8") for path in STATIC.iterdir() if path.is_file()}
     for name, text in files.items():
         path = "" if name == "page.html" else name
-        assert httpx2.get(f"{url}/{path}").text == text, "it is not served"
-        assert not re.findall(r"https?://[a-z]", text), "it would ask another server"
+        assert httpx2.get(f"{url}/{path}").text == text, "the file is not served unchanged"
+        assert not re.findall(r"https?://[a-z]", text), "the file refers to another server"
         assert len(text.splitlines()) <= 400, name
         if name.endswith(".js"):
             assert set(re.findall(r'\$\("([a-z-]+)"\)', text)) <= links.ids
@@ -108,8 +108,7 @@ def test_the_page_loads_nothing_from_elsewhere(url: str) -> None:
             assert "innerHTML" not in text and "eval(" not in text
 
 
-def test_vendored_libraries_have_the_published_checksums() -> None:
-    """`vendor/README.md` lists the versions, licences and checksums of files of other projects."""
+def test_vendored_files_have_the_checksums_of_the_readme() -> None:
     folder = STATIC / "vendor"
     table = re.findall(r"^\| `([\w.]+)` \| \S+ \S+ \| .+ \| `([\w.]+)` \| `([0-9a-f]{64})` \|$",
                        (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)  # fmt: skip
@@ -127,14 +126,14 @@ def test_the_dockerfile_copies_existing_files_and_starts_the_server() -> None:
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()}
     assert copied == kept and all((ROOT / name).exists() for name in copied)
     links = {path.resolve().name for path in (ROOT / "offload_rt").iterdir() if path.is_symlink()}
-    assert links <= copied, "a link in the package that leads nowhere"
+    assert links <= copied, "the target of a symbolic link is not copied"
     [extras] = re.findall(r"^ARG EXTRAS=(.*)$", text, re.M)
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     assert set(re.findall(r'"(--[a-z-]+)"', text)) <= flags()
     assert "USER server" in text and project["scripts"]["offload-rt"]
 
 
-def test_the_compose_file() -> None:
+def test_the_compose_file_uses_existing_options_and_folders() -> None:
     service = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]["offload-rt"]
     assert {part for part in service["command"] if part.startswith("--")} <= flags()
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
@@ -142,7 +141,7 @@ def test_the_compose_file() -> None:
     assert all(volume.split(":")[1] in dockerfile for volume in service["volumes"])
 
 
-def test_the_kubernetes_manifest() -> None:
+def test_the_kubernetes_manifest_uses_existing_options_and_paths() -> None:
     spec = yaml.safe_load((ROOT / "kubernetes.yaml").read_text(encoding="utf-8"))["spec"]
     pod = spec["template"]["spec"]
     [server] = pod["containers"]

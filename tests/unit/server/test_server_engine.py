@@ -1,4 +1,4 @@
-"""Test the server with a real engine: each client gets the text of a request that runs alone, and memory is freed."""
+"""Test the server with a real engine: concurrent clients get the same text as single clients, and memory is freed."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncLLM:
     return AsyncLLM(llm, max_waiting=64)
 
 
-def alone(engine: AsyncLLM, i: int) -> str:
-    """Return the text of request `i` from the model alone."""
+def text_without_server(engine: AsyncLLM, i: int) -> str:
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=i)
     prompt = f"user: {WORDS[i % 8]} {i}\nassistant: "
     ids = engine.llm.tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
     return engine.llm.generate(ids, params)[0].outputs[0].text
 
 
-def test_each_client_gets_its_own_text(url: str, engine: AsyncLLM) -> None:
-    expected = [alone(engine, i) for i in range(16)]
+def test_concurrent_clients_get_their_own_text(url: str, engine: AsyncLLM) -> None:
+    expected = [text_without_server(engine, i) for i in range(16)]
 
     async def ask(client: openai.AsyncOpenAI, i: int) -> str:
         messages: Any = [{"role": "user", "content": f"{WORDS[i % 8]} {i}"}]
@@ -58,7 +57,7 @@ def test_each_client_gets_its_own_text(url: str, engine: AsyncLLM) -> None:
 
 
 def test_a_disconnected_client_frees_its_memory(url: str, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are slowed down. Otherwise the answer might be complete before the test reads the load."""
+    # Steps are slow, so that the answer is incomplete when the test reads the load.
     decode = Runner.decode
     monkeypatch.setattr(Runner, "decode", lambda runner, batch: (time.sleep(0.005), decode(runner, batch))[1])
     asked = {"prompt": "Dick", "max_tokens": 3000, "stream": True, "ignore_eos": True}
@@ -70,45 +69,42 @@ def test_a_disconnected_client_frees_its_memory(url: str, engine: AsyncLLM, monk
     wait_until(lambda: (engine.load().running, engine.load().pool_used_bytes) == (0, 0))
 
 
-def test_an_unexpected_error_is_a_500_for_one_client(
+def test_an_unexpected_error_is_a_500_for_only_one_client(
     url: str, engine: AsyncLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A concurrent client and the next one get their text."""
-
     async def ask(client: httpx2.AsyncClient, i: int) -> httpx2.Response:
         asked = {"messages": [{"role": "user", "content": f"{WORDS[i]} {i}"}], "max_tokens": 12, "seed": i}
         return await client.post(f"{url}/v1/chat/completions", json=asked)
 
-    async def both() -> list[httpx2.Response]:
+    async def send_both() -> list[httpx2.Response]:
         async with httpx2.AsyncClient() as client:
             return await asyncio.gather(*(ask(client, i) for i in range(2)))
 
     with fault(engine.llm, "sample", 3, AssertionError("an invariant is broken")):
-        answers = asyncio.run(both())
-    answers += asyncio.run(both())
+        answers = asyncio.run(send_both())
+    answers += asyncio.run(send_both())
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 500]
     for i, answer in enumerate(answers):
         body = answer.json()
         if answer.status_code == 200:
-            assert body["choices"][0]["message"]["content"] == alone(engine, i % 2)
+            assert body["choices"][0]["message"]["content"] == text_without_server(engine, i % 2)
         else:
             assert "invariant" not in body["error"]["message"]
     assert any(record.exc_info and record.exc_info[0] is AssertionError for record in caplog.records)
 
 
-def test_errors_of_the_engine_are_returned_to_the_client(url: str, engine: AsyncLLM) -> None:
-    """Errors must not reveal folders of the server."""
+def test_error_messages_reveal_no_folders_of_the_server(url: str, engine: AsyncLLM) -> None:
     for wrong in ({"prompt": [5000]}, {"prompt": []}, {"prompt": ""}, {"prompt": "x" * 20_000}):
         answer = httpx2.post(f"{url}/v1/completions", json=wrong)
-        said = answer.json()["error"]["message"]
-        assert answer.status_code == 400 and said and engine.llm.name not in said, wrong
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and message and engine.llm.name not in message, wrong
 
 
-def test_an_answer_without_a_limit_ends_when_memory_is_full(engine: AsyncLLM) -> None:
-    """Host memory has room for 128 of the model's 4,096 positions. A longer prompt is refused."""
-    small = LLM(engine.llm.name, policy="full", verify="off", host_memory="128KiB")
-    small.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
-    with served(AsyncLLM(small)) as url:
+def test_an_answer_ends_when_host_memory_is_full(engine: AsyncLLM) -> None:
+    # Host memory has room for 128 of the 4,096 positions of the model.
+    limited = LLM(engine.llm.name, policy="full", verify="off", host_memory="128KiB")
+    limited.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
+    with served(AsyncLLM(limited)) as url:
         assert httpx2.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 128
         asked: Any = {"messages": [{"role": "user", "content": "Who?"}], "temperature": 0, "ignore_eos": True}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=asked).json()
@@ -145,8 +141,8 @@ def test_an_answer_follows_a_schema(url: str, path: str) -> None:
     assert json.loads(answer)["who"] in ("Dick", "Joan")
 
 
-def test_a_call_that_must_be_made(url: str) -> None:
-    """The parameters of the tools refer to local definitions, as pydantic writes them."""
+def test_required_tool_calls_follow_their_schema(url: str) -> None:
+    # A reference to a local definition, as pydantic writes it.
     whole = {"type": "object", "properties": {"who": {"$ref": "#/$defs/Name"}}, "$defs": {"Name": {"enum": ["Dick"]}}}
     tools: Any = [
         {
@@ -171,8 +167,7 @@ def test_a_call_that_must_be_made(url: str) -> None:
             client.chat.completions.create(**asked, response_format=bad)
 
 
-def test_a_model_without_tools_in_its_template_calls_one(tmp_path: Path) -> None:
-    """An untrained model follows the grammar, and `n` greedy completions are equal."""
+def test_a_template_without_tools_supports_required_calls(tmp_path: Path) -> None:
     llm = LLM(tiny_checkpoint(tmp_path / "tiny", "llama", head_dim=32), policy="full", verify="off")
     llm.tokenizer.chat_template = (  # type: ignore[union-attr]
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -198,7 +193,7 @@ def test_a_model_without_tools_in_its_template_calls_one(tmp_path: Path) -> None
     assert arguments and all(json.loads(text)["who"] in ("Dick", "Joan") for text in arguments)
 
 
-def test_logprobs_of_prompt_and_answer(url: str) -> None:
+def test_echo_returns_logprobs_of_the_prompt(url: str) -> None:
     asked = {"prompt": "It was a dark night", "max_tokens": 5, "seed": 1, "logprobs": 2}
     plain, echoed = (
         httpx2.post(f"{url}/v1/completions", json=asked | {"echo": echo}).json()["choices"][0] for echo in (False, True)

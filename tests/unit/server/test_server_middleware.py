@@ -25,8 +25,8 @@ SECRET = "Sedley of the Moat House"
 ASK = {"messages": [{"role": "user", "content": SECRET}]}
 
 
-SERVED = {"api_keys": ("right", "other"), "max_body": 4096, "timeout": 1.5}
-RIGHT = {"authorization": "Bearer right"}
+SERVER_OPTIONS = {"api_keys": ("right", "other"), "max_body": 4096, "timeout": 1.5}
+AUTHORIZED = {"authorization": "Bearer right"}
 
 
 def say(prompt: str) -> str:
@@ -41,33 +41,33 @@ def test_api_keys_are_checked(url: str) -> None:
                 refused = http.get(path, headers=headers)
                 assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key", path
                 assert refused.headers["www-authenticate"] == "Bearer"
-        for headers in (RIGHT, {"authorization": "bearer other"}, {"x-api-key": "right"}):
+        for headers in (AUTHORIZED, {"authorization": "bearer other"}, {"x-api-key": "right"}):
             answer = http.get("/v1/models", headers=headers)
             assert answer.status_code == 200 and len(answer.headers["x-request-id"]) == 32
 
 
-def test_a_body_has_a_limit(url: str, engine: ScriptedEngine) -> None:
+def test_large_bodies_are_refused(url: str, engine: ScriptedEngine) -> None:
     begun, large = engine.begun, json.dumps(ASK | {"user": "x" * 4096}).encode()
-    headers = RIGHT | {"content-type": "application/json"}
+    headers = AUTHORIZED | {"content-type": "application/json"}
     announced = httpx2.post(f"{url}/v1/chat/completions", content=large, headers=headers)
-    in_parts = httpx2.post(f"{url}/v1/chat/completions", content=iter([large[:2000], large[2000:]]), headers=headers)
-    assert announced.status_code == in_parts.status_code == 413 and engine.begun == begun
-    assert in_parts.json()["error"]["type"] == "request_too_large"
+    chunked = httpx2.post(f"{url}/v1/chat/completions", content=iter([large[:2000], large[2000:]]), headers=headers)
+    assert announced.status_code == chunked.status_code == 413 and engine.begun == begun
+    assert chunked.json()["error"]["type"] == "request_too_large"
 
 
 def test_foreign_hosts_and_origins_are_refused(url: str, tokenizer: PreTrainedTokenizerBase) -> None:
     for host, status in (("evil.example", 403), ("localhost:8000", 200), ("[::1]:9", 200), ("127.0.0.1", 200)):
         assert httpx2.get(f"{url}/health", headers={"host": host}).status_code == status, host
-    asks = {"origin": "https://a.example", "access-control-request-method": "POST"}
-    assert "access-control-allow-origin" not in httpx2.options(f"{url}/v1/models", headers=asks).headers
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in httpx2.options(f"{url}/v1/models", headers=preflight).headers
     scripted = ScriptedEngine(tokenizer, str)
     with served(scripted, cors_origins=("https://a.example",), allowed_hosts=("b.example",)) as address:
-        allowed = httpx2.options(f"{address}/v1/models", headers=asks)
+        allowed = httpx2.options(f"{address}/v1/models", headers=preflight)
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
         refused = httpx2.get(f"{address}/health", headers={"host": "c.example", "origin": "https://a.example"})
         assert refused.status_code == 403 and refused.headers["access-control-allow-origin"] == "https://a.example"
-        asks["origin"] = "https://c.example"
-        assert "access-control-allow-origin" not in httpx2.options(f"{address}/v1/models", headers=asks).headers
+        preflight["origin"] = "https://c.example"
+        assert "access-control-allow-origin" not in httpx2.options(f"{address}/v1/models", headers=preflight).headers
         assert httpx2.get(f"{address}/health", headers={"host": "b.example"}).status_code == 200
     assert scripted.closed  # closed with the server
 
@@ -96,7 +96,7 @@ def test_requests_time_out(url: str, engine: ScriptedEngine) -> None:
     aborted, engine.pause = engine.aborted, 0.05
 
     def ask(stream: bool) -> httpx2.Response:
-        return httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"stream": stream}, headers=RIGHT, timeout=20)
+        return httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"stream": stream}, headers=AUTHORIZED, timeout=20)
 
     with ThreadPoolExecutor(2) as threads:
         whole, streamed = threads.map(ask, (False, True))
@@ -107,17 +107,17 @@ def test_requests_time_out(url: str, engine: ScriptedEngine) -> None:
     engine.pause = 0.0
 
 
-def test_the_log_has_no_prompts_unless_asked(
+def test_prompts_are_logged_only_with_the_option(
     url: str, engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    httpx2.post(f"{url}/v1/chat/completions", json=ASK, headers=RIGHT)
-    httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"temperature": SECRET}, headers=RIGHT)
+    httpx2.post(f"{url}/v1/chat/completions", json=ASK, headers=AUTHORIZED)
+    httpx2.post(f"{url}/v1/chat/completions", json=ASK | {"temperature": SECRET}, headers=AUTHORIZED)
     wait_until(lambda: len(caplog.records) > 1)
     lines = [JsonLines().format(record) for record in caplog.records]
     assert SECRET not in "".join(lines) and "right" not in "".join(lines)
-    said = next(fields for line in lines if (fields := json.loads(line)).get("path") == "/v1/chat/completions")
-    assert {"id", "status", "seconds", "prompt_tokens", "cached_tokens", "generated_tokens", "finish"} <= said.keys()
+    logged = next(fields for line in lines if (fields := json.loads(line)).get("path") == "/v1/chat/completions")
+    assert {"id", "status", "seconds", "prompt_tokens", "cached_tokens", "generated_tokens", "finish"} <= logged.keys()
     caplog.clear()
     with served(engine, log_prompts=True) as address:
         httpx2.post(f"{address}/v1/chat/completions", json=ASK)
@@ -138,7 +138,7 @@ def test_running_answers_are_finished_at_shutdown(tokenizer: PreTrainedTokenizer
     assert (slow.aborted, slow.closed) == (0, True)
 
 
-def test_an_address_in_use() -> None:
+def test_an_address_in_use_is_reported() -> None:
     with bind_socket(ServerOptions(port=0)) as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen on"):
@@ -148,12 +148,12 @@ def test_an_address_in_use() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"port": 70000}, {"max_waiting": 0}, {"timeout": "soon"}, {"tool_parser": "x"}, {"api_keys": ("",)}]
 )
-def test_wrong_options(wrong: dict[str, Any]) -> None:
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerOptions(**wrong)
 
 
-def test_the_socket_answers_while_the_model_is_loaded(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_server_reports_progress_while_the_model_is_loaded(tokenizer: PreTrainedTokenizerBase) -> None:
     ready, engine = threading.Event(), ScriptedEngine(tokenizer, str)
 
     def make() -> Any:

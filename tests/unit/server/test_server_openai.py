@@ -15,7 +15,7 @@ from offload_rt.errors import InputError, LogitsError, PoolFullError, QueueFullE
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
-SAID = {
+ANSWERS = {
     "hello": "Good morning, “friend” and café.",
     "think": "<think>\nWell…\n</think>\n\nYes.",
     "call": f"Look: {CALL}",
@@ -23,18 +23,18 @@ SAID = {
 
 
 def say(prompt: str) -> str:
-    return next((text for word, text in SAID.items() if f"user: {word}" in prompt), "It was a dark night.")
+    return next((text for word, text in ANSWERS.items() if f"user: {word}" in prompt), "It was a dark night.")
 
 
-SERVED = {"max_tokens_limit": 1000}
+SERVER_OPTIONS = {"max_tokens_limit": 1000}
 
 
 def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def collected(chunks: Any) -> tuple[dict[str, Any], Any]:
-    """Return the fields of a streamed chat message, and the usage of the last chunk."""
+def collect_stream(chunks: Any) -> tuple[dict[str, Any], Any]:
+    """Return the fields of the streamed message, and the usage of the last chunk."""
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
     usage, calls = None, dict[int, tuple[str, str]]()
     for chunk in chunks:
@@ -59,7 +59,7 @@ def test_streamed_answers_equal_complete_ones(client: openai.OpenAI, word: str) 
     whole = client.chat.completions.create(**options)
     message = whole.choices[0].message
     stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    found, usage = collected(stream)
+    found, usage = collect_stream(stream)
     assert found == {
         "content": message.content or "",
         "reasoning_content": (message.model_extra or {}).get("reasoning_content", ""),
@@ -74,17 +74,17 @@ def test_parsed_reasoning_and_tool_calls(client: openai.OpenAI) -> None:
     def ask(word: str, **more: Any) -> Any:
         return client.chat.completions.create(model="scripted", messages=user(word), **more).choices[0]
 
-    assert ask("hello").message.content == SAID["hello"]
+    assert ask("hello").message.content == ANSWERS["hello"]
     think = ask("think").message
     assert (think.content, think.model_extra["reasoning_content"]) == ("Yes.", "Well…")
     call = ask("call", tools=TOOLS)
     assert (call.message.content, call.finish_reason) == ("Look:", "tool_calls")
     assert json.loads(call.message.tool_calls[0].function.arguments) == {"q": "Dick"}
-    assert ask("call").message.content == SAID["call"]  # without tools, the text is no tool call
-    assert ask("call", tools=TOOLS, tool_choice="none").message.content == SAID["call"]
+    assert ask("call").message.content == ANSWERS["call"]  # without tools, the text is no tool call
+    assert ask("call", tools=TOOLS, tool_choice="none").message.content == ANSWERS["call"]
 
 
-def test_a_conversation_with_calls_goes_back_to_the_template(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_messages_with_tool_calls_are_rendered_by_the_template(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     seen: list[str] = []
     engine.say = lambda prompt: seen.append(prompt) or "ok"  # type: ignore[func-returns-value]
     calls = [{"id": "1", "type": "function", "function": {"name": "find", "arguments": '{"q": "Joan"}'}}]
@@ -117,27 +117,27 @@ def test_parameters_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngi
     assert engine.params.top_k == 11  # default of the model
 
 
-def test_several_choices(client: openai.OpenAI) -> None:
+def test_several_choices_are_returned_and_streamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="scripted", messages=user("hello"), n=3, temperature=1)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    assert {choice.message.content for choice in whole.choices} == {SAID["hello"]}
+    assert {choice.message.content for choice in whole.choices} == {ANSWERS["hello"]}
     stream = client.chat.completions.create(model="scripted", messages=user("hello"), n=3, temperature=1, stream=True)
     texts = ["", "", ""]
     for chunk in stream:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == [SAID["hello"]] * 3
+    assert texts == [ANSWERS["hello"]] * 3
 
 
 def test_several_greedy_choices_are_computed_once(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     options: Any = {"model": "scripted", "messages": user("hello"), "n": 2, "temperature": 0}
     whole = client.chat.completions.create(**options)
     assert engine.params.n == 1 and [choice.index for choice in whole.choices] == [0, 1]
-    assert {choice.message.content for choice in whole.choices} == {SAID["hello"]}
+    assert {choice.message.content for choice in whole.choices} == {ANSWERS["hello"]}
     chunks = list(client.chat.completions.create(**options, stream=True))
     assert {chunk.choices[0].index for chunk in chunks if chunk.choices[0].finish_reason} == {0, 1}
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_text_completions_accept_several_prompts_and_token_ids(client: openai.OpenAI) -> None:
     whole = client.completions.create(model="scripted", prompt=["It", "Dick"], echo=True, max_tokens=100)
     assert [choice.text for choice in whole.choices] == ["ItIt was a dark night.", "DickIt was a dark night."]
     assert whole.usage is not None and whole.usage.completion_tokens % 2 == 0
@@ -156,7 +156,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert ids.choices[0].finish_reason == "length"
 
 
-def test_logprobs(client: openai.OpenAI) -> None:
+def test_logprobs_are_returned_and_streamed(client: openai.OpenAI) -> None:
     options: Any = {"model": "scripted", "messages": user("hello"), "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**options).choices[0].logprobs.content
     assert "".join(entry.token for entry in whole).startswith("Good morning")
@@ -175,7 +175,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert found.text_offset[1] == len(found.tokens[0]) and not any(map(math.isinf, found.token_logprobs or []))
 
 
-def test_models_tokens_and_state(client: openai.OpenAI, url: str) -> None:
+def test_endpoints_for_models_tokens_load_and_metrics(client: openai.OpenAI, url: str) -> None:
     assert [model.id for model in client.models.list()] == ["scripted"]
     assert client.models.retrieve("scripted").id == "scripted"
     with httpx2.Client(base_url=url) as http:
@@ -195,7 +195,7 @@ def test_models_tokens_and_state(client: openai.OpenAI, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "message"),
     [
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "list"),
@@ -214,15 +214,15 @@ def test_models_tokens_and_state(client: openai.OpenAI, url: str) -> None:
         ({"messages": user("x" * 20_000)}, None, "maximum context length"),
     ],
 )  # fmt: skip
-def test_bad_input_is_400_in_openais_shape(client: openai.OpenAI, body: Any, param: str | None, says: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=says) as caught:
+def test_bad_input_is_400_in_openais_format(client: openai.OpenAI, body: Any, param: str | None, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
         client.post("/chat/completions", body=body, cast_to=object)
     error: Any = caught.value.body
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert error["param"] == param
 
 
-def test_invalid_json_and_unknown_paths(client: openai.OpenAI, url: str) -> None:
+def test_invalid_json_and_unknown_paths_are_refused(client: openai.OpenAI, url: str) -> None:
     with httpx2.Client(base_url=url) as http:
         json_type = {"content-type": "application/json"}
         surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
@@ -242,7 +242,7 @@ def test_invalid_json_and_unknown_paths(client: openai.OpenAI, url: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "says"),
+    ("error", "status", "message"),
     [
         (QueueFullError("the queue is full"), 429, "queue"),
         (InputError("too long"), 400, "too long"),
@@ -253,13 +253,13 @@ def test_invalid_json_and_unknown_paths(client: openai.OpenAI, url: str) -> None
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_of_the_engine(
-    url: str, engine: ScriptedEngine, error: Exception, status: int, says: str, stream: bool
+def test_errors_of_the_engine_have_their_status_code(
+    url: str, engine: ScriptedEngine, error: Exception, status: int, message: str, stream: bool
 ) -> None:
     engine.fails = error
     try:
         answer = httpx2.post(f"{url}/v1/chat/completions", json={"messages": user("x"), "stream": stream})
     finally:
         engine.fails = None
-    assert answer.status_code == status and says in answer.json()["error"]["message"]
+    assert answer.status_code == status and message in answer.json()["error"]["message"]
     assert (answer.headers.get("retry-after") is not None) == (status == 429)

@@ -1,4 +1,4 @@
-"""Test long prompts: too long ones are refused before tokenization, and others do not delay short prompts."""
+"""Test long prompts: prompts that cannot fit are refused before tokenization, and others do not delay short prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA = (
 )
 
 
-def trained(
+def train_tokenizer(
     normalizer: Any = None, pre_tokenizer: Any = None, model: Any = None, *added: AddedToken
 ) -> PreTrainedTokenizerBase:
     made = Tokenizer(model or models.BPE(byte_fallback=False))
@@ -57,9 +57,9 @@ def byte_level(pattern: str) -> Any:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def gemma() -> PreTrainedTokenizerBase:
-    """Create a tokenizer like Gemma's: it does not split the text, but no token continues after a space."""
-    made = trained(None, pre_tokenizers.Metaspace(prepend_scheme="never"), models.BPE(byte_fallback=True))
+def gemma_tokenizer() -> PreTrainedTokenizerBase:
+    """Create a tokenizer like that of Gemma, which applies BPE to the whole text without splitting it first."""
+    made = train_tokenizer(None, pre_tokenizers.Metaspace(prepend_scheme="never"), models.BPE(byte_fallback=True))
     backend = made.backend_tokenizer  # type: ignore[attr-defined]
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -68,21 +68,21 @@ def gemma() -> PreTrainedTokenizerBase:
 
 BOUNDED: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "reference": reference_tokenizer,
-    "gpt2": lambda: trained(None, pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "llama3": lambda: trained(None, byte_level(LLAMA)),
-    "qwen": lambda: trained(normalizers.NFC(), byte_level(LLAMA)),
-    "gemma": gemma,
-    "prefix": lambda: trained(None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "prepend": lambda: trained(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
-    "behind spaces": lambda: trained(None, pre_tokenizers.Split(" ", "merged_with_previous")),
-    "pattern": lambda: trained(None, byte_level(r"[a-z]+ [a-z]+|.")),
+    "gpt2": lambda: train_tokenizer(None, pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "llama3": lambda: train_tokenizer(None, byte_level(LLAMA)),
+    "qwen": lambda: train_tokenizer(normalizers.NFC(), byte_level(LLAMA)),
+    "gemma": gemma_tokenizer,
+    "prefix": lambda: train_tokenizer(None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "prepend": lambda: train_tokenizer(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
+    "behind spaces": lambda: train_tokenizer(None, pre_tokenizers.Split(" ", "merged_with_previous")),
+    "pattern": lambda: train_tokenizer(None, byte_level(r"[a-z]+ [a-z]+|.")),
 }
 """Tokenizers with a limit on the text of a token, by model family or special step."""
 
 UNBOUNDED: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
-    "lstrip": lambda: trained(None, byte_level(LLAMA), None, AddedToken("high", lstrip=True)),
-    "unigram": lambda: trained(normalizers.NFKC(), pre_tokenizers.Metaspace(), models.Unigram()),
-    "wordpiece": lambda: trained(
+    "lstrip": lambda: train_tokenizer(None, byte_level(LLAMA), None, AddedToken("high", lstrip=True)),
+    "unigram": lambda: train_tokenizer(normalizers.NFKC(), pre_tokenizers.Metaspace(), models.Unigram()),
+    "wordpiece": lambda: train_tokenizer(
         normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), models.WordPiece(unk_token="[UNK]")
     ),
 }
@@ -97,7 +97,7 @@ def text_of(seed: int, size: int) -> str:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_a_token_represents_no_more_bytes(name: str) -> None:
+def test_tokens_represent_at_most_the_computed_bytes(name: str) -> None:
     tokenizer = BOUNDED[name]()
     most = max_token_bytes(tokenizer)
     assert most is not None and most < 600
@@ -108,13 +108,12 @@ def test_a_token_represents_no_more_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_tokens_without_a_limit_have_no_bound(name: str) -> None:
+def test_tokenizers_without_a_limit_have_no_bound(name: str) -> None:
     assert max_token_bytes(UNBOUNDED[name]()) is None
 
 
-def test_nfc_shrinks_texts_within_the_bound() -> None:
-    """Every character is checked with the longest canonical equivalents of its parts."""
-    longest: dict[str, int] = {}
+def test_nfc_shortens_no_text_by_more_than_the_bound() -> None:
+    longest: dict[str, int] = {}  # bytes of the longest character that is equivalent to a part
     found = ((chr(i), unicodedata.decomposition(chr(i))) for i in range(0x30000))
     characters = [character for character, parts in found if parts and "<" not in parts]
     for character in characters:
@@ -127,15 +126,15 @@ def test_nfc_shrinks_texts_within_the_bound() -> None:
         assert size <= NFC_SHRINKS * len(unicodedata.normalize("NFC", character).encode())
 
 
-class Recorded:
-    """Tokenizer that records the lengths of its texts. Long texts wait for `go`."""
+class TokenizationRecorder:
+    """Record the lengths of tokenized texts. Texts of more than 1,000 characters are tokenized after `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.asked, self.given_back = threading.Event(), list[int](), 0
+        self.go, self.lengths, self.given_back = threading.Event(), list[int](), 0
         whole = prompts.encode_rendered
 
         def encode_rendered(tokenizer: Any, text: str, **named: Any) -> list[int]:
-            self.asked.append(len(text))
+            self.lengths.append(len(text))
             if len(text) > 1000:
                 assert self.go.wait(20)
             return whole(tokenizer, text, **named)
@@ -157,9 +156,8 @@ PATHS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def test_a_prompt_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client must get an answer before the connection closes."""
-    recorded = Recorded(monkeypatch)
+def test_a_prompt_that_waits_too_long_gets_status_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = TokenizationRecorder(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     with served(engine, timeout=0.1) as url, ThreadPoolExecutor(len(PATHS)) as threads:
         try:
@@ -173,37 +171,39 @@ def test_a_prompt_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch
                 assert answer.status_code == 408, path
                 assert answer.json()["error"]["type"] == "timeout_error"
         finally:
-            recorded.go.set()
+            recorder.go.set()
 
 
 def test_prompts_that_can_never_fit_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded(monkeypatch)
+    recorder = TokenizationRecorder(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     with served(engine) as url, httpx2.Client(base_url=url, timeout=30) as http:
         for path, body in PATHS.items():
             answer = http.post(path, json=body("It was a dark night. " * 40_000))
             assert answer.status_code == 400, path
             assert "maximum context length is 4,096" in answer.json()["error"]["message"]
-        assert max(recorded.asked) < 1000 and engine.begun == 0
-        assert recorded.given_back == len(PATHS)
+        assert max(recorder.lengths) < 1000 and engine.begun == 0
+        assert recorder.given_back == len(PATHS)
 
 
 @pytest.mark.slow
 def test_a_long_prompt_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded(monkeypatch)
+    recorder = TokenizationRecorder(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     engine.llm.geometry.max_positions = engine.llm.max_model_len = 10**7
     long = {"prompt": "It was a dark night. " * 40_000, "max_tokens": 2}
     with served(engine) as url, ThreadPoolExecutor(2) as threads:
         leaving = httpx2.Client(base_url=url, timeout=0.5)
         waiting = [threads.submit(leaving.post, "/v1/completions", json=long) for _ in range(2)]
-        wait_until(lambda: len(recorded.asked) == 1)
+        wait_until(lambda: len(recorder.lengths) == 1)
         with httpx2.Client(base_url=url, timeout=20) as http:
             short = http.post("/v1/completions", json={"prompt": "Who?", "max_tokens": 2})
-            assert short.status_code == 200, "beside a long one"
+            assert short.status_code == 200, "the long prompt does not delay it"
             assert all(isinstance(each.exception(), httpx2.TimeoutException) for each in waiting)
             leaving.close()
-            recorded.go.set()
-            wait_until(lambda: recorded.given_back == 1)
-            assert [size for size in recorded.asked if size > 1000] == recorded.asked[:1], "one of the two"
+            recorder.go.set()
+            wait_until(lambda: recorder.given_back == 1)
+            assert [size for size in recorder.lengths if size > 1000] == recorder.lengths[:1], (
+                "the cancelled request is not tokenized"
+            )
             assert http.post("/v1/completions", json=long).status_code == 200

@@ -1,6 +1,4 @@
-"""Test parts of the API that protocols leave open: model names, unknown fields and paths, unsupported features, and
-tools.
-"""
+"""Test details that the protocols leave open, such as unknown fields, model names and unsupported features."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ FIND: Any = {
 USER = {"role": "user", "content": "Who?"}
 
 
-class Recorder:
-    """Engine that returns a fixed text and records the prompts."""
+class FixedAnswer:
+    """Return a fixed text for every prompt, and record the prompts."""
 
     def __init__(self, text: str) -> None:
         self.text, self.prompts = text, list[str]()
@@ -37,11 +35,11 @@ class Recorder:
         return self.text
 
 
-say = Recorder("Yes.")
-SERVED = {"served_model_names": ("first", "second")}
+say = FixedAnswer("Yes.")
+SERVER_OPTIONS = {"served_model_names": ("first", "second")}
 
 
-def test_several_names_and_any_name(http: httpx2.Client, engine: ScriptedEngine) -> None:
+def test_several_or_any_model_names_are_accepted(http: httpx2.Client, engine: ScriptedEngine) -> None:
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["first", "second"]
     for path, body in (
         ("chat/completions", {"messages": [USER]}),
@@ -58,7 +56,7 @@ def test_several_names_and_any_name(http: httpx2.Client, engine: ScriptedEngine)
         assert httpx2.post(f"{url}/v1/chat/completions", json=body).json()["model"] == "gpt-5"
 
 
-def test_unknown_fields(http: httpx2.Client) -> None:
+def test_unknown_fields_are_reported(http: httpx2.Client) -> None:
     body = {"messages": [USER]}
     plain = http.post("/v1/chat/completions", json=body | {"prompt_cache_key": "x", "user": "u", "metadata": {}})
     assert plain.status_code == 200 and "x-ignored-fields" not in plain.headers
@@ -73,7 +71,7 @@ def test_unknown_fields(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [
         ("/chat/completions", "add /v1 to the end"),
         ("/messages", "add /v1 to the end"),
@@ -81,12 +79,12 @@ def test_unknown_fields(http: httpx2.Client) -> None:
         ("/api/generate", "are under /v1"),
     ],
 )
-def test_unknown_paths(http: httpx2.Client, path: str, says: str) -> None:
+def test_unknown_paths_get_a_hint(http: httpx2.Client, path: str, message: str) -> None:
     answer = http.post(path, json={})
-    assert answer.status_code == 404 and says in answer.json()["error"]["message"]
+    assert answer.status_code == 404 and message in answer.json()["error"]["message"]
 
 
-def test_input_items(http: httpx2.Client) -> None:
+def test_input_items_are_listed_and_can_be_sent_back(http: httpx2.Client) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "find", "arguments": '{"q": "Dick"}'}
     result = {"type": "function_call_output", "call_id": "c", "output": "Richard"}
     asked: Any = [{"role": "user", "content": "Who?"}, call, result]
@@ -103,7 +101,7 @@ def test_input_items(http: httpx2.Client) -> None:
             client.responses.input_items.list(made.id, after="x")
 
 
-def test_fill_in_the_middle() -> None:
+def test_fill_in_the_middle_needs_special_tokens() -> None:
     tokenizer = reference_tokenizer()
     engine = ScriptedEngine(tokenizer, say)
     with served(engine) as url:
@@ -132,9 +130,9 @@ def plain_tokenizer() -> PreTrainedTokenizerBase:
 CALLS = '[{"name": "find", "arguments": {"q": "Dick"}}, {"name": "find", "arguments": {"q": "Joan"}}]'
 
 
-def test_tools_of_a_model_without_tool_support() -> None:
-    said = Recorder(CALLS)
-    engine = ScriptedEngine(plain_tokenizer(), said)
+def test_tools_are_described_if_the_template_has_none() -> None:
+    answer_with_calls = FixedAnswer(CALLS)
+    engine = ScriptedEngine(plain_tokenizer(), answer_with_calls)
     with served(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": "scripted", "tools": [FIND]}
         system: Any = {"role": "system", "content": "Be brief."}
@@ -143,7 +141,10 @@ def test_tools_of_a_model_without_tool_support() -> None:
             assert [json.loads(call.function.arguments)["q"] for call in found.message.tool_calls] == ["Dick", "Joan"]
             assert found.finish_reason == "tool_calls"
             assert (engine.params.structured_outputs is not None) == (choice == "required")
-        assert said.prompts[-1].startswith("system: Be brief.\n\nYou may call tools.") and '"find"' in said.prompts[-1]
+        assert (
+            answer_with_calls.prompts[-1].startswith("system: Be brief.\n\nYou may call tools.")
+            and '"find"' in answer_with_calls.prompts[-1]
+        )
         one = client.chat.completions.create(messages=[USER], parallel_tool_calls=False, **asked).choices[0]  # type: ignore[list-item]
         assert len(one.message.tool_calls or ()) == 1
 
@@ -151,7 +152,7 @@ def test_tools_of_a_model_without_tool_support() -> None:
         history += [{"role": "tool", "tool_call_id": c.id, "content": "Yes"} for c in found.message.tool_calls]
         client.chat.completions.create(messages=history, **asked)
         results = "user: Result of find:\nYes\n\nResult of find:\nYes\nassistant: "
-        assert said.prompts[-1].endswith(f"user: Who?\nassistant: {CALLS}\n{results}")
+        assert answer_with_calls.prompts[-1].endswith(f"user: Who?\nassistant: {CALLS}\n{results}")
 
         tool: Any = {"name": "find", "input_schema": {"type": "object"}}
         with claude_client(url) as claude:
@@ -165,7 +166,7 @@ def test_tools_of_a_model_without_tool_support() -> None:
             assert "anyOf" in schema.json and "items" not in schema.json
 
 
-def test_cut_off_arguments_can_be_sent_back(http: httpx2.Client) -> None:
+def test_truncated_arguments_can_be_sent_back(http: httpx2.Client) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"q": "Di'}}
     messages = [
         USER,
@@ -179,8 +180,7 @@ def test_cut_off_arguments_can_be_sent_back(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_cut_off_call_in_every_protocol(stream: bool) -> None:
-    """Arguments generated so far are returned, and the finish reason is the length limit."""
+def test_truncated_tool_calls_are_returned_in_every_protocol(stream: bool) -> None:
     text = '<tool_call>\n{"name": "find", "arguments": {"q": "' + "Dick and Joan " * 30
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: text)
     tool: Any = {"name": "find", "input_schema": {"type": "object"}}

@@ -1,4 +1,4 @@
-"""Test Anthropic's client and OpenAI's Responses API: streaming, continued conversations, tool calls and reasoning."""
+"""Test Anthropic's client and OpenAI's Responses API: streams, continued conversations, tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     import anthropic
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
-SAID = f"<think>\nWell…\n</think>\n\nLook, café: {CALL}\n{CALL}"
+ANSWER = f"<think>\nWell…\n</think>\n\nLook, café: {CALL}\n{CALL}"
 TOOL: Any = {"name": "find", "description": "Finds.", "input_schema": {"type": "object"}}
 FUNCTION: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 
 
-SERVED = {"api_keys": ("one", "two")}
+SERVER_OPTIONS = {"api_keys": ("one", "two")}
 
 
 def say(prompt: str) -> str:
-    return SAID if "Who" in prompt else f"<{prompt}>"
+    return ANSWER if "Who" in prompt else f"<{prompt}>"
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,11 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
         yield made
 
 
-def plain(block: Any) -> Any:
-    """Return a block without its random ids."""
+def without_ids(block: Any) -> Any:
     return {name: value for name, value in block.model_dump().items() if name not in ("id", "call_id", "parsed_output")}
 
 
-def test_a_message_with_and_without_streaming(claude: anthropic.Anthropic) -> None:
+def test_a_streamed_message_equals_a_complete_one(claude: anthropic.Anthropic) -> None:
     asked: Any = {
         "model": "scripted",
         "max_tokens": 200,
@@ -53,7 +52,7 @@ def test_a_message_with_and_without_streaming(claude: anthropic.Anthropic) -> No
     with claude.messages.stream(**asked) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
-    assert [plain(block) for block in final.content] == [plain(block) for block in whole.content]
+    assert [without_ids(block) for block in final.content] == [without_ids(block) for block in whole.content]
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
@@ -62,7 +61,7 @@ def test_a_message_with_and_without_streaming(claude: anthropic.Anthropic) -> No
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_results_of_tools_go_back(claude: anthropic.Anthropic) -> None:
+def test_tool_results_are_part_of_the_prompt(claude: anthropic.Anthropic) -> None:
     messages: Any = [
         {"role": "user", "content": [{"type": "text", "text": "Hm?"}]},
         {
@@ -84,7 +83,7 @@ def test_results_of_tools_go_back(claude: anthropic.Anthropic) -> None:
     assert short.stop_reason == "max_tokens" and short.usage.output_tokens == 2
 
 
-def test_anthropics_errors(claude: anthropic.Anthropic, url: str) -> None:
+def test_errors_have_the_format_of_anthropic(claude: anthropic.Anthropic, url: str) -> None:
     import anthropic
 
     with pytest.raises(anthropic.BadRequestError, match="max_tokens") as caught:
@@ -102,7 +101,7 @@ def test_anthropics_errors(claude: anthropic.Anthropic, url: str) -> None:
         claude_client(url, "three").models.list()
 
 
-def test_a_response_with_and_without_streaming(client: openai.OpenAI) -> None:
+def test_a_streamed_response_equals_a_complete_one(client: openai.OpenAI) -> None:
     asked: Any = {"model": "scripted", "input": "Who?", "tools": [FUNCTION]}
     whole = client.responses.create(**asked)
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -111,12 +110,12 @@ def test_a_response_with_and_without_streaming(client: openai.OpenAI) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     final: Any = events[-1]
     assert final.type == "response.completed"
-    assert [plain(item) for item in final.response.output] == [plain(item) for item in whole.output]
+    assert [without_ids(item) for item in final.response.output] == [without_ids(item) for item in whole.output]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
     assert (text, thought) == ("Look, café:", "Well…")
-    done = [plain(event.item) for event in events if event.type == "response.output_item.done"]
-    assert done == [plain(item) for item in whole.output]
+    done = [without_ids(event.item) for event in events if event.type == "response.output_item.done"]
+    assert done == [without_ids(item) for item in whole.output]
     assert final.response.usage == whole.usage
 
 
@@ -127,13 +126,13 @@ def test_a_conversation_continues_only_for_its_owner(client: openai.OpenAI, url:
     assert second.output_text == f"<user: A\nassistant: {first.output_text}\nuser: B\nassistant: >"
     assert client.responses.retrieve(second.id).output_text == second.output_text
     other = openai.OpenAI(base_url=f"{url}/v1", api_key="two", max_retries=0)
-    for of_another in (
+    for request in (
         lambda: other.responses.retrieve(first.id),
         lambda: other.responses.delete(first.id),
         lambda: other.responses.create(model="scripted", input="C", previous_response_id=first.id),
     ):
         with pytest.raises(openai.NotFoundError):
-            of_another()
+            request()
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
@@ -145,7 +144,7 @@ def test_a_conversation_continues_only_for_its_owner(client: openai.OpenAI, url:
     assert client.responses.retrieve(streamed.response.id).output_text == streamed.response.output_text
 
 
-def test_items_of_a_response_go_back(client: openai.OpenAI) -> None:
+def test_items_of_a_response_can_be_sent_back(client: openai.OpenAI) -> None:
     first = client.responses.create(model="scripted", input="Who?", tools=[FUNCTION], store=False)
     call = next(item for item in first.output if item.type == "function_call")
     outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "Dick Shelton"}]

@@ -24,7 +24,7 @@ OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
 
 
 class FlakyUpstream:
-    """Forward messages between proxy and upstream. Fail after `breaks_after` messages."""
+    """Upstream that loses its connection after `breaks_after` messages."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.app = make_app(engine, OPTIONS)  # type: ignore[arg-type]
@@ -46,13 +46,13 @@ class FlakyUpstream:
 
 
 @pytest.fixture
-def passage(engine: ScriptedEngine) -> FlakyUpstream:
+def upstream(engine: ScriptedEngine) -> FlakyUpstream:
     return FlakyUpstream(engine)
 
 
 @pytest.fixture
-def http(passage: FlakyUpstream) -> Iterator[httpx2.Client]:
-    app = Starlette(routes=[Mount("/", app=Proxy(passage.ask, OPTIONS.max_body, OPTIONS.timeout))])
+def http(upstream: FlakyUpstream) -> Iterator[httpx2.Client]:
+    app = Starlette(routes=[Mount("/", app=Proxy(upstream.ask, OPTIONS.max_body, OPTIONS.timeout))])
     with answering(app) as (url, _), httpx2.Client(base_url=url) as client:
         yield client
 
@@ -82,18 +82,17 @@ def test_a_disconnected_client_ends_its_request(http: httpx2.Client, engine: Scr
         engine.pause = 0.0
 
 
-def test_a_replica_that_dies(http: httpx2.Client, passage: FlakyUpstream) -> None:
-    """Before the first message, the client gets a 503 error. Later, its connection is closed."""
-    passage.breaks_after = 0
+def test_a_lost_replica_is_a_503_or_a_closed_connection(http: httpx2.Client, upstream: FlakyUpstream) -> None:
+    upstream.breaks_after = 0  # before the response begins
     answer = http.post("/v1/chat/completions", json=ASK)
     assert answer.status_code == 503 and answer.headers["retry-after"]
     assert answer.json()["error"]["code"] == "replica_lost"
-    passage.breaks_after = 3
+    upstream.breaks_after = 3  # during the response
     with pytest.raises(httpx2.RemoteProtocolError):
         http.post("/v1/chat/completions", json=ASK | {"stream": True})
 
 
-def key(body: Any, **headers: str) -> str:
+def key_of(body: Any, **headers: str) -> str:
     return route_key(
         Headers({name.replace("_", "-"): value for name, value in headers.items()}), json.dumps(body).encode()
     )
@@ -103,20 +102,24 @@ LONG = "It was a dark night, and the river was high. " * 60
 
 
 def test_requests_with_equal_routing_keys() -> None:
-    assert key({}, x_session_id="a") == key(ASK, x_session_id="a") != key(ASK, x_session_id="b")
+    assert key_of({}, x_session_id="a") == key_of(ASK, x_session_id="a") != key_of(ASK, x_session_id="b")
     named = {"session": "novel"}
-    assert key(named, authorization="one") == key(ASK | named, authorization="one") != key(named, authorization="two")
+    assert (
+        key_of(named, authorization="one")
+        == key_of(ASK | named, authorization="one")
+        != key_of(named, authorization="two")
+    )
     cached = {"prompt_cache_key": "novel"}
-    assert key({"prompt": LONG} | cached) == key(cached) != key(named)
+    assert key_of({"prompt": LONG} | cached) == key_of(cached) != key_of(named)
     one, other = ([{"role": "user", "content": LONG + end}] for end in ("Who?", "Why?"))
     parts = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
-    assert key({"messages": one}) == key({"messages": other}) == key({"messages": parts}) != ""
+    assert key_of({"messages": one}) == key_of({"messages": other}) == key_of({"messages": parts}) != ""
     short = LONG[:500]
-    assert key({"prompt": f"{short} Who?"}) == key({"prompt": f"{short} Why not?"}) != key({"prompt": LONG})
-    assert key({"messages": one}) != key({"system": "Be brief.", "messages": one})
-    assert key({"prompt": LONG}) == key({"prompt": [LONG, "x"]}) and key({"input": LONG})
-    assert key({"prompt": [7] * PREFIX}) == key({"prompt": [7] * PREFIX + [8]}) != ""
-    assert key({"prompt": [8, *[7] * PREFIX]}) != key({"prompt": [7] * PREFIX})
+    assert key_of({"prompt": f"{short} Who?"}) == key_of({"prompt": f"{short} Why not?"}) != key_of({"prompt": LONG})
+    assert key_of({"messages": one}) != key_of({"system": "Be brief.", "messages": one})
+    assert key_of({"prompt": LONG}) == key_of({"prompt": [LONG, "x"]}) and key_of({"input": LONG})
+    assert key_of({"prompt": [7] * PREFIX}) == key_of({"prompt": [7] * PREFIX + [8]}) != ""
+    assert key_of({"prompt": [8, *[7] * PREFIX]}) != key_of({"prompt": [7] * PREFIX})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10_000, b"[1]", b"\xff", json.dumps(ASK).encode()])
@@ -125,13 +128,13 @@ def test_requests_without_a_routing_key(body: bytes) -> None:
 
 
 def test_a_loaded_replica_is_not_preferred() -> None:
-    assert balance_by_load([4, 0, 1], 4) == [0, 1, 2], "not yet"
+    assert balance_by_load([4, 0, 1], 4) == [0, 1, 2], "the difference is within the limit"
     assert balance_by_load([5, 0, 1], 4) == [1, 2, 0]
     assert balance_by_load([0, 9], 4) == [0, 1]
     assert balance_by_load([], 4) == []
 
 
-def test_the_size_of_a_cluster() -> None:
+def test_cluster_sizes_are_options_of_ray_serve() -> None:
     from offload_rt.server.ray_app import Cluster
 
     assert Cluster(2).size == {"num_replicas": 2}

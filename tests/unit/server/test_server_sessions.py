@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(
     model: Path, store: Path | None, policy: str = "full", **options: Any
 ) -> Iterator[tuple[httpx2.Client, AsyncLLM]]:
-    """Serve a newly loaded model, as a restarted process would. Sessions are stored in `store`, if any."""
+    """Load the model and serve it, as a new process would. Sessions are stored in `store` if it is given."""
     llm = LLM(model, policy=policy, verify="off", host_memory="32MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     engine = AsyncLLM(llm, store=store)
@@ -56,12 +56,12 @@ def ask(http: httpx2.Client, **more: Any) -> Any:
 def test_a_session_is_restored_from_disk_only_for_its_api_key(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (http, _):
         first = ask(http, session="novel")
-        said = first["choices"][0]["message"]["content"]
+        answer = first["choices"][0]["message"]["content"]
         [listed] = http.get("/v1/sessions").json()["data"]
         assert listed["id"] == "novel" and listed["title"].startswith("It was a dark") and listed["turns"] == 1
     with serving(model, tmp_path) as (http, engine):  # a restarted server has no KV in memory
         kept = http.get("/v1/sessions/novel").json()["messages"]
-        assert [message["role"] for message in kept] == ["user", "assistant"] and kept[1]["content"] == said
+        assert [message["role"] for message in kept] == ["user", "assistant"] and kept[1]["content"] == answer
         more = ask(http, session="novel", messages=[*kept, {"role": "user", "content": "Go on."}])
         usage = more["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 64 > 100
@@ -110,8 +110,8 @@ def test_a_response_is_continued_after_a_restart(model: Path, tmp_path: Path) ->
             other.responses.create(input="x", previous_response_id=second.id, **asked)
 
 
-def test_a_session_without_a_conversation_is_deleted(model: Path, tmp_path: Path) -> None:
-    """The server stores no messages of text completions, but the engine stores their tokens."""
+def test_a_session_of_text_completions_is_deleted(model: Path, tmp_path: Path) -> None:
+    """The server stores no messages of text completions. Only the engine stores the session."""
     with serving(model, tmp_path) as (http, engine):
         asked = {"prompt": LONG, "max_tokens": 4, "session": "novel"}
         assert http.post("/v1/completions", json=asked).status_code == 200
@@ -159,12 +159,12 @@ def test_a_request_names_its_policy(model: Path, tmp_path: Path) -> None:
         expected = ask(http)
         for policy in ("streaming", "full"):  # the second engine replaces the first
             found = ask(http, policy=policy)
-            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 100, "its prefill was there"
+            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 100, "the policies share cached prompts"
             traced = http.post("/v1/chat/completions", json=ASK | {"policy": policy, "trace": True, "stream": True})
             assert f'"trace":{{"policy":"{policy}"' in traced.text
         assert found["choices"] == expected["choices"]
         tokens = http.get("/v1/load").json()["generated_tokens"]
-        assert tokens == 30 > engine.load().generated_tokens == 6, "all engines count, also those that are gone"
+        assert tokens == 30 > engine.load().generated_tokens == 6, "tokens of closed engines are counted"
         for wrong in ({"policy": "nothing"}, {"policy": "streaming", "policy_options": {"x": 1}}):
             assert http.post("/v1/chat/completions", json=ASK | wrong).status_code == 400
         both = http.post("/v1/chat/completions", json=ASK | {"policy": "full", "session": "x"})
@@ -199,7 +199,7 @@ def http(tokenizer: PreTrainedTokenizerBase) -> Iterator[httpx2.Client]:
         ("../tokenize", {"messages": [USER], "continue_final_message": True}, "messages"),
     ],
 )
-def test_conversations_that_cannot_be_continued(
+def test_conversations_that_cannot_be_continued_are_refused(
     http: httpx2.Client, path: str, body: dict[str, Any], param: str | None
 ) -> None:
     answer = http.post("/tokenize" if path == "../tokenize" else f"/v1/{path}", json=body)
@@ -220,7 +220,6 @@ def test_conversations_that_cannot_be_continued(
 def test_a_final_assistant_message_is_continued(
     tokenizer: PreTrainedTokenizerBase, path: str, more: dict[str, Any]
 ) -> None:
-    """The prompt ends with the message. The response contains only its continuation."""
     seen: list[str] = []
 
     def say(prompt: str) -> str:
@@ -232,10 +231,10 @@ def test_a_final_assistant_message_is_continued(
         for messages in ([USER, ASSISTANT], [USER, {"role": "assistant", "content": "<think>\nIt"}]):
             answer = http.post(f"/v1/{path}", json={name: messages} | more)
             assert answer.status_code == 200 and seen[-1] == f"user: Who?\nassistant: {messages[-1]['content']}"
-            said = json.dumps(answer.json())
-            assert "a dark night." in said and "It was a dark" not in said
-            thinking = '"thinking": ' in said or '"reasoning"' in said.replace('"reasoning": null', "")
-            assert (thinking or "reasoning_content" in said) == (messages[-1] is not ASSISTANT)
+            text = json.dumps(answer.json())
+            assert "a dark night." in text and "It was a dark" not in text
+            thinking = '"thinking": ' in text or '"reasoning"' in text.replace('"reasoning": null', "")
+            assert (thinking or "reasoning_content" in text) == (messages[-1] is not ASSISTANT)
         if path == "messages":
             count = http.post("/v1/messages/count_tokens", json={"messages": [USER, ASSISTANT]}).json()["input_tokens"]
             assert count == len(tokenizer("user: Who?\nassistant: It was", add_special_tokens=False)["input_ids"])
@@ -247,7 +246,7 @@ def test_a_final_assistant_message_is_continued(
             assert seen[-1] == "user: Who?\nassistant: It was a dark night.\nuser: B\nassistant: "
 
 
-def test_a_new_message_after_an_assistant_message(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_new_message_may_follow_an_assistant_message(tokenizer: PreTrainedTokenizerBase) -> None:
     seen: list[str] = []
     with served(ScriptedEngine(tokenizer, lambda prompt: seen.append(prompt) or "Yes.")) as url:  # type: ignore[func-returns-value]
         body = {"messages": [USER, ASSISTANT], "continue_final_message": False}
@@ -333,8 +332,7 @@ def test_a_response_is_not_deleted_while_its_conversation_continues(
         assert http.get(f"/v1/responses/{first}").status_code == 404
 
 
-def cached(http: httpx2.Client, headers: dict[str, str], **more: Any) -> int:
-    """Return the number of cached tokens of a long prompt."""
+def cached_tokens(http: httpx2.Client, headers: dict[str, str], **more: Any) -> int:
     body = {"prompt": LONG, "max_tokens": 2, "temperature": 0} | more
     answer = http.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -343,8 +341,8 @@ def cached(http: httpx2.Client, headers: dict[str, str], **more: Any) -> int:
 
 def test_api_keys_share_no_kv_by_default(model: Path) -> None:
     with serving(model, None) as (http, _):
-        assert [cached(http, each) > 0 for each in (ONE, TWO, ONE, TWO)] == [False, False, True, True]
-        salted = [cached(http, each, cache_salt=salt) > 0 for salt in "ab" for each in (ONE, TWO, ONE)]
+        assert [cached_tokens(http, each) > 0 for each in (ONE, TWO, ONE, TWO)] == [False, False, True, True]
+        salted = [cached_tokens(http, each, cache_salt=salt) > 0 for salt in "ab" for each in (ONE, TWO, ONE)]
         assert salted == [False, False, True] * 2
         for path, body in (
             ("chat/completions", {"messages": [USER | {"content": "Who was it? " * 60}], "max_tokens": 2}),
@@ -358,10 +356,14 @@ def test_api_keys_share_no_kv_by_default(model: Path) -> None:
                 found.append(details.get("cached_tokens", usage.get("cache_read_input_tokens")) > 0)
             assert found == [False, False, True], path
     with serving(model, None, share_prefixes=True) as (http, _):
-        assert [cached(http, each) > 0 for each in (ONE, TWO)] == [False, True]
-        assert cached(http, TWO, cache_salt="a") == 0
+        assert [cached_tokens(http, each) > 0 for each in (ONE, TWO)] == [False, True]
+        assert cached_tokens(http, TWO, cache_salt="a") == 0
     with serving(model, None, api_keys=("one", "one")) as (http, _):
-        assert cached(http, ONE) == 0 and cached(http, ONE) > 0 and cached(http, ONE, cache_salt="a") == 0
+        assert (
+            cached_tokens(http, ONE) == 0
+            and cached_tokens(http, ONE) > 0
+            and cached_tokens(http, ONE, cache_salt="a") == 0
+        )
 
 
 def test_salts_do_not_reveal_api_keys(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -391,13 +393,12 @@ async def generate_under(engines: Engines, policy: str) -> None:
             pass
 
 
-def test_a_disconnected_client_leaves_no_engine_half_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next client uses the engine that is being created. The load includes tokens of closed engines."""
+def test_clients_may_leave_while_an_engine_is_opened_or_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(tiny_model("llama", num_hidden_layers=2), policy="full", verify="off", host_memory="8MiB")
     go, made = threading.Event(), list[LLM]()
     under, end = LLM.under, AsyncLLM._end
 
-    def slowly(*given: object) -> LLM:
+    def slow_under(*given: object) -> LLM:
         go.wait(10)
         made.append(under(*given))  # type: ignore[arg-type]
         return made[-1]
@@ -412,13 +413,13 @@ def test_a_disconnected_client_leaves_no_engine_half_open(monkeypatch: pytest.Mo
 
     async def run() -> list[int]:
         engines = Engines(AsyncLLM(llm), ServerOptions(max_engines=2))
-        monkeypatch.setattr(LLM, "under", slowly)
+        monkeypatch.setattr(LLM, "under", slow_under)
         await leave(engines, "full")
-        await generate_under(engines, "full")
+        await generate_under(engines, "full")  # uses the engine that is still being created
         monkeypatch.setattr(LLM, "under", under)
         monkeypatch.setattr(AsyncLLM, "_end", lambda self: (go.wait(10), end(self))[1])
         await leave(engines, "streaming")
-        counted = [engines.load().generated_tokens]
+        counted = [engines.load().generated_tokens]  # includes tokens of the closed engine
         await generate_under(engines, "streaming")
         await engines.close()
         return [*counted, engines.load().generated_tokens]

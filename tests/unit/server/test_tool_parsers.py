@@ -1,7 +1,4 @@
-"""Test tool parsers with a recorded response of each format: calls, content beside them, and interrupted streams.
-
-Reasoning never appears in the content.
-"""
+"""Test tool parsers with recorded responses in each format, complete and truncated."""
 
 from __future__ import annotations
 
@@ -34,50 +31,50 @@ CALLS = [FIND, WRITE, ("stop", {})]
 """The calls of each recorded response."""
 
 
-def described(name: str, arguments: Any, key: str = "arguments") -> str:
+def json_call(name: str, arguments: Any, key: str = "arguments") -> str:
     return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
 
 
-def of_hermes(name: str, arguments: Any) -> str:
-    return f"<tool_call>\n{described(name, arguments)}\n</tool_call>"
+def hermes_call(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json_call(name, arguments)}\n</tool_call>"
 
 
-def of_qwen_coder(name: str, arguments: Any) -> str:
+def qwen_coder_call(name: str, arguments: Any) -> str:
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
     inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
-def of_glm(name: str, arguments: Any) -> str:
+def glm_call(name: str, arguments: Any) -> str:
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
     inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
     return f"<tool_call>{name}\n{inner}</tool_call>"
 
 
-def of_deepseek_v3(name: str, arguments: Any) -> str:
+def deepseek_v3_call(name: str, arguments: Any) -> str:
     text = json.dumps(arguments, ensure_ascii=False)
     return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>"
 
 
-def of_deepseek_v31(name: str, arguments: Any) -> str:
+def deepseek_v31_call(name: str, arguments: Any) -> str:
     text = json.dumps(arguments, ensure_ascii=False)
     return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"
 
 
-def of_mistral_v11(name: str, arguments: Any) -> str:
+def mistral_v11_call(name: str, arguments: Any) -> str:
     return f"[TOOL_CALLS]{name}[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
 
 
-def of_python(name: str, arguments: Any) -> str:
+def python_call(name: str, arguments: Any) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def of_harmony(name: str, arguments: Any) -> str:
+def harmony_call(name: str, arguments: Any) -> str:
     text = json.dumps(arguments, ensure_ascii=False)
     return f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>"
 
 
-def sections(begin: str, end: str, separator: str, write: Any) -> str:
+def all_calls(begin: str, end: str, separator: str, write: Any) -> str:
     return begin + separator.join(write(name, arguments) for name, arguments in CALLS) + end
 
 
@@ -86,10 +83,10 @@ WITH_IDS = [one | {"id": f"a1B2c3D4{i}"} for i, one in enumerate(LISTED)]
 LOOK = [Content("Look:")]
 
 RECORDED: dict[str, tuple[str, str, list[Piece]]] = {
-    "hermes": ("hermes", "Look:\n" + sections("", "\n", "\n", of_hermes), LOOK),
+    "hermes": ("hermes", "Look:\n" + all_calls("", "\n", "\n", hermes_call), LOOK),
     "hermes, one pair of tags": (
         "hermes",
-        "<tool_call>\n" + "\n".join(described(*call) for call in CALLS) + "\n</tool_call>",
+        "<tool_call>\n" + "\n".join(json_call(*call) for call in CALLS) + "\n</tool_call>",
         [],
     ),
     "hermes, fences": (
@@ -97,49 +94,49 @@ RECORDED: dict[str, tuple[str, str, list[Piece]]] = {
         "Look:\n" + "\n".join(f"```json\n{json.dumps(one, indent=2, ensure_ascii=False)}\n```" for one in LISTED),
         LOOK,
     ),
-    "hermes, one fence": ("hermes", "Look:\n```json\n" + "\n".join(described(*call) for call in CALLS) + "\n```", LOOK),
-    "qwen3_coder": ("qwen3_coder", "Look:\n\n" + sections("", "", "\n", of_qwen_coder), LOOK),
+    "hermes, one fence": ("hermes", "Look:\n```json\n" + "\n".join(json_call(*call) for call in CALLS) + "\n```", LOOK),
+    "qwen3_coder": ("qwen3_coder", "Look:\n\n" + all_calls("", "", "\n", qwen_coder_call), LOOK),
     "qwen3_coder, first tag omitted": (
         "qwen3_coder",
-        "Look: " + sections("", "", "\n", of_qwen_coder).removeprefix("<tool_call>\n"),
+        "Look: " + all_calls("", "", "\n", qwen_coder_call).removeprefix("<tool_call>\n"),
         LOOK,
     ),
-    "glm": ("glm", "Look:\n" + sections("", "", "\n", of_glm), LOOK),
+    "glm": ("glm", "Look:\n" + all_calls("", "", "\n", glm_call), LOOK),
     "deepseek v3": (
         "deepseek",
-        "Look:" + sections("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "\n", of_deepseek_v3),
+        "Look:" + all_calls("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "\n", deepseek_v3_call),
         LOOK,
     ),
     "deepseek v3.1": (
         "deepseek",
-        "Look:" + sections("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "", of_deepseek_v31),
+        "Look:" + all_calls("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "", deepseek_v31_call),
         LOOK,
     ),
     "mistral list": ("mistral", f"[TOOL_CALLS] {json.dumps(WITH_IDS, ensure_ascii=False)}", []),
-    "mistral v11": ("mistral", "Look:" + sections("", "", "", of_mistral_v11), LOOK),
-    "pythonic": ("pythonic", sections("[", "]", ", ", of_python), []),
-    "llama 4": ("pythonic", sections("<|python_start|>[", "]<|python_end|>", ", ", of_python), []),
+    "mistral v11": ("mistral", "Look:" + all_calls("", "", "", mistral_v11_call), LOOK),
+    "pythonic": ("pythonic", all_calls("[", "]", ", ", python_call), []),
+    "llama 4": ("pythonic", all_calls("<|python_start|>[", "]<|python_end|>", ", ", python_call), []),
     "llama3_json": (
         "llama3_json",
-        "; ".join(described(name, arguments, "parameters") for name, arguments in CALLS),
+        "; ".join(json_call(name, arguments, "parameters") for name, arguments in CALLS),
         [],
     ),
     "llama3_json, tag": (
         "llama3_json",
-        "<|python_tag|>" + "; ".join(described(name, arguments, "parameters") for name, arguments in CALLS),
+        "<|python_tag|>" + "; ".join(json_call(name, arguments, "parameters") for name, arguments in CALLS),
         [],
     ),
     "json, list": ("json", json.dumps(LISTED, ensure_ascii=False), []),
     "json, fence": ("json", "Look:\n```json\n" + json.dumps(LISTED, indent=2, ensure_ascii=False) + "\n```\n", LOOK),
     "json, fences": (
         "json",
-        "Look:\n" + "\n".join(f"```json\n{described(*call)}\n```" for call in CALLS),
+        "Look:\n" + "\n".join(f"```json\n{json_call(*call)}\n```" for call in CALLS),
         LOOK,
     ),
     "harmony": (
         "harmony",
         "<|channel|>analysis<|message|>Well…<|end|><|start|>assistant<|channel|>commentary<|message|>Look:<|end|>"
-        + sections("", "", "", of_harmony),
+        + all_calls("", "", "", harmony_call),
         [Reasoning("Well…"), Content("Look:")],
     ),
 }
@@ -155,7 +152,7 @@ def parse(parser: Parser, parts: list[str]) -> list[Piece]:
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_a_recorded_response(case: str) -> None:
+def test_recorded_responses_are_parsed_at_any_split(case: str) -> None:
     name, text, before = RECORDED[case]
     whole = joined(parse(make(name), [text]))
     calls = [piece for piece in whole if isinstance(piece, ToolCall)]
@@ -167,9 +164,9 @@ def test_a_recorded_response(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_arguments_arrive_in_parts(case: str) -> None:
-    """Clients can show arguments while they are generated, except for Python calls and untagged calls."""
+def test_arguments_are_streamed_in_parts(case: str) -> None:
     name, text, _ = RECORDED[case]
+    # These calls are parsed only when they are complete.
     complete = name == "pythonic" or case in ("hermes, fences", "hermes, one fence")
     pieces = parse(make(name), list(text))
     parts = [piece for piece in pieces if isinstance(piece, Arguments)]
@@ -177,8 +174,7 @@ def test_arguments_arrive_in_parts(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_a_response_that_is_cut_off(case: str) -> None:
-    """The calls are the first ones of the whole response, and at most the last one is incomplete."""
+def test_a_truncated_response_contains_its_first_calls(case: str) -> None:
     name, text, _ = RECORDED[case]
     for cut in range(len(text)):
         found = joined(parse(make(name), [text[:cut]]))
@@ -194,11 +190,11 @@ def test_calls_of_tools_that_are_not_offered_stay_text(case: str) -> None:
     tools: Any = name
     found = joined(parse(answer_parser(tools, "harmony" if name == "harmony" else "none", {"other": {}}), list(text)))
     assert not any(isinstance(piece, ToolCall) for piece in found)
-    said = "".join(piece.text for piece in found if isinstance(piece, Content))
-    assert said == text or name == "harmony"
+    content = "".join(piece.text for piece in found if isinstance(piece, Content))
+    assert content == text or name == "harmony"
 
 
-FENCED_STOP = f"```json\n{described('stop', {})}\n```"
+FENCED_STOP = f"```json\n{json_call('stop', {})}\n```"
 
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<function=find>", "<parameter=q>", "</parameter>", "</function>", "<arg_key>",
@@ -224,22 +220,22 @@ def test_any_split_of_the_stream_gives_the_same_result(name: str, data: st.DataO
     thinks, begun = data.draw(st.booleans()) and name != "harmony", data.draw(st.booleans())
     tools: Any = name
 
-    def found(pieces: list[str]) -> list[Piece]:
+    def parse_pieces(pieces: list[str]) -> list[Piece]:
         parser = answer_parser(tools, "think", TOOLS, thinking=begun) if thinks else make(name)
         return joined(parse(parser, pieces))
 
-    whole = found([text])
-    assert found([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
-    assert found(list(text)) == whole
+    whole = parse_pieces([text])
+    assert parse_pieces([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+    assert parse_pieces(list(text)) == whole
     for piece in whole:
         assert not isinstance(piece, ToolCall) or piece.name in TOOLS
-    said = "".join(piece.text for piece in whole if isinstance(piece, Content))
-    assert not thinks or "<think>" not in said
-    assert name != "none" or thinks or said == text
-    assert name != "hermes" or of_hermes(*FIND) not in said
+    content = "".join(piece.text for piece in whole if isinstance(piece, Content))
+    assert not thinks or "<think>" not in content
+    assert name != "none" or thinks or content == text
+    assert name != "hermes" or hermes_call(*FIND) not in content
 
 
-CALL = of_hermes(*FIND)
+CALL = hermes_call(*FIND)
 FOUND = ToolCall("find", json.dumps(FIND[1]))
 
 
@@ -254,11 +250,11 @@ FOUND = ToolCall("find", json.dumps(FIND[1]))
         ("<think>never ends", [Reasoning("never ends")]),
     ],
 )
-def test_hermes_and_thinking(text: str, pieces: list[Piece]) -> None:
+def test_reasoning_and_hermes_calls_are_separated(text: str, pieces: list[Piece]) -> None:
     assert joined(parse(answer_parser("hermes", "think", TOOLS), list(text))) == pieces
 
 
-def test_a_prompt_that_opens_thinking() -> None:
+def test_reasoning_may_begin_in_the_prompt() -> None:
     parser = answer_parser("none", "think", None, thinking=True)
     assert joined(parse(parser, list("so\n</think>\nyes"))) == [Reasoning("so"), Content("yes")]
     assert ends_within_thinking("<|im_start|>assistant\n<think>\n")
@@ -267,7 +263,7 @@ def test_a_prompt_that_opens_thinking() -> None:
     assert not ends_within_thinking("user: <think>\nassistant: <think>\nSo</think> I", "<think>\nSo</think> I")
 
 
-def test_without_tools_nothing_is_a_call() -> None:
+def test_calls_are_content_if_no_tools_are_offered() -> None:
     assert joined(parse(answer_parser("hermes", "none", None), [CALL])) == [Content(CALL)]
 
 
@@ -286,16 +282,16 @@ def test_without_tools_nothing_is_a_call() -> None:
         ),
         (
             "hermes",
-            f"<tool_call>{described('find', {'q': '</tool_call>'})}</tool_call>",
+            f"<tool_call>{json_call('find', {'q': '</tool_call>'})}</tool_call>",
             [ToolCall("find", '{"q": "</tool_call>"}')],
         ),
         ("hermes", '<tool_call>{"name": "stop", "arguments": {}</tool_call>', [ToolCall("stop", "{}")]),
         ("hermes", FENCED_STOP, [ToolCall("stop", "{}")]),
         ("hermes", FENCED_STOP.removesuffix("```"), [ToolCall("stop", "{}")]),
-        ("hermes", f"{FENCED_STOP}\n{of_hermes('stop', {})}", [ToolCall("stop", "{}"), ToolCall("stop", "{}")]),
+        ("hermes", f"{FENCED_STOP}\n{hermes_call('stop', {})}", [ToolCall("stop", "{}"), ToolCall("stop", "{}")]),
         (
             "hermes",
-            f"{of_hermes('stop', {})}\n{FENCED_STOP}",
+            f"{hermes_call('stop', {})}\n{FENCED_STOP}",
             [ToolCall("stop", "{}"), Content(FENCED_STOP)],
         ),
         *(
@@ -303,9 +299,9 @@ def test_without_tools_nothing_is_a_call() -> None:
             for text in (
                 '```json\n{"a": 1}\n```', "```json\n[1]\n```", FENCED_STOP.replace("json", "python"),
                 FENCED_STOP.replace("stop", "other"), FENCED_STOP.replace("\n```", "\n{}\n```"),
-                FENCED_STOP.replace("\n```", " is a call.\n```"), "```json\n" + described("find", {"x": 1}) + "\n```",
-                "```json\n" + described("find", {"most": "3"}) + "\n```",
-                "```json\n" + described("find", {"most": True}) + "\n```",
+                FENCED_STOP.replace("\n```", " is a call.\n```"), "```json\n" + json_call("find", {"x": 1}) + "\n```",
+                "```json\n" + json_call("find", {"most": "3"}) + "\n```",
+                "```json\n" + json_call("find", {"most": True}) + "\n```",
                 '```json\n{"name": "stop"', "```json\n{}\n```",
             )
         ),
@@ -344,7 +340,7 @@ def test_without_tools_nothing_is_a_call() -> None:
         ),
     ],
 )  # fmt: skip
-def test_single_responses(name: str, text: str, pieces: list[Piece]) -> None:
+def test_unusual_responses_are_parsed(name: str, text: str, pieces: list[Piece]) -> None:
     assert joined(parse(make(name), list(text))) == pieces
 
 
