@@ -261,13 +261,15 @@ def merge_approximate(
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
     outs, lses = _parts(q, mean, layout, table, starts, stops, chosen, counts, tokens, softcap)
+    parts_at_once = _PARTS
     if d > _READ_OFTEN:
         outs, lses = (part.unsqueeze(0) for part in merge_parts(outs, lses))
+        parts_at_once = 1
     merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
     columns = min(16, triton.next_power_of_2(d))
     _merge[(lists * group, triton.cdiv(d, columns))](
         outs, lses, mixing, out, lse, merged, merged_lse, len(outs), lists * group,
-        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, LISTED=LISTED, COLUMNS=columns,
+        d=d, D=triton.next_power_of_2(d), PARTS=parts_at_once, LISTED=LISTED, COLUMNS=columns,
     )  # fmt: skip
     return merged, merged_lse
 
