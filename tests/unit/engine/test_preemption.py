@@ -94,9 +94,9 @@ def test_restored_requests_continue_unchanged(
 
 def test_blocks_larger_than_the_write_buffer_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "WRITE_BUFFER", 1)
-    llm, swap = tight(tmp_path, policy="full")
-    tokens, scheduler = run(llm, swap)
-    assert tokens == roomy(policy="full") and scheduler.restored == scheduler.preemptions
+    llm, swap = small_pool(tmp_path, policy="full")
+    tokens, scheduler = generate_with_preemption(llm, swap)
+    assert tokens == expected_tokens(policy="full") and scheduler.restored == scheduler.preemptions
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
