@@ -21,15 +21,13 @@ from offload_rt.models.registry import adapter_for  # noqa: E402
 
 def runs() -> str:
     """One row for each kind of layers, with the classes of the tiny models that the tests run."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[str, list[str]] = {}
     for name in RUNS:
         model = architecture(name)
-        geometry = adapter_for(model).geometry
-        classes = found.setdefault((_layers(name, geometry), _limits(geometry)), [])
+        classes = found.setdefault(_layers(name, adapter_for(model).geometry), [])
         if (shown := f"`{type(model).__name__}`") not in classes:
             classes.append(shown)
-    rows = [[kinds, ", ".join(classes), limits] for (kinds, limits), classes in found.items()]
-    return table(("layers", "classes", "limit"), rows)
+    return table(("layers", "classes"), [[kinds, ", ".join(classes)] for kinds, classes in found.items()])
 
 
 def _layers(name: str, geometry: ModelGeometry) -> str:
@@ -43,12 +41,6 @@ def _layers(name: str, geometry: ModelGeometry) -> str:
     if geometry.kv_from:
         kinds.append("layers that use earlier KV")
     return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
-
-
-def _limits(geometry: ModelGeometry) -> str:
-    if len(geometry.sliding) == geometry.layers:
-        return "`eviction` only within the window"
-    return "sessions cannot be truncated" if geometry.absolute_positions or geometry.states else ""
 
 
 def refused() -> str:

@@ -92,9 +92,9 @@ def lengths() -> str:
                 continue
             prompts = [f"{by[name]['prefill']:.1f}" for name in (DYNAMIC, "full")]
             steps = [f"{by[name]['step']:.0f}" for name in (DYNAMIC, "full", "infinigen")]
-            rows.append([processor, NAMES[model], f"{context:,}", *prompts, *steps])
+            rows.append([f"{processor}, {NAMES[model]}", f"{context:,}", *prompts, *steps])
     head = ["prompt, s: `DynamicCache`", "prompt, s: `full`", "ms: `DynamicCache`", "ms: `full`", "ms: `infinigen`"]
-    return table(("processor", "model", "context", *head), rows)
+    return table(("processor, model", "context", *head), rows)
 
 
 THREADS = {
@@ -113,19 +113,20 @@ def selecting() -> str:
             idle = (row for row in load(f"{folder}/threads") if not row["busy"])
             times = {row["policy"]: f"{row['median']:.0f}" for row in idle}
             cells = [times.get(policy, "") for policy in ("full", "infinigen", "auto")]
-            rows.append([processor, NAMES[about["model"]], f"{about['context']:,}", *cells])
-    return table(("processor", "model", "context", "`full`", "`infinigen`", "`auto`"), rows)
+            rows.append([f"{processor}, {NAMES[about['model']]}", f"{about['context']:,}", *cells])
+    return table(("processor, model", "context", "`full`", "`infinigen`", "`auto`"), rows)
 
 
 def drafts() -> str:
     """Copied KV and speed-up of lossless mode, by text and kind of draft."""
     kinds = {"default": "`exact=True`", "lookup": '`exact="lookup"`'}
-    rows = []
+    found: dict[str, list[str]] = {}
     for row in load("qwen/drafts"):
         if row["kind"] in kinds and row["context"] == 16384:
             text = f"{row['text']}, {'greedy' if not row['temperature'] else 'temperature 0.8'}"
-            rows.append([text, kinds[row["kind"]], f"{row['bytes_share']:.0%}", f"{row['ratio']:.2f}"])
-    return table(("text", "drafts", "copied KV", "speed-up"), rows)
+            found.setdefault(text, []).extend((f"{row['bytes_share']:.0%}", f"{row['ratio']:.2f}"))
+    head = (f"{kind}: {value}" for kind in kinds.values() for value in ("copied KV", "speed-up"))
+    return table(("text", *head), [[text, *cells] for text, cells in found.items()])
 
 
 def disk() -> str:

@@ -514,13 +514,12 @@ LONGROPE = {
 }
 
 REFUSED: dict[str, tuple[Architecture, str, str]] = {
-    "bloom": (Architecture("Bloom"), "alibi", "positions are a bias on attention scores (ALiBi), which no kernel adds"),
+    "bloom": (Architecture("Bloom"), "alibi", "ALiBi: positions are a bias on attention scores"),
     "falcon_rw": (Architecture("Falcon", {"alibi": True}), "alibi", "ALiBi, if `alibi` is set"),
     "phi3_long": (
         Architecture("Phi3", {"rope_parameters": LONGROPE}),
         "rope_length",
-        "a loaded model with RoPE `longrope` or `dynamic`: its cached keys become wrong when the text grows. Pass the "
-        "folder or hub id instead",
+        "a loaded model with RoPE `longrope` or `dynamic`: pass the folder or hub id instead",
     ),
     "gemma3_bidirectional": (
         Architecture("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}),
