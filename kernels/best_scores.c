@@ -140,8 +140,7 @@ static int64_t gather(const Ranking *call, const float *values, float least, int
     return count;
 }
 
-/* Select for a head the `most` passing tokens with the largest values, ascending. If values are equal, the first win.
-*/
+/* Select the `most` passing tokens of a head with the largest values, ascending. Of equal values, select the first. */
 static void choose_best(const void *given, int64_t head) {
     const Ranking *call = given;
     const float *values = call->values + head * call->n;

@@ -1,9 +1,9 @@
 /* Exact causal attention of many queries, with scores and softmax in float32. `causal.py` defines the results.
 
 Compiled for one head dimension (HEAD_DIM) and one type of rows (BFLOAT16 or float32). Keys and values are packed once
-per call. Each tile of queries then processes all blocks of keys that any of its queries sees, six queries at a time,
-whose sums stay in registers. The time is limited by arithmetic: 2 * HEAD_DIM products for each pair of a query and a
-key.
+per call. Each tile of queries then processes all blocks of keys that any of its queries sees. Six queries are computed
+at a time, so that their sums stay in registers. The time is limited by arithmetic: 2 * HEAD_DIM products for each pair
+of a query and a key.
 
 With AVX512-BF16, one instruction adds two products to each of 16 sums: two channels of 16 keys for scores, two tokens
 of 16 channels for outputs. Otherwise, keys and values are packed as float32. */
@@ -32,8 +32,8 @@ typedef float Query;
 #define BLOCK (2 * HALF)
 
 /* Arguments of a call. Strides of q, k, v and out are `_head` and `_token` numbers. A KV head has group * m queries.
-Row r of them is query r / group of head r % group. It sees the last `window` of the tokens up to `last_visible` + r /
-group. If `begun` is set, out and lse contain the attention to other tokens, and the result is merged into them. */
+Row r is query r / group of head r % group, and sees the last `window` tokens up to `last_visible` + r / group. If
+`begun` is set, out and lse contain the attention to other tokens, and the result is merged into them. */
 typedef struct {
     const Number *q, *k, *v;
     void *out;          /* like q, but float32 if lse is given */

@@ -24,12 +24,12 @@ def attend_causal(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention `[H, m, d]` of the last m tokens over all n >= m tokens so far.
+    """Return the attention `[H, m, d]` of the last m of n tokens.
 
     Args:
         q: Queries `[H, m, d]`. Query i attends to keys up to n - m + i, but only to the last `window` of them.
-        k, v: Keys and values `[Hkv, n, d]`.
-        scale: Factor by which scores q·k are multiplied.
+        k, v: Keys and values of all n tokens, `[Hkv, n, d]`.
+        scale: Factor of the scores q·k.
         window: Length of the sliding window in tokens, or None for full attention.
         softcap: Soft cap c: scores s become c tanh(s / c). None disables it.
         sinks: Learned attention sinks `[H]`: one more score per head in the softmax denominator, without a value.
@@ -119,7 +119,7 @@ def _online_softmax(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend to blocks of keys with an online softmax. Unlike torch's attention, support soft caps and sinks."""
+    """Attend to keys block by block, with soft caps and sinks, which torch's attention does not support."""
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.reshape(kv_heads, -1, d)

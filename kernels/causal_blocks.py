@@ -32,7 +32,7 @@ class BlockedAttention:
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attend with all queries to all keys and values of a block, `[Hkv, n, d]`."""
+        """Attend to all keys of a block, without a mask. k and v are `[Hkv, n, d]`."""
         if self._library is not None:
             self._attend_in_c(self._library, k, v, causal=False)
             return

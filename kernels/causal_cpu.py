@@ -27,7 +27,7 @@ class _Call(ctypes.Structure):
 
 
 def library_for(q: torch.Tensor) -> ctypes.CDLL | None:
-    """Return the library compiled for the dtype and head dimension of queries q `[..., d]`, or None to use torch."""
+    """Return `causal.c`, compiled for queries q `[..., d]`, or None if torch must be used."""
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
     if q.dtype == torch.bfloat16 and native.has_amx():
@@ -45,7 +45,7 @@ def attend_causal(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `causal.attend_causal` with a library that `library_for` has returned."""
+    """Compute `causal.attend_causal` in C. `library` is the result of `library_for`."""
     heads, m, d = q.shape
     out = q.new_empty(m, heads, d).transpose(0, 1)
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -68,13 +68,11 @@ def attend_and_merge(
     """Attend to further keys, and merge the result into `out` and `lse` in place.
 
     Args:
-        library: The result of `library_for`.
         q: Queries `[H, m, d]`.
         k, v: Keys and values `[Hkv, n, d]`, n >= 1.
         out: Attention output of earlier calls, float32 `[H, m, d]`. Initially 0.
         lse: Log-sum-exp of the scores of earlier calls, contiguous float32 `[H, m]`. Initially -inf.
-        scale, softcap: See `causal.attend_causal`.
-        causal: Whether the last m keys belong to the query tokens, and a causal mask is needed.
+        causal: Whether the last m keys belong to the query tokens. If so, a causal mask is used.
     """
     last_visible = k.shape[1] - (q.shape[1] if causal else 1)
     _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, last_visible=last_visible, accumulate=True)

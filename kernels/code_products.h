@@ -29,7 +29,7 @@ INLINE i32 total_of(Partial sums) { return (i32)vpaddq_s32(vpaddlq_s16(sums.low)
 #else
 #define PARTIAL_QUADS 8 /* two products, at most 3,810, per vector: up to 8 fit */
 typedef i16 Partial;
-/* Keeps the compiler from delaying additions: it would store all products first. */
+/* Prevents the compiler from delaying additions, because it would store all products first. */
 INLINE i16 in_order(i16 sums) {
 #if LANES > 4
     __asm__("" : "+v"(sums));

@@ -8,8 +8,8 @@ Its result, not yet divided by the softmax denominator, is kept until `finish` m
 #include "simd.h"
 #include "team.h"
 
-#define KEYS 64   /* per block, whose keys and values stay in the first-level cache */
-#define QUERIES 4 /* computed together: their sums stay in registers */
+#define KEYS 64   /* keys of a block, which stay in the first-level cache with their values */
+#define QUERIES 4 /* queries computed together: their sums stay in registers */
 
 /* q and out are [kv_heads][group][HEAD_DIM], lse is [kv_heads][group]. Strides of k and v are `_head` and `_token`
 numbers. `outs` [kv_heads][parts][group][HEAD_DIM], `peaks` and `sums` [kv_heads][parts][group] hold the results of
@@ -71,8 +71,7 @@ static inline int64_t token_at(const Call *call, int64_t head, int64_t i) {
     return i < resident ? call->recent + i - sinks : call->tokens[head * call->selected + i - resident];
 }
 
-/* Return the row of token number `i` if the `count` tokens from it on are in consecutive rows, or -1 if they may not
-be. */
+/* Return the row of token number `i` if the `count` tokens from it on are certainly in consecutive rows, else -1. */
 static inline int64_t first_row(const Call *call, int64_t i, int count) {
     if (!call->block_rows) return i;
     int64_t sinks = call->sinks_stop - call->sinks, resident = sinks + call->recent_stop - call->recent;

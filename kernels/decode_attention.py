@@ -35,7 +35,6 @@ def attend(
     Args:
         q: Query `[H, d]`.
         parts: Disjoint KV entries of one layer. At least one part must not be empty.
-        scale, softcap: See `causal.attend_causal`.
 
     Returns:
         out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64 inputs).
@@ -83,9 +82,9 @@ def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 
 
 def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
-    """Return the natural log of sum(exp(scale * q·k)) over all keys k `[Hkv, n, d]`, `[H]` on the device of the keys.
+    """Return the log-sum-exp `[H]` of scale * q·k over all keys k `[Hkv, n, d]`, on the device of k.
 
-    The missed attention mass is computed from this value.
+    It is used to compute the missed attention mass.
     """
     grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
     return attention_weights(grouped, k, scale, softcap)[1].flatten()
@@ -108,25 +107,18 @@ def group_weights(
 
 
 class PagedPart(KVPart):
-    """KV entries of one sequence in one layer that stay in blocks of the host pool. C code reads them in place.
+    """KV entries of one sequence in one layer, which C code reads in place in the blocks of the host pool.
 
     The order of the entries is sinks, recent tokens, selected tokens. Each access to `k` or `v` copies all entries.
-
-    Attributes:
-        rows: K and V of the pool as matrices `[R, d]`. A row is the key or value of one token in one KV head.
-        block_rows: For each block i of the sequence: its first row - 64 i, int64 `[blocks]`.
-        first: First row of the layer within a block.
-        head_rows: Number of rows from one KV head to the next.
-        resident: Indices of the sinks and of the recent tokens.
-        tokens: Indices of the selected tokens of each KV head, int64 `[Hkv, n]`.
     """
 
+    # K and V of the pool as matrices `[R, d]`. A row is the key or value of one token in one KV head.
     rows: tuple[torch.Tensor, torch.Tensor]
-    block_rows: torch.Tensor
-    first: int
-    head_rows: int
-    resident: tuple[range, range]
-    tokens: torch.Tensor
+    block_rows: torch.Tensor  # first row of block i, minus 64 i, int64 `[blocks]`
+    first: int  # first row of the layer within a block
+    head_rows: int  # number of rows from one KV head to the next
+    resident: tuple[range, range]  # indices of the sinks and of the recent tokens
+    tokens: torch.Tensor  # indices of the selected tokens of each KV head, int64 `[Hkv, n]`
     _gather: Callable[[int, torch.Tensor], torch.Tensor]
     _runs: Callable[[], list[KVPart]] | None
 
@@ -141,10 +133,9 @@ class PagedPart(KVPart):
         gather: Callable[[int, torch.Tensor], torch.Tensor],
         runs: Callable[[], list[KVPart]] | None = None,
     ) -> None:
-        """Create a part.
+        """Create a part. For all other arguments, see the fields.
 
         Args:
-            rows, block_rows, first, head_rows, resident, tokens: See the attributes.
             gather: `gather(i, ids)` copies K (i = 0) or V (i = 1) of the rows `ids` `[Hkv, n]`. Returns `[Hkv, n, d]`.
             runs: Returns the entries as contiguous views, or None if `tokens` is not empty.
         """
@@ -206,7 +197,7 @@ _ALL_TOKENS = (None, None, 0, 0, 0, 0, 0)
 
 @native.level_cache
 def library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return `decode_attention.c`, compiled for a head dimension and dtype, or None if this is impossible."""
+    """Return `decode_attention.c`, compiled for a head dimension and dtype, or None if torch must be used."""
     if dtype not in (torch.bfloat16, torch.float32) or head_dim % 32:
         return None
     code = native.compiled("decode_attention", _Call, HEAD_DIM=head_dim, BFLOAT16=int(dtype == torch.bfloat16))

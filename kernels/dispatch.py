@@ -28,8 +28,8 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
     """Return a function that calls the Triton version of `reference_function` for CUDA tensors.
 
-    The module `triton` contains the Triton version under the same name. The positional argument number `on` determines
-    the device. It must not be a tensor in page-locked host memory, such as the KV pool.
+    The module `triton` defines the Triton version under the same name. Positional argument number `on` determines the
+    device. This argument must not be in page-locked host memory, as the KV pool is.
     """
 
     @wraps(reference_function)

@@ -18,18 +18,12 @@ from .reference import attend_part, merge_lse, scaled_scores
 
 @dataclass(frozen=True)
 class Run:
-    """KV that the sequences [first, stop) of a batch share.
+    """KV that the sequences [first, stop) of a batch share."""
 
-    Attributes:
-        first: Index of the first sequence that attends to the KV.
-        stop: Index after the last sequence that attends to the KV.
-        k, v: K and V `[Hkv, n, d]`, views with contiguous vectors.
-    """
-
-    first: int
-    stop: int
-    k: torch.Tensor
-    v: torch.Tensor
+    first: int  # index of the first sequence that attends to the KV
+    stop: int  # index after the last sequence that attends to the KV
+    k: torch.Tensor  # `[Hkv, n, d]`, a view with contiguous vectors
+    v: torch.Tensor  # `[Hkv, n, d]`, a view with contiguous vectors
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,8 +80,8 @@ def _attend_padded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `_attend_private` for the S sequences `members`, with one padded score buffer and one softmax.
 
-    `queries` `[B, Hkv, G, d]` are those of the whole batch. `max_tokens` is the largest number of private tokens of a
-    member. Return out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
+    `queries` `[B, Hkv, G, d]` has the queries of the whole batch. `max_tokens` is the largest number of private tokens
+    of a member. Return out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
     """
     pieces = [(i, offset, run) for i, runs in enumerate(private) for offset, run in _with_offsets(runs)]
     shape = (len(members), *queries.shape[1:3])

@@ -25,17 +25,12 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of P = B * Hkv lists of N tokens, with statistics of S blocks of tokens.
+    """Scores of P = B * Hkv lists of N tokens, with statistics of S blocks of tokens."""
 
-    Attributes:
-        scores: Scores `[P, G, N]`. Invalid tokens have the score -inf.
-        maxima: Largest score of each query head in each block, `[P, G, S]`. -inf for a block without valid tokens.
-        sums: Sum of exp(score - maximum) of each query head in each block, `[P, G, S]`.
-    """
-
-    scores: torch.Tensor
+    scores: torch.Tensor  # Scores `[P, G, N]`. Invalid tokens have the score -inf.
+    # Largest score of each query head in each block, `[P, G, S]`. -inf for a block without valid tokens.
     maxima: torch.Tensor
-    sums: torch.Tensor
+    sums: torch.Tensor  # sum of exp(score - maximum) of each query head in each block, `[P, G, S]`
 
     @property
     def maximum(self) -> torch.Tensor:
@@ -74,7 +69,7 @@ def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) ->
 
 
 def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `rows` `[2, P, n, w]` to the slots `[P, n]` of each list. This is the inverse of `gather_slots`."""
+    """Copy `rows` `[2, P, n, w]` to the slots `[P, n]` of each list: the inverse of `gather_slots`."""
     for p, (kv, list_slots) in enumerate(_by_head(table, slots)):
         valid = list_slots >= 0
         kv[:, list_slots[valid]] = rows[:, p, valid]
@@ -105,7 +100,7 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
 
 
 def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
-    """Write `entries` `[X * B, rows, w]` to the rows of the first `counts[b]` tokens, the inverse of `read_lists`."""
+    """Write `entries` `[X * B, rows, w]` to the rows of the first `counts[b]` tokens: the inverse of `read_lists`."""
     row_counts = (-(-counts // page)).tolist()
     for stored, source, count in zip(table.tensors, entries.split(table.heads), row_counts, strict=True):
         stored[:, : min(count, entries.shape[1])] = source[:, :count]
@@ -130,10 +125,9 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Score skewed and scaled queries with partial keys (the most important columns of skewed keys).
+    """Score skewed and scaled queries `[P, G, r]` with partial keys (the most important columns of skewed keys).
 
     Args:
-        q: Queries `[P, G, r]`.
         keys: Partial keys `[Hkv, r, N_b]` of each sequence b, of any dtype.
         starts, stops: Valid tokens [start, stop) of each list, int32 `[P]`.
         tokens: Length N of the result, at least the length of the longest list.
@@ -158,7 +152,6 @@ def quantised_scores(
     """Score skewed and scaled queries q `[P, G, d]` with quantised keys. P = B * Hkv.
 
     Args:
-        q: Queries `[P, G, d]`.
         packed: Keys of each sequence b, int8 `[Hkv, m_b, w]` with w >= d. Each byte has the codes of 8 / bits tokens
             (`selection.pack`).
         mean, step: Quantisation levels `[Hkv, d]` (`selection.quantise`).
@@ -198,7 +191,6 @@ def select_tokens(
     Args:
         scored: Scores of all lists.
         starts, stops: Valid tokens of each list, the same for all lists of a sequence.
-        kv_heads: Hkv.
         alpha: See `selection.select_tokens`.
         limits: Maximum number of tokens of each sequence (`selection_limit`), int32 `[B]`.
         cap: Length of the lists in the result.
@@ -246,7 +238,6 @@ def attend_resident(
     """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
     Args:
-        q: Queries `[P, G, d]`.
         resident: Resident KV of each sequence, `[2 * Hkv, capacity, d]`, or `[Hkv, capacity, d]` if V is K. All
             capacities are equal.
         starts, stops: Valid range of the resident KV of each list, int32 `[P]`.
@@ -335,5 +326,4 @@ def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: flo
 
 
 def _skewed(k: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Multiply keys k `[P, d]` by `basis`: `[P, d, r]`, or `[Hkv, d, r]` for all sequences."""
     return skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)

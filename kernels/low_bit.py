@@ -32,8 +32,8 @@ MIN_STEP_BITS = (127 - 20) << 3
 def mixing(d: int) -> torch.Tensor:
     """Return an orthogonal float64 matrix `[d, d]` whose elements all have small magnitude.
 
-    It is the Kronecker product of a Hadamard matrix (largest power of two that divides d) and a discrete cosine
-    transform (odd factor of d).
+    It is the Kronecker product of a Hadamard matrix, whose size is the largest power of two that divides d, and a
+    discrete cosine transform.
     """
     odd = d // (d & -d)
     column = torch.arange(odd, dtype=torch.float64)
@@ -133,7 +133,7 @@ class Layout:
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise keys (or `values`) `[Hkv, m, d]`, and store them from slot `start` on."""
+    """Quantise keys, or values if `values` is True, and store them from slot `start` on. `rows` is `[Hkv, m, d]`."""
     data = quantise_rows(rows, layout.value_bits if values else KEY_BITS)
     for blocks, slots, part_tokens in pages.parts(range(start, start + rows.shape[1])):
         slot_index = torch.arange(slots.start, slots.stop, device=rows.device)
@@ -175,7 +175,6 @@ def approximate_attention(
     Args:
         q, mean, pages, layout, tokens: See `low_bit_scores`.
         excluded: Token indices to exclude, int64 `[Hkv, n]`. Negative entries are padding.
-        softcap: Soft cap of the scores, or None.
 
     Returns:
         out `[Hkv, G, d]`, not yet multiplied by the inverse of `mixing`, and lse `[Hkv, G]`, in the dtype of q. If all

@@ -86,7 +86,6 @@ def merge_approximate(
         chosen: Tokens that exact attention covers, ascending, int64 `[P, n]`.
         counts: Number of valid tokens in each list of `chosen`, int32 `[P]`.
         out, lse: Result of exact attention, not changed.
-        softcap: Soft cap of the scores, or None.
     """
     index = torch.arange(chosen.shape[1], device=q.device)
     excluded = chosen.masked_fill(index >= counts.unsqueeze(1), -1)

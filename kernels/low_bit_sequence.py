@@ -1,7 +1,7 @@
 """Store, score and select low-bit KV of one sequence, and attend to it.
 
-On a CPU, `low_bit.c` computes in float32. On other devices, the sequence is processed as a batch of one
-(`low_bit_lists`). `low_bit.py` defines the results.
+`low_bit.py` defines the results. On a CPU, `low_bit.c` computes in float32. On other devices, the sequence is a batch
+of one (`low_bit_lists`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _StoreCall(ctypes.Structure):
 
 @native.level_cache
 def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
-    """Return `low_bit.c`, compiled for these sizes, or None if this is impossible."""
+    """Return `low_bit.c`, compiled for these sizes, or None if torch must be used."""
     if head_dim % 32:
         return None
     constants = {"HEAD_DIM": head_dim, "VALUE_BITS": value_bits, "PAGE_BLOCKS": PAGE_BLOCKS}
@@ -92,21 +92,13 @@ def low_bit_query(
 
 @dataclass(frozen=True, eq=False)
 class LowBitQuery:
-    """The queries of one token, for scoring and attention over the low-bit KV of its sequence, in Triton or torch.
+    """The queries of one token, for scoring and attention over the low-bit KV of its sequence, in Triton or torch."""
 
-    Attributes:
-        q: Queries `[Hkv, G, d]`, scaled and transformed to the basis of the keys.
-        mean: Mean that was subtracted from the keys, `[Hkv, d]`.
-        pages: The low-bit KV.
-        layout: Layout of its blocks.
-        tokens: Range of tokens to score and to attend to.
-    """
-
-    q: torch.Tensor
-    mean: torch.Tensor
+    q: torch.Tensor  # queries `[Hkv, G, d]`, scaled and transformed to the basis of the keys
+    mean: torch.Tensor  # mean that was subtracted from the keys, `[Hkv, d]`
     pages: Pages
     layout: Layout
-    tokens: range
+    tokens: range  # range of tokens to score and to attend to
 
     @cached_property
     def scores(self) -> torch.Tensor:
@@ -131,7 +123,6 @@ class LowBitQuery:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
             excluded: Tokens that exact attention covers, int64 `[Hkv, n]`. Negative entries are padding.
             rotations: Matrix `[d, d]` by which values were multiplied before quantisation, and its inverse.
-            softcap: Soft cap of the scores, or None.
         """
         starts, stops, counts = self._repeated(self.tokens.start, self.tokens.stop, excluded.shape[1])
         out, lse = (tensor.to(self.q.dtype).contiguous() for tensor in exact)
@@ -151,25 +142,19 @@ class LowBitQuery:
 
 @dataclass(frozen=True, eq=False)
 class NativeQuery:
-    """The queries of one token like `LowBitQuery`, in C. The scores are computed when the object is created.
+    """`LowBitQuery` in C. The scores are computed when the object is created.
 
     Scores are equal on all processors with fused multiply-add, because products of codes are exact integers. Softmax
     weights are rounded to 16 bits. Their error is at most 2^-16 of the largest weight among 64 tokens.
-
-    Attributes:
-        code: The compiled code.
-        call: Arguments of the C functions, with the addresses of all tensors of this object.
-        scores: Scores `[Hkv, G, n]` of the n tokens.
-        statistics: Largest score and log-sum-exp of each query over all tokens, then both for each part of the tokens,
-            `[2 + 2 * parts, Hkv, G]`.
-        inputs: Queries `[Hkv, G, d]`, mean of the keys, and pages. They must stay alive, because `call` has their
-            addresses.
     """
 
     code: ctypes.CDLL
-    call: _Call
-    scores: torch.Tensor
+    call: _Call  # arguments of the C functions, with the addresses of all tensors of this object
+    scores: torch.Tensor  # scores `[Hkv, G, n]` of the n tokens
+    # `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query over all tokens, then both for each part
+    # of the tokens.
     statistics: torch.Tensor
+    # Queries `[Hkv, G, d]`, mean of the keys, and pages, which must stay alive because `call` has their addresses.
     inputs: tuple[torch.Tensor, torch.Tensor, Pages]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:

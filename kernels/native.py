@@ -26,7 +26,7 @@ _caches: list[Callable[[], None]] = []
 
 
 def level_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache results that depend on the instruction sets of C code. `unload` clears the cache."""
+    """Decorator that caches results that depend on the instruction sets of C code. `unload` clears the cache."""
     cached = functools.cache(function)
     _caches.append(cached.cache_clear)
     return cast("Callable[P, T]", cached)
@@ -39,7 +39,7 @@ def unload() -> None:
 
 
 def has_amx() -> bool:
-    """Return whether torch multiplies bfloat16 matrices with AMX. torch is then faster than C code of this package."""
+    """Return whether torch multiplies bfloat16 matrices with AMX, and is thus faster than C code of this package."""
     return processor_level() == "avx512_bf16" and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 

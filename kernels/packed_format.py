@@ -19,31 +19,23 @@ class PackedFormat:
     """Layout of one packed weight matrix, uint8 `[out, row_bytes]`. C code, Triton and torch read it in place.
 
     A weight is `(code * scale + minimum) * 2^exponent`. Each row has the parts [lower bits of codes][higher
-    bits][scales][minima or zeros][factors of scales][factors of minima]. Scales and minima are float16. In formats with
-    factors, they are int8, and each `BLOCK` inputs share a float16 factor. `packed_products.c` shows the order of the
-    codes.
+    bits][scales][minima or zeros][factors of scales][factors of minima]. The properties `*_start` are their offsets in
+    bytes. A missing part has the offset of the next part.
 
-    Attributes:
-        ins: Number of input features, a multiple of 64 (of 128 with 6-bit codes, of `BLOCK` with factors).
-        bits: Number of bits per code: 4, 5, 6 or 8.
-        group: Number of adjacent inputs that share a scale.
-        has_minima: Whether each group has a minimum. Without minima, the minimum is `-zero * scale`. The *zero* is the
-            code of the weight 0.
-        offset: The zero of all groups, in a format without minima and zeros.
-        has_zeros: Whether each group has its own zero, a uint8.
-        has_factors: Whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K.
-        exponent: Exponent that shifts scales into the range of float16.
-        permuted: Whether the columns are stored in another order than the inputs of the layer (`use_packed_weights`).
+    Scales and minima are float16. In formats with factors, they are int8, and each `BLOCK` inputs share a float16
+    factor. `packed_products.c` shows the order of the codes.
     """
 
-    ins: int
-    bits: int
-    group: int
+    ins: int  # number of input features, a multiple of 64 (of 128 with 6-bit codes, of `BLOCK` with factors)
+    bits: int  # number of bits per code: 4, 5, 6 or 8
+    group: int  # number of adjacent inputs that share a scale
+    # Whether each group has a minimum. If not, the minimum is `-zero * scale`. The *zero* is the code of the weight 0.
     has_minima: bool = False
-    offset: int = 0
-    has_zeros: bool = False
-    has_factors: bool = False
-    exponent: int = 0
+    offset: int = 0  # zero of all groups, if there are neither minima nor zeros in the rows
+    has_zeros: bool = False  # whether each group has its own zero, a uint8
+    has_factors: bool = False  # whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K
+    exponent: int = 0  # exponent that shifts scales into the range of float16
+    # Whether the columns are stored in another order than the inputs of the layer (`use_packed_weights`).
     permuted: bool = False
 
     def __post_init__(self) -> None:
@@ -58,29 +50,24 @@ class PackedFormat:
 
     @property
     def high_start(self) -> int:
-        """Offset in bytes of the higher bits of the codes within a row."""
         return self.ins if self.bits == 8 else self.ins // 2
 
     @property
     def scales_start(self) -> int:
-        """Offset in bytes of the scales within a row."""
         return self.ins * self.bits // 8
 
     @property
     def minima_start(self) -> int:
-        """Offset in bytes of the minima or zeros within a row. Without them, the end of the scales."""
         return self.scales_start + (1 if self.has_factors else 2) * self.ins // self.group
 
     @property
     def factors_start(self) -> int:
-        """Offset in bytes of the factors of scales within a row. Without factors, `row_bytes`."""
         if self.has_minima:
             return 2 * self.minima_start - self.scales_start
         return self.minima_start + (self.ins // self.group if self.has_zeros else 0)
 
     @property
     def minima_factors_start(self) -> int:
-        """Offset in bytes of the factors of minima within a row. Without them, `row_bytes`."""
         return (self.factors_start + self.row_bytes) // 2 if self.has_minima else self.row_bytes
 
     @property
@@ -101,7 +88,7 @@ class PackedFormat:
         return rows
 
     def _split(self, codes: torch.Tensor) -> list[torch.Tensor]:
-        """Return the lower 4 bits of codes `[out, ins]`, two codes per byte, and the higher bits. Keep 8-bit codes."""
+        """Return the lower 4 bits of codes `[out, ins]`, two per byte, and the higher bits. Keep 8-bit codes."""
         if self.bits == 8:
             return [codes]
         pairs = codes.view(len(codes), -1, 2, 32) & 15

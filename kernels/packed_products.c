@@ -26,10 +26,10 @@ typedef words words_unaligned __attribute__((aligned(2)));
 typedef uint8_t half_bytes __attribute__((vector_size(2 * LANES), may_alias));
 
 /* out [rows][outs] = x [rows][ins] * weight [outs][ins] + bias [outs] (or NULL). `codes` are rows of `stride` bytes.
-Offsets of parts that a row lacks are negative. Without minima, they are -zero * scale, or -offset * scale without
-zeros. `power` is 2^exponent. x as integers is whole [rows][ins]. Factors and sums are [rows][units], one for each unit
-of inputs, padded with zeros to a multiple of 16. A part is the columns [part * size, (part + 1) * size) of out. For
-`unpack`, it is these rows of weights, written to out [outs][ins]. */
+Offsets of parts that a row lacks are negative. Rows without minima have the minima -zero * scale, or -offset * scale
+if they have no zeros either. `power` is 2^exponent. `whole` [rows][ins] is x as integers. Factors and sums are
+[rows][units], one for each unit of inputs, padded with zeros to a multiple of 16. A part is the columns
+[part * size, (part + 1) * size) of out. In `unpack`, a part is these rows of weights, written to out [outs][ins]. */
 typedef struct {
     const Number *x, *bias;
     const uint8_t *codes;
@@ -69,7 +69,7 @@ INLINE words widen_bytes(const uint8_t *at) {
 #endif
 }
 
-/* Return 16 in the words whose bits are set, 0 in the others. */
+/* Return 16 in the words whose bits are set, 0 in all other words. */
 INLINE words fifth_bits(const uint8_t *at) {
 #if defined(WIDE_VECTORS)
     uint32_t bits;
@@ -268,7 +268,7 @@ INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, 
 }
 
 #else
-/* Like above, for float32, because 16-bit integers would be less exact. */
+/* Multiply one row of weights with `rows` rows of x in float32, because 16-bit integers would be less exact. */
 INLINE void tile(const Call *call, const uint8_t *row, int64_t first, int rows, int bits, float *found) {
     const int64_t ins = call->ins;
     float weights[SPAN];

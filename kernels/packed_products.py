@@ -1,7 +1,7 @@
 """Linear layers with packed weights on a CPU (`packed_products.c`).
 
-For few input rows, the C code multiplies packed weights directly. For more rows, the C code unpacks the weights, and
-torch multiplies.
+C code multiplies packed weights directly for few input rows. For more rows, it unpacks the weights, and torch
+multiplies.
 """
 
 from __future__ import annotations

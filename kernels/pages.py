@@ -25,19 +25,12 @@ PAGE_TOKENS = PAGE_BLOCKS * BLOCK
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """The pages of one sequence, as seen by one layer.
+    """The pages of one sequence, as seen by one layer."""
 
-    Attributes:
-        tensors: The pages in order.
-        addresses: Addresses of the pages, int64 `[pages]` in host memory.
-        layer: Index of the layer within a page.
-        origin: The `Pages` object of the first layer (None in that object). It keeps the copy of `addresses` on the
-            device for all layers.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
-    addresses: torch.Tensor
-    layer: int
+    tensors: tuple[torch.Tensor, ...]  # the pages in order
+    addresses: torch.Tensor  # addresses of the pages, int64 `[pages]` in host memory
+    layer: int  # index of the layer within a page
+    # `Pages` of the first layer, which keeps the device copy of `addresses` for all layers. None in the first layer.
     origin: Pages | None = None
 
     @classmethod
@@ -83,17 +76,14 @@ class Pages:
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Addresses of the pages of B sequences in one layer. There are P = B * Hkv lists, one per sequence and KV head.
+    """Addresses of the pages of B sequences in one layer, for P = B * Hkv lists (one per sequence and KV head).
 
     Triton kernels read `table`, torch functions read `pages`. The caller must keep the two consistent.
-
-    Attributes:
-        pages: Pages of each sequence, all of one layer and on one device.
-        table: Addresses of the first M pages of each sequence, int64 `[B, M]` on the same device. Entries after a
-            sequence's last page are undefined.
     """
 
-    pages: tuple[Pages, ...]
+    pages: tuple[Pages, ...]  # pages of each sequence, all of one layer and on one device
+    # Addresses of the first M pages of each sequence, int64 `[B, M]` on the same device. Entries after a sequence's
+    # last page are undefined.
     table: torch.Tensor
 
     @classmethod

@@ -1,7 +1,7 @@
 """Addresses of tensors of a batch, one tensor per sequence, in a table on the device.
 
-Kernels read the table, so that tensors of different sequences need not be concatenated. If a sequence joins or leaves
-the batch, or if a tensor is reallocated, only the table changes. Launch arguments of kernels stay the same.
+Kernels read the table, so tensors of different sequences need not be concatenated. If a sequence joins or leaves the
+batch, or a tensor is reallocated, only the table changes, not the launch arguments.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ class PointerTable:
 
     The X slices `[a, c]` of a sequence are its lists, for example one per KV head. Triton kernels read `table`, torch
     functions read `tensors`. The caller must keep the two consistent.
-
-    Attributes:
-        tensors: Tensors with equal dtype, device and X.
-        table: Address and strides of each tensor (`entry`), int64 `[B, FIELDS]` on the same device.
     """
 
-    tensors: tuple[torch.Tensor, ...]
-    table: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]  # tensors with equal dtype, device and X
+    table: torch.Tensor  # address and strides of each tensor (`entry`), int64 `[B, FIELDS]` on the same device
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> PointerTable:
@@ -52,7 +48,6 @@ class PointerTable:
 
     @property
     def aligned(self) -> bool:
-        """Whether the address of every row is a multiple of `ALIGNED` bytes."""
         size = self.tensors[0].itemsize
         starts = (x for tensor in self.tensors for x in (tensor.data_ptr(), *(size * s for s in tensor.stride()[:2])))
         return all(x % ALIGNED == 0 for x in starts)

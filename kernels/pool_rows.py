@@ -16,17 +16,12 @@ from ..core import BLOCK_SIZE
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Device copies of pool rows, as seen by one layer.
+    """Device copies of pool rows, as seen by one layer."""
 
-    Attributes:
-        rows: The copies `[D, w]`, shared by all layers, in the storage format of the pool.
-        first: Id of the first copy. It equals the number of rows in the pool.
-        planes: Offsets of K and V of each KV head in a copied block, like `planes` of `gather_tokens`. `first` is
-            already subtracted, so id + offset is an index in `rows`.
-    """
-
-    rows: torch.Tensor
-    first: int
+    rows: torch.Tensor  # the copies `[D, w]`, shared by all layers, in the storage format of the pool
+    first: int  # Id of the first copy. It equals the number of rows in the pool.
+    # Offsets of K and V of each KV head in a copied block, like `planes` of `gather_tokens`. `first` is already
+    # subtracted, so id + offset is an index in `rows`.
     planes: torch.Tensor
 
 

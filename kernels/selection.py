@@ -89,7 +89,7 @@ def quantise_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         int8 codes `[Hkv, G, d]`, symmetric around 0, and one scale per query head, `[Hkv, G, 1]`. The rounding error is
-        less than a fifth of that of int4 keys.
+        less than a fifth of the error of int4 keys.
     """
     scale = q.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny * 127) / 127
     return (q / scale).round_().to(torch.int8), scale
@@ -169,7 +169,7 @@ def selection_limit(candidates: int, max_fraction: float) -> int:
 
 
 def token_count(passing: int, heads: int, limit: int) -> int:
-    """Return how many tokens each KV head of a layer selects (paper §4.3): the mean number that passes a query head.
+    """Return how many tokens each KV head selects: the mean number of tokens that pass a query head (paper §4.3).
 
     `passing` is the number of pairs (token, query head) with a score near the maximum of the query head. The mean over
     all `heads` query heads is rounded up and is at most `limit`.
@@ -246,7 +246,6 @@ def select_in_c(
         scores: Float32 scores `[Hkv, G, n]`.
         peak: Largest score of each query, `[Hkv, G]`.
         lse: Log-sum-exp of the scores of each query, `[Hkv, G]`, or None if G = 1.
-        alpha, limit: See `select_tokens`.
     """
     library = _best_scores()
     if library is None:

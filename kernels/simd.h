@@ -91,7 +91,7 @@ INLINE uint32_t bits_of(i32 mask) {
 #endif
 }
 
-/* -1 in the lanes whose bits are set, 0 in the others: the inverse of bits_of. */
+/* -1 in the lanes whose bits are set, 0 in all other lanes: the inverse of bits_of. */
 INLINE i32 mask_of(uint32_t bits) {
 #if defined(WIDE_VECTORS)
     return (i32)_mm512_movm_epi32((__mmask16)bits);

@@ -5,7 +5,7 @@ therefore costs no time, and the caller waits only for parts that a worker has b
 loses its processor to another process in the middle of a part. The team measures the time that workers save. If they
 save none, the caller works alone for a while and then tries again.
 
-Workers sleep without spinning, because the caller runs Python between calls, which takes too long to spin. */
+Workers sleep without spinning. The caller runs Python between calls, and spinning for so long would waste time. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -45,8 +45,9 @@ static struct {
     pthread_mutex_t busy;                               /* held by the current caller */
     uint32_t round;
     int started;
-    /* Nanoseconds that workers have saved recently, how long the caller works alone after a loss, and until when. */
-    int64_t saved, rest, alone_until;
+    int64_t saved;       /* nanoseconds that workers have saved recently */
+    int64_t rest;        /* nanoseconds for which the caller works alone if workers save no time */
+    int64_t alone_until; /* time at which this rest ends */
     Worker workers[MAX_WORKERS];
 } team = {.busy = PTHREAD_MUTEX_INITIALIZER, .rest = SHORTEST_REST};
 

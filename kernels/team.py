@@ -3,8 +3,8 @@
 `runner` distributes a C function `void name(const void *call, int64_t part)`, which must be thread-safe and must not
 start threads. `run_parts` distributes a Python function that releases the GIL, such as torch's matrix products.
 
-A decode step runs hundreds of torch operations that are shorter than the time to wake OpenMP's threads. The engine
-therefore runs torch's own operations on one thread (`torch_on_one_thread`).
+Most torch operations of a decode step take less time than waking OpenMP's threads. The engine therefore runs torch's
+own operations on one thread (`torch_on_one_thread`).
 """
 
 from __future__ import annotations

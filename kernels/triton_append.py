@@ -1,8 +1,8 @@
 """Append the newest token to the resident KV and the scoring keys on the device, in Triton.
 
 Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, r elements of the result.
-References: `lists.store_resident`, `lists.append_partial`, `lists.append_quantised`. Sums over d are computed in
-float32, in another order than in torch. A value halfway between two codes may therefore get either code.
+Sums over d are computed in float32, in another order than in torch. A value halfway between two codes may therefore get
+either code.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Skew (multiply by `basis`), quantise and pack the newest keys of a batch, in one launch.
+    """Skew, quantise and pack the newest keys of a batch, in one launch. See `lists.append_quantised`.
 
-    See `lists.append_quantised`. basis, mean and step must be float32.
+    basis, mean and step must be float32.
     """
     (lists, d), (heads, _, r) = k.shape, basis.shape
     assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] >= r

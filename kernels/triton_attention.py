@@ -6,8 +6,7 @@ pieces, called *parts*, are merged.
 
 Products of half-precision numbers are exact in float32. The softmax weights are rounded to the dtype of the KV before
 the second product, except under Triton's interpreter, whose half-precision products are wrong. Apart from float32
-rounding, the error of the output is at most 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
-`lists.attend_counted`, `reference.merge_lse`.
+rounding, the error of the output is at most 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ _PARTS, LISTED = 16, 256
 
 @triton.jit
 def query_heads(G: tl.constexpr, QUERIES: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the list of program i, and its QUERIES of the G query heads of this list.
+    """Return the list of this program, and the QUERIES query heads that the program computes.
 
-    Adjacent programs have blocks of query heads of the same list, so that its KV is read from memory once. Heads from G
-    on do not exist.
+    Adjacent programs share a list, so that its KV is read from memory once. Heads from G on do not exist.
     """
     BLOCKS: tl.constexpr = (G + QUERIES - 1) // QUERIES
     item = tl.program_id(0)
@@ -111,7 +109,7 @@ def store_part(
 ) -> None:  # fmt: skip
     """Store the result of `attend_rows` in the rows `row` `[QUERIES]` of `outs` and `lses`, for queries in `mask`.
 
-    The output is stored only if `has_rows` is true: if there were KV vectors to attend to.
+    The output is stored only if `has_rows` is true.
     """
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
     tl.store(lses + row, lse, mask=mask)
@@ -134,9 +132,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend with a block of QUERIES query heads to rows [s * PIECE, (s + 1) * PIECE) of list p, in program (i, s).
 
-    A list is one KV head of one sequence. For p and the query heads, see `query_heads`. The result is stored as part s:
-    always the lse, and the output `[QUERIES, d]` if the piece has valid rows. All strides and addresses are multiples
-    of ALIGN elements.
+    For p and the query heads, see `query_heads`. The result is stored as part s: always the lse, and the output
+    `[QUERIES, d]` if the piece has valid rows. All strides and addresses are multiples of ALIGN elements.
     """
     p, head = query_heads(G, QUERIES)
     piece = tl.program_id(1)
@@ -196,8 +193,8 @@ def _merge(
 def sizes(d: int, itemsize: int, queries: int, *, same: bool) -> dict[str, int]:
     """Return the sizes of the tiles of `attend_rows` for `queries` queries per KV head.
 
-    BLOCK is the number of rows per loop iteration, and num_stages the number of iterations in flight. A matrix product
-    needs at least 16 rows. If these exceed `_STEP_BYTES`, fewer iterations are in flight.
+    BLOCK is the number of rows per loop iteration, at least 16 for matrix products. num_stages is the number of
+    iterations in flight. It is smaller if 16 rows exceed `_STEP_BYTES`.
     """
     columns = split_columns(d)
     rows = _STEP_BYTES // (columns["D"] * itemsize)
@@ -216,7 +213,7 @@ def max_queries(d: int, itemsize: int) -> int:
 
 
 def alignment(*rows: torch.Tensor) -> int:
-    """Return the number of elements in the widest memory load if all vectors `[P, n, d]` allow it, else 1."""
+    """Return how many elements one 16-byte load reads if the addresses of all vectors `[P, n, d]` allow it, else 1."""
     addresses = (x for each in rows for x in (each.data_ptr(), *(each.itemsize * step for step in each.stride()[:2])))
     return ALIGNED // rows[0].itemsize if all(x % ALIGNED == 0 for x in addresses) else 1
 

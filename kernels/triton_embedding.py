@@ -1,4 +1,4 @@
-"""Look up parts of embeddings in Triton, in one launch. Reference: `embedding.embedding_part`.
+"""Look up parts of embeddings in Triton, in one launch.
 
 The table is in device memory, or in page-locked host memory, which the device reads in place. Token ids stay on the
 device, so that a captured CUDA graph can look up the tokens of each step.

@@ -1,7 +1,6 @@
 """Read, write and append the entries that scoring policies store for each token or page, in Triton.
 
-The entries of a sequence are in one tensor (`PointerTable`), with one list per KV head. References: `lists.read_lists`,
-`lists.write_lists`, `lists.append_entries`, `lists.mask_scores`.
+The entries of a sequence are in one tensor (`PointerTable`), with one list per KV head.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the newest entry of list p (one KV head of one sequence), in program p.
 
-    The stored entry of a page is the element-wise minimum of the entries of its tokens.
+    A page stores the element-wise minimum of the entries of its tokens.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, fields = tl.load(slots + p), table + p // heads * _FIELDS

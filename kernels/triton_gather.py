@@ -2,11 +2,10 @@
 
 The rows are in device memory, or in page-locked host memory, which the device reads and writes in place. Each valid row
 is transferred once and written to device memory once. Its index adds 8 bytes of traffic. Rows are copied as integer
-words, so one kernel handles any format and width (quantised rows have odd widths).
+words, so one kernel handles any format and width.
 
-A gather has just enough programs to saturate the PCIe bus, so that the other multiprocessors are free for concurrent
-computation. With `DeviceRows`, rows that have copies in device memory are read there. References: the functions of
-`pool_rows`, `lists.gather_slots`, `lists.scatter_slots`.
+A gather has just enough programs to saturate the PCIe bus, so that other multiprocessors stay free for computation.
+Rows that have copies in device memory (`DeviceRows`) are read there.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def _slots(
 ) -> None:  # fmt: skip
     """Copy K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`, in program (p, i).
 
-    A list is one KV head of one sequence. If SCATTER, copy from `rows` to the slots. If PLANES is 1, copy only K.
+    If SCATTER, copy from `rows` to the slots. If PLANES is 1, copy only K.
     """
     p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)
@@ -274,7 +273,6 @@ def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *,
 
 
 def _copies(device: DeviceRows, rows: torch.Tensor) -> torch.Tensor:
-    """Return `device.rows`, which must have the width, dtype and word size of the pool's `rows`."""
     copies = device.rows
     assert copies.is_contiguous() and copies.shape[1:] == rows.shape[1:] and copies.dtype == rows.dtype
     assert _words(copies) == _words(rows)

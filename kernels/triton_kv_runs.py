@@ -1,4 +1,4 @@
-"""Decode attention of a batch whose sequences share KV, in Triton. Reference: `kv_runs.attend_runs`.
+"""Decode attention of a batch whose sequences share KV, in Triton.
 
 Kernels find the KV of each run (`kv_runs.Run`) by the addresses in a table of 88 bytes per run, which is copied to the
 device.
@@ -41,7 +41,7 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend with one block of queries to one piece of a run, in program (run, piece, KV head and query block).
 
-    The output `[d]` and the lse of each query are stored as a part of the query's sequence. Programs beyond the run's
+    The output `[d]` and the lse of each query are stored as a part of the query's sequence. Programs after the run's
     last piece or last query do nothing. All strides are multiples of ALIGN elements, so that the compiler can use
     16-byte loads.
     """
@@ -100,8 +100,8 @@ def _table_row(run: Run, parts_of: list[int]) -> list[int]:
     """Return the fields of a run in the table, with the number of its first part.
 
     The partial results (*parts*) of each sequence are numbered in the order of its runs. `parts_of[b]` is the number of
-    parts of sequence b so far, and is increased. In runs that form a tree, pass parents before their children. Then
-    this number is equal in all sequences of a run, as required.
+    parts of sequence b so far, and is increased. If runs form a tree, parents must come before their children, so that
+    the first part has the same number in all sequences of a run.
     """
     k, v, n = run.k, run.v, run.k.shape[1]
     assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(parts_of)
@@ -115,6 +115,5 @@ def _table_row(run: Run, parts_of: list[int]) -> list[int]:
 
 
 def _alignment(rows: Sequence[Sequence[int]]) -> int:
-    """Return 8 if all addresses and strides are multiples of 8 elements, else 1."""
     aligned = all(address % 16 == 0 for row in rows for address in row[:2])
     return 8 if aligned and all(stride % 8 == 0 for row in rows for stride in row[2:6]) else 1

@@ -1,11 +1,11 @@
 """Attend to low-bit KV and merge the result with exact attention, for a batch, in Triton.
 
-Memory traffic per token and KV head: the packed key, the packed value and their quantisation steps,
-d * (4 + bits) / 8 + 2 bytes, are read once for all G query heads of the group. One more byte marks excluded tokens.
+Memory traffic per token and KV head: the packed key, the packed value and their quantisation steps, d * (4 + bits) / 8
++ 2 bytes, are read once for all G query heads of the group. One more byte marks excluded tokens.
 
 The softmax weights are multiplied by the quantisation steps of the values and rounded to bfloat16 before they are
 multiplied by the codes (not under Triton's interpreter). The scores of the selection are not reused, because the
-selection may use a predicted query. Reference: `low_bit_lists.merge_approximate`.
+selection may use a predicted query.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _exclude(
 ) -> None:  # fmt: skip
     """Mark the chosen tokens [i * LISTED_TOKENS, (i + 1) * LISTED_TOKENS) of list p as excluded, in program (p, i).
 
-    A list is one KV head of one sequence. Only the first `counts[p]` entries of chosen `[P, n]` are valid. The first
-    program of a list also marks the tokens outside [start, stop) in the list's first and last block.
+    Only the first `counts[p]` entries of chosen `[P, n]` are valid. The first program of a list also marks the tokens
+    outside [start, stop) in the list's first and last block.
     """
     p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
     token = tl.load(chosen + p * n + index, mask=index < tl.load(counts + p), other=-1)
@@ -95,8 +95,8 @@ def _add_values(
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Return each of accs `[h, WIDTH]` * rescale `[h]` + weights `[h, n]` times the codes of the values of n tokens.
 
-    `address` `[n]` are the addresses of the packed values, of which the bytes [FIRST, FIRST + WIDTH) are read. The
-    codes of number i of accs are at bit i * BITS of each byte (`_value_levels`).
+    The bytes [FIRST, FIRST + WIDTH) of the packed values at `address` `[n]` are read. The codes of number i of accs are
+    at bit i * BITS of each byte (`_value_levels`).
     """
     column = FIRST + tl.arange(0, WIDTH)
     raw = tl.load(address[:, None] + column[None, :], mask=(column < VALUES)[None, :], other=0)
@@ -151,9 +151,9 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (i, s), with an online softmax.
 
-    A list is one KV head of one sequence. For p and the query heads, see `triton_attention.query_heads`. The result is
-    part s of the output. The lse is always stored. The values `[QUERIES, d]` are stored only if a block has tokens in
-    [start, stop). They are 0 if all these tokens are excluded. For the sizes, see `padded_sizes`.
+    For p and the query heads, see `triton_attention.query_heads`. The result is part s of the output. The lse is always
+    stored. The values `[QUERIES, d]` are stored only if a block has tokens in [start, stop). They are 0 if all these
+    tokens are excluded. For the sizes, see `padded_sizes`.
     """
     p, head = query_heads(G, QUERIES)
     piece = tl.program_id(1)
@@ -286,9 +286,9 @@ def _parts(
     tokens: int,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the low-bit KV of tokens that are not excluded, in three launches, without the merge of the pieces.
+    """Attend to the low-bit KV of tokens that are not excluded, in three launches. Pieces are not merged.
 
-    An entry of `chosen` excludes a token if it is before `counts[p]` and within [start, stop).
+    The first `counts[p]` tokens of list p in `chosen` are excluded if they are within [start, stop).
 
     Returns:
         outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.

@@ -4,8 +4,7 @@
 Memory traffic per KV head: 4 * d^2 bytes each of the basis of keys and the mixing matrix of values, which are the same
 for all sequences, 2 * d elements of K and V, and d * (4 + bits) / 8 + 2 written bytes.
 
-`store_rows` stores the vectors of a prompt, after torch has multiplied them by the matrices. References:
-`low_bit_lists.append_rows`, `low_bit.store_rows`.
+`store_rows` stores the vectors of a prompt, after torch has multiplied them by the matrices.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the key of list p with KEY bits, in program (p, 0), or its value with VALUE bits, in program (p, 1).
 
-    A list is one KV head of one sequence. Lists with a negative slot are skipped.
+    Lists with a negative slot are skipped.
     """
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
@@ -146,8 +145,8 @@ def append_rows(
 ) -> None:
     """Append the newest K and V of a batch to the low-bit KV, in one launch. See `low_bit_lists.append_rows`.
 
-    basis, mean and mixing must be float32. Sums over d are computed in another order than in torch. A value halfway
-    between two codes may therefore get either code.
+    basis, mean and mixing must be float32. Sums over d are computed in another order than in torch, so a value halfway
+    between two codes may get either code.
     """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)

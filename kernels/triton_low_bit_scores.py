@@ -1,7 +1,6 @@
-"""Score low-bit keys of a batch in Triton.
+"""Score low-bit keys of a batch in Triton. Scores are integers before scaling.
 
-Memory traffic per token and KV head: d / 2 + 1 bytes are read and 4 * G bytes are written. Scores are integers before
-scaling. Reference: `low_bit_lists.scores`.
+Memory traffic per token and KV head: d / 2 + 1 bytes are read and 4 * G bytes are written.
 """
 
 from __future__ import annotations
@@ -129,8 +128,8 @@ def _score(
 ) -> None:  # fmt: skip
     """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p with QUERIES of its query heads, in program (j, i).
 
-    A list is one KV head of one sequence. For p and the query heads, see `triton_attention.query_heads`.
-    A program without tokens in [start, stop) reads no keys.
+    For p and the query heads, see `triton_attention.query_heads`. A program without tokens in [start, stop) reads no
+    keys.
     """
     # Four times as many tokens per program, which quantises the queries less often, were slower on an H200.
     p, head = query_heads(G, QUERIES)

@@ -1,4 +1,4 @@
-"""Root mean square norm in Triton, in one launch instead of six. Reference: `reference.rms_norm`."""
+"""Root mean square norm in Triton, in one launch instead of six."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Multiply a few rows with packed weights, and unpack packed weights, in Triton.
 
 Memory traffic of a product: the packed rows, which are read in place. A program multiplies up to eight input rows.
-Programs with the same weights are adjacent, so that they find the weights in the caches. A weight takes three
-instructions to unpack and about two per input row.
+Programs with the same weights are adjacent, so that they find the weights in the caches.
 
 A *unit* is 16 bytes of lower bits. It contains the codes of 16 inputs (8 bits), or of two *halves* of 16 adjacent
 inputs (4 to 6 bits). The inputs of a half have one scale. Reference: `PackedFormat.unpack`.
@@ -68,8 +67,7 @@ def _numbers(
 ) -> tl.tensor:  # fmt: skip
     """Load the scales or minima of groups in float32; 0 for masked groups.
 
-    `start` is the offset of the scales or minima in a row, and `factors` that of the factors by which they are
-    multiplied.
+    `start` is their offset in a row. `factors` is the offset of the factors by which they are multiplied.
     """
     if FACTORS:
         integers = tl.load((row + start + group).to(tl.pointer_type(tl.int8)), mask=mask, other=0).to(tl.float32)
@@ -161,8 +159,8 @@ def _linear(
 ) -> None:  # fmt: skip
     """Compute block i of OUTS outputs for block m of ROWS input rows, in program i * n + m for n blocks of rows.
 
-    With EXPERTS, ROWS is 1, and row m is multiplied by the weight number `experts[m]` of a stack. The minimum of a
-    group is multiplied by the sum of its inputs. Rows of weights are `step * ALIGN` bytes apart.
+    With EXPERTS, ROWS is 1, and row m is multiplied by the weight of `experts[m]`. The minimum of a group is multiplied
+    by the sum of its inputs. Rows of weights are `step * ALIGN` bytes apart.
     """
     # One axis, because a second axis could not hold all outputs of a large vocabulary.
     blocks = (rows + ROWS - 1) // ROWS
@@ -234,8 +232,8 @@ def linear(
 ) -> torch.Tensor:
     """Multiply rows x `[n, in]` by packed weights and add a bias, in one launch. Return `[n, out]`.
 
-    Without `experts`, packed is uint8 `[out, form.row_bytes]` and bias is `[out]` or None. With `experts`, integers
-    `[n]`, packed and bias have a first axis of experts, and row i uses the entry `experts[i]`.
+    Without `experts`, packed is uint8 `[out, form.row_bytes]` and bias is `[out]` or None. `experts` `[n]` are indices
+    on an additional first axis of packed and bias. Row i is multiplied by the weight of `experts[i]`.
     """
     (rows, ins), outs = x.shape, packed.shape[-2]
     assert ins == form.ins and packed.is_contiguous() and (bias is None or bias.is_contiguous())
@@ -262,7 +260,6 @@ def unpack(
 
     Args:
         packed: The rows, in device memory or in page-locked host memory.
-        form: Their format.
         dtype: Dtype of the result.
         ids: Indices of the rows, `[n]` on the device. None means all rows, which must then be in device memory.
         inputs: Inputs to unpack. None means all. A range begins and ends at multiples of `PART`.
@@ -282,7 +279,7 @@ def unpack(
 
 
 def _offsets(form: PackedFormat) -> tuple[int | float, ...]:
-    """Return the arguments of both kernels that describe a row: `step` to `offset`."""
+    """Return the kernel arguments that describe a row: `step`, `units`, offsets of parts, `power` and `offset`."""
     starts = form.high_start, form.scales_start, form.minima_start, form.factors_start, form.minima_factors_start
     step, units = form.row_bytes // _alignment(form), form.high_start // 16
     return step, units, *starts, 2.0**form.exponent, float(form.offset)
@@ -297,5 +294,4 @@ def _constants(form: PackedFormat) -> dict[str, Any]:
 
 
 def _alignment(form: PackedFormat) -> int:
-    """Return the alignment of rows in bytes, at most 16."""
     return math.gcd(form.row_bytes, 16)

@@ -1,8 +1,7 @@
 """Decode attention over resident KV (on the device) and KV fetched for this step, in Triton.
 
 The kernel gets the address of each sequence's resident KV. Each key and value vector is read once for all G query heads
-of its group. A batch takes one launch and a merge. Reference: `lists.attend_resident`. For rounding, see
-`triton_attention`.
+of its group. For rounding, see `triton_attention`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def _attend(
     """Attend with a block of query heads to one piece of list p (one KV head of one sequence), in program (i, s).
 
     If s < resident_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece
-    of the fetched KV. Query heads and part s are those of `triton_attention._attend`. All strides and addresses are
+    of the fetched KV. For the query heads and part s, see `triton_attention._attend`. All strides and addresses are
     multiples of ALIGN elements. If PLANES is 1, the resident values are the resident keys.
     """
     p, head = query_heads(G, QUERIES)

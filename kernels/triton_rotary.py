@@ -1,8 +1,7 @@
 """Rotary position embedding (RoPE) in Triton, in one launch instead of four.
 
-Results are rounded exactly like those of `reference.rotate_halves`. Some models have keys as large as 100 (Qwen,
-because of its biases). Other rounding would change their scores by 1 or more, so that results would differ from
-transformers.
+Results are rounded exactly like those of `reference.rotate_halves`. In models with large keys, such as Qwen, another
+rounding would change scores by 1 or more, so that results would differ from transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Score compressed keys with one query per head in Triton.
 
 The kernels also compute the maximum of each block, for thresholds, and its sum of exponentials, for the softmax of
-grouped query heads. Memory traffic per token and KV head: r elements (partial keys) or bits * d / 8 bytes (packed keys)
-are read, 4 * G bytes are written. References: `lists.partial_scores`, `lists.quantised_scores`.
+grouped query heads. Per token and KV head, they read r elements (partial keys) or bits * d / 8 bytes (packed keys), and
+write 4 * G bytes.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ def _partial(
 ) -> None:  # fmt: skip
     """Score tokens [b * BLOCK, (b + 1) * BLOCK) of list p column by column, in program (i, b).
 
-    A list is one KV head of one sequence. For p and the query heads, see `triton_attention.query_heads`. A program
-    without tokens in [start, stop) reads no keys. The last block reads up to the next multiple of ALIGN tokens, for
-    which every list has memory.
+    For p and the query heads, see `triton_attention.query_heads`. A program without tokens in [start, stop) reads no
+    keys. The last block reads up to the next multiple of ALIGN tokens, for which every list has memory.
     """
     p, head = query_heads(G, QUERIES)
     block = tl.program_id(1)

@@ -140,7 +140,7 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """Return the first KNOWN bytes of the *bound*: the rank-th largest order of a list (see the module).
+    """Return the first KNOWN bytes of the *bound*: the rank-th largest order of list p (see the module).
 
     Also return the rank of the bound among the orders that begin with these bytes.
     """
@@ -161,8 +161,7 @@ def _histogram(
 ) -> None:  # fmt: skip
     """Count the orders of block i of list p by their byte number DIGIT (0 is the highest), in program (p, i).
 
-    A list is one KV head of one sequence. Only orders whose higher bytes equal those of the bound (`_bound`) are
-    counted.
+    Only orders whose higher bytes equal the higher bytes of the bound (`_bound`) are counted.
     """
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
@@ -189,10 +188,9 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the tokens of block i of list p whose order is above the bound or equal to it, in program (p, i).
+    """Count the tokens of block i of list p with orders above the bound, and equal to it (`_bound`), in program (p, i).
 
-    For the bound, see `_bound`. A list is one KV head of one sequence. The first program of a list also stores its
-    number of selected tokens.
+    The first program of a list also stores its number of selected tokens.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -215,8 +213,8 @@ def _write(
 ) -> None:  # fmt: skip
     """Write the selected tokens of block i of list p in ascending order, in program (p, i).
 
-    A list is one KV head of one sequence. The tokens are written after the selected tokens of earlier blocks. If
-    several orders equal the bound, the first tokens are selected. Entries of `out` after the selected ones become 0.
+    They follow the selected tokens of earlier blocks. If several orders equal the bound, the first tokens are selected.
+    Entries of `out` after the selected tokens become 0.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, index = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EARLIER)

@@ -141,7 +141,6 @@ def _damaged(path: Path, why: str) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
-    """Return the header and the tensors of a file. Raises ArtifactError if it is not a skew artifact."""
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; a skew artifact is made with 'offload-rt skew MODEL --out DIR'")
     try:

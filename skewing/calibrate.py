@@ -60,13 +60,10 @@ def calibrate(
     """Calibrate the model of `adapter` on the text `token_ids`.
 
     Args:
-        adapter: The model.
-        token_ids: Token ids of the text.
         method: Method of the bases (`SkewArtifact.method`).
         fingerprint: Fingerprint of the model.
         calibration: Description of the text, for the artifact.
         positions: Context length to calibrate for. None means the model's maximum.
-        progress: Called to report progress.
 
     Raises:
         InputError: The text is empty, a token is outside the vocabulary, or `positions` is not supported.
@@ -81,7 +78,7 @@ def calibrate(
 def fit(
     moments: Moments, correction: Correction, *, method: SkewMethod, fingerprint: str, calibration: str
 ) -> SkewArtifact:
-    """Compute the skew artifact from `moments` `[L, Hkv, ...]` and `correction`. For the rest, see `calibrate`."""
+    """Compute the skew artifact from `moments` `[L, Hkv, ...]` and `correction`. See `calibrate`."""
     basis = BASES[method](moments)
     skewed = moments.skewed(basis)
     deviation = skewed.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -108,10 +105,10 @@ def measure(
 ) -> tuple[Moments, Correction]:
     """Return the moments of queries and keys `[L, Hkv, ...]` and the correction of predicted attention inputs.
 
-    Queries and keys are taken after RoPE, without the attention scale. They are rotated to positions that are spread
-    over the whole context length, because with RoPE, a basis fits only the positions for which it was computed. The
-    attention of the forward pass uses the real positions. The text is split into segments of at most `positions`
-    tokens, which all begin at position 0. For errors, see `calibrate`.
+    Queries and keys are taken after RoPE, without the attention scale. With RoPE, a basis fits only the positions for
+    which it was computed. Queries and keys are therefore rotated to positions that are spread over the whole context
+    length. The attention of the forward pass uses the real positions. The text is split into segments of at most
+    `positions` tokens, which all begin at position 0. For errors, see `calibrate`.
 
     The moments of a KV head include the queries of all layers that use its keys. Layers that use the keys of an earlier
     layer, and layers with another head dimension than full-attention layers, have moments of 0. All results are on the
@@ -199,7 +196,7 @@ def _segment_sums(
         project = adapter.query if kv_layer == layer else adapter.lone_query
         for s, slice_positions in zip(slices, real, strict=True):
             x = adapter.attention_input(layer, hidden[s])
-            # Without a name, the queries are freed before the MLP.
+            # Do not bind the queries to a name, so that their memory is freed before the MLP.
             residual = residual_after_attention(
                 adapter, layer, hidden[s], project(layer, x, slice_positions), kept[kv_layer], s.stop
             )

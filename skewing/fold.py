@@ -1,9 +1,11 @@
 """Fold skewing bases into the weights (paper §4.2, equation 2), and compute the output of the command `skew`.
 
 With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so weight and bias are multiplied by B_q. Keys
-are folded in the same way. The result is an ordinary checkpoint whose logits are those of the original, except for
-rounding: about 1e-5 of the largest logit in float32, and as much as the rounding of the original weights in bfloat16
-and float16, which changes 1-3 % of the greedy tokens. The engine therefore uses separate matrices (`SkewArtifact`).
+are folded in the same way. The result is an ordinary checkpoint.
+
+Its logits differ from the original by rounding: by about 1e-5 of the largest logit in float32. In bfloat16 and float16,
+the difference is as large as the rounding of the original weights, and changes 1-3 % of the greedy tokens. The engine
+therefore uses separate matrices (`SkewArtifact`).
 
 Models with RoPE cannot be folded, because the rotation follows the projection and does not commute with a basis that
 mixes rotary planes.
@@ -52,7 +54,7 @@ def _attentions(model: Any) -> list[Any]:
     raise ModelError(
         f"{type(model).__name__} ({model.config.model_type}) cannot be folded: its queries and keys are rotated by "
         "their positions (RoPE) after the projection, and the skewing basis does not commute with that rotation; "
-        "use the side matrices in skew.safetensors instead (foldable: gpt2, opt)"
+        "use the matrices in skew.safetensors instead (foldable: gpt2, opt)"
     )
 
 
@@ -70,7 +72,7 @@ def _projections(attention: Any) -> tuple[Projection, Projection]:
 def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
     """Return a copy of the model with skewed queries and keys. Except for rounding, its logits are unchanged.
 
-    The copy has the same class and dtype, and shares all other parameters with `model`, which is not changed.
+    The copy has the same class and dtype, and shares all other parameters with `model`.
 
     Raises:
         ModelError: The model has no absolute positions, or its weights are packed or offloaded.
@@ -131,8 +133,8 @@ class SkewReport:
         energy_kept_skewed: The same fraction with skewing.
         logit_difference: Largest difference between logits of the folded and the original model, divided by the largest
             logit. None if there is no folded model.
-        predictions: Quality of predicted queries by source (`PredictionQuality`). An integer is a value of the option
-            `ahead` of the policy "infinigen" (hybrid models).
+        predictions: Quality of predicted queries by source (`PredictionQuality`). An integer key is a value of the
+            option `ahead` of the policy "infinigen" (hybrid models).
     """
 
     artifact: Path

@@ -2,7 +2,7 @@
 
 InfiniGen predicts the query of layer l from the hidden states of layer l-1, because the inputs of adjacent layers are
 similar (§4.3, Table 1). The prediction is wrong after an MLP that adds nearly the same large vector to every token
-("massive activations"). As this error is nearly constant, a slope and an offset per channel remove it. Measurements:
+("massive activations"). A slope and an offset per channel remove this nearly constant error. Measurements:
 `eval/results/reference-opt/ablation.md`, parts "source".
 """
 
@@ -87,8 +87,6 @@ def predicted_input(
     """Predict the attention input `[T, D]` of `layer` from the previous layer (InfiniGen §4.3), without correction.
 
     Args:
-        adapter: The model.
-        layer: The layer whose attention input is predicted.
         source: Selects one of the following three tensors.
         hidden: Input of the previous layer, `[T, D]`.
         attention_input: Attention input of the previous layer, `[T, D]`.

@@ -22,8 +22,9 @@ STRIDE = 16
 class PredictionQuality:
     """Measures predicted queries by the attention mass of the tokens that they select.
 
-    The mass is divided by that of the tokens which the true queries select. Tokens with the largest attention weights
-    are selected. As in the policy, the query heads of a KV head select together, and resident tokens do not count.
+    The mass is divided by the mass of the tokens that the true queries select. Tokens with the largest attention
+    weights are selected. As in the policy, the query heads of a KV head select together, and resident tokens do not
+    count.
     """
 
     def __init__(self, adapter: ModelAdapter, correction: Correction) -> None:

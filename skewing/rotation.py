@@ -34,17 +34,11 @@ RIDGE: Final = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Moments of queries and keys: float64 means over tokens (and over the G query heads of a group).
+    """Moments of queries and keys: float64 means over tokens (and over the G query heads of a group)."""
 
-    Attributes:
-        query: E[q q^T] `[..., d, d]`, not centred, because the mean of the queries affects the scores.
-        key: E[k k^T] `[..., d, d]`.
-        key_mean: E[k] `[..., d]`.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    key_mean: torch.Tensor
+    query: torch.Tensor  # E[q q^T] `[..., d, d]`, not centred, because the mean of the queries affects the scores
+    key: torch.Tensor  # E[k k^T] `[..., d, d]`
+    key_mean: torch.Tensor  # E[k] `[..., d]`
 
     def __post_init__(self) -> None:
         assert self.query.shape == self.key.shape and self.key_mean.shape == self.key.shape[:-1]

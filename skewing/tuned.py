@@ -27,18 +27,11 @@ _FORMAT: Final = "offload-rt policy"
 
 @dataclass(frozen=True)
 class TunedPolicy:
-    """Policy and options chosen for one model.
-
-    Attributes:
-        policy, options: Values for `LLM(policy=..., policy_options=...)`.
-        fingerprint: Fingerprint of the model.
-        measured: Record of the tuning run, for information: the limit on the missed attention mass, the objective, the
-            calibration text, and the results of the chosen options.
-    """
-
-    policy: str
+    policy: str  # value for `LLM(policy=...)`
     options: Mapping[str, Any]
-    fingerprint: str
+    fingerprint: str  # of the model
+    # Record of the tuning run, for information: limit on the missed attention mass, objective, calibration text, and
+    # results of the chosen options.
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -108,10 +101,7 @@ def default_options(
 def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None) -> SkewArtifact:
     """Load the artifact from a file, or from `skew.safetensors` in a folder.
 
-    Args:
-        skew: File or folder.
-        fingerprint: Fingerprint that the artifact must have.
-        method: Method that the artifact must have, or None for any method.
+    `fingerprint` and `method` are those that the artifact must have. None accepts any method.
 
     Raises:
         ArtifactError: The artifact cannot be used (`SkewArtifact.load`).
@@ -124,7 +114,6 @@ def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None
 
 
 def check_method(artifact: SkewArtifact, method: SkewMethod, skew: Path) -> None:
-    """Raise ConfigError if the artifact in `skew` was made with another method."""
     check(
         method == artifact.method,
         f"{str(skew)!r} was made with the method {artifact.method!r}, and the policy's options name {method!r} "

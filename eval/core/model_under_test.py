@@ -203,21 +203,14 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model, a text to evaluate it on, and a folder for the results.
-
-    Attributes:
-        name: Name of the text in results.
-        out: Folder of the results. Rows in this folder are not measured again.
-        say: Shows a line about the progress.
-        deadline_passed: If it returns True, no new row is measured.
-    """
+    """A model, a text to evaluate it on, and a folder for the results."""
 
     tested: ModelUnderTest
     text: str
-    name: str
-    out: Path
-    say: Say = say_nothing
-    deadline_passed: Callable[[], bool] = lambda: False
+    name: str  # name of the text in results
+    out: Path  # Folder of the results. Rows in this folder are not measured again.
+    say: Say = say_nothing  # shows a line about the progress
+    deadline_passed: Callable[[], bool] = lambda: False  # if it returns True, no new row is measured
 
     def about(self, config: Any = None) -> dict[str, Any]:
         """Return the settings that all rows share: model, text, and the fields of the dataclass `config`."""

@@ -120,21 +120,15 @@ KINDS: dict[str, Callable[[Rng], Needle]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a passage.
-
-    Attributes:
-        answers: Positions of the answer tokens.
-        distance: Number of tokens from the first statement that the question refers to, to the first answer token.
-    """
-
-    answers: tuple[int, ...]
-    distance: int
+    answers: tuple[int, ...]  # positions of the answer tokens
+    distance: int  # number of tokens from the first statement that the question refers to, to the first answer token
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text with hidden statements and questions at its end. By default, everything before the first question is
-    prefilled.
+    """A text with hidden statements and questions at its end.
+
+    By default, all tokens before the first question are prefilled.
     """
 
     kind: str

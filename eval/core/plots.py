@@ -1,4 +1,4 @@
-"""Helpers for plots. Each figure is written as a PNG file, together with a JSON file of the plotted data."""
+"""Plots. Each figure is written as a PNG file, together with a JSON file of the plotted data."""
 
 from __future__ import annotations
 

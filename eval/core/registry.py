@@ -26,16 +26,9 @@ Flags = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A registered evaluation or benchmark.
-
-    Attributes:
-        add_flags: Adds the flags to a parser. If None, `run` parses `args.arguments` itself.
-        run: Runs the evaluation and returns the exit code. Its docstring is the `--help` description.
-    """
-
     help: str
-    add_flags: Flags | None
-    run: Run
+    add_flags: Flags | None  # Adds the flags to a parser. If None, `run` parses `args.arguments` itself.
+    run: Run  # Runs the evaluation and returns the exit code. Its docstring is the `--help` description.
 
 
 MEASURES: dict[str, Measure] = {}

@@ -1,7 +1,7 @@
 """Store results on disk.
 
-Each measured row is one file, which is written atomically. A rerun measures only missing rows. A `Report` collects the
-rows and writes them as JSON, CSV and a Markdown table.
+Each measured row is one file, so a rerun measures only missing rows. A `Report` collects the rows and writes them as
+JSON, CSV and a Markdown table.
 """
 
 from __future__ import annotations
@@ -104,16 +104,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Report:
-    """A finished measurement.
-
-    Attributes:
-        name: File name without suffix.
-        about: Settings that all rows have in common, such as model, text and seeds.
-    """
-
-    name: str
+    name: str  # file name without suffix
     title: str
-    about: dict[str, Any]
+    about: dict[str, Any]  # settings that all rows have in common, such as model, text and seeds
     columns: tuple[Column, ...]
     rows: list[Row]
     notes: tuple[str, ...] = ()

@@ -41,17 +41,9 @@ def _plain(value: object) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """A text to score.
-
-    Attributes:
-        tokens: Token ids, N in total.
-        decode_from: The tokens `[0, decode_from)` are prefilled with full attention.
-        scored_from: The tokens `[scored_from, N)` are scored.
-    """
-
-    tokens: tuple[int, ...]
-    decode_from: int
-    scored_from: int
+    tokens: tuple[int, ...]  # token ids, N in total
+    decode_from: int  # the tokens `[0, decode_from)` are prefilled with full attention
+    scored_from: int  # the tokens `[scored_from, N)` are scored
 
     def __post_init__(self) -> None:
         assert 0 <= self.decode_from < self.scored_from < len(self.tokens)
@@ -59,27 +51,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores and costs of one text.
+    """Scores and costs of one text."""
 
-    Attributes:
-        nats: Negative log-probability of each scored token, `[n]`.
-        is_greedy: Whether each scored token is the most probable one, `[n]`.
-        attended: Exact attention fraction, mean over all layers and decoded positions.
-        fetched: Fetched fraction, mean over all layers and decoded positions.
-        sparse_attended: Like `attended`, over the sparse layers only.
-        sparse_fetched: Like `fetched`, over the sparse layers only.
-        missed: Missed attention mass, mean over the sparse layers. None if it was not measured.
-        worst_layer: Missed attention mass of the layer with the largest value, or None.
-    """
-
-    nats: list[float]
-    is_greedy: list[bool]
-    attended: float
-    fetched: float
-    sparse_attended: float
-    sparse_fetched: float
-    missed: float | None
-    worst_layer: float | None
+    nats: list[float]  # negative log-probability of each scored token, `[n]`
+    is_greedy: list[bool]  # whether each scored token is the most probable one, `[n]`
+    attended: float  # exact attention fraction, mean over all layers and decoded positions
+    fetched: float  # fetched fraction, mean over all layers and decoded positions
+    sparse_attended: float  # like `attended`, over the sparse layers only
+    sparse_fetched: float  # like `fetched`, over the sparse layers only
+    missed: float | None  # Missed attention mass, mean over the sparse layers. None if it was not measured.
+    worst_layer: float | None  # missed attention mass of the layer with the largest value, or None
 
 
 def text_digest(text: str) -> str:

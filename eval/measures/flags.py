@@ -125,7 +125,6 @@ def say_on_stderr(quiet: bool = False) -> Say:
 
 
 def show(report: Report, out: str, say: Say) -> int:
-    """Print a report and the paths of its files. Return exit code 0."""
     print(report.markdown(), flush=True)
     say(f"wrote {out.rstrip('/')}/{report.name}.json, .csv, .md")
     return 0

@@ -71,21 +71,11 @@ class SelectionHistogram:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of comparing a generated text with full attention.
-
-    Attributes:
-        policy: Statistics of the generation with the policy.
-        full: Statistics of the generation with full attention and the same seed.
-        full_tokens: Tokens that full attention generated.
-        kl: Mean KL(full || policy) of the next-token distributions, in nats.
-        top_1: Fraction of positions with the same most probable token.
-    """
-
-    policy: Stats
-    full: Stats
-    full_tokens: list[int]
-    kl: float
-    top_1: float
+    policy: Stats  # statistics of the generation with the policy
+    full: Stats  # statistics of the generation with full attention and the same seed
+    full_tokens: list[int]  # tokens that full attention generated
+    kl: float  # mean KL(full || policy) of the next-token distributions, in nats
+    top_1: float  # fraction of positions with the same most probable token
     scored: int
 
     def to_dict(self) -> dict[str, Any]:

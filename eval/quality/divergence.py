@@ -27,15 +27,10 @@ FULL = Variant("full")
 
 @dataclass(frozen=True)
 class Divergence:
-    """Differences of one policy from full attention at the n scored positions of a window.
+    """Differences of one policy from full attention at the n scored positions of a window."""
 
-    Attributes:
-        kl: KL(full || policy) of the next-token distributions in nats, `[n]`.
-        agrees: 1 where both have the same most probable token, else 0, `[n]`.
-    """
-
-    kl: list[float] = field(default_factory=list)
-    agrees: list[int] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)  # KL(full || policy) of the next-token distributions in nats, `[n]`
+    agrees: list[int] = field(default_factory=list)  # 1 where both have the same most probable token, else 0, `[n]`
 
     def add(self, full: torch.Tensor, policy: torch.Tensor) -> None:
         # Use float64, because the terms of a small divergence nearly cancel.
@@ -65,7 +60,7 @@ def measure(tested: ModelUnderTest, variant: Variant, text: Text, full: FullAtte
 
 
 def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
-    """Summarize the rows of a variant over all windows, with 95 % bootstrap intervals over windows.
+    """Summarize the rows of a variant, with 95 % bootstrap intervals over windows.
 
     `base` contains the rows of full attention on the same windows.
     """

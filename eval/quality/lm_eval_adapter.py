@@ -48,8 +48,8 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     """Harness model that runs on this runtime. Requests with equal contexts share one prefill.
 
     Args:
-        decode_from: Maximum number of prefilled tokens per request. By default, the whole context except its last token
-            is prefilled.
+        decode_from: Maximum number of prefilled tokens per request. By default, all tokens of the context but the last
+            are prefilled.
         max_length: Maximum number of tokens per request. By default, the context length of the model.
         add_bos_token: Whether to add special tokens. None uses the default of the tokenizer.
         **options: Options of the policy (lists as 0:1, None as "none").
@@ -142,7 +142,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         prompts, targets = [], []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
-                raise InputError(f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}")
+                raise InputError(
+                    f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}: raise it"
+                )
             kept = (context + continuation)[-(self.max_length + 1) :]
             prompts.append(kept[: len(kept) - len(continuation)])
             targets.append(kept[len(kept) - len(continuation) :])
@@ -156,7 +158,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of whole texts.
+        """Return the log-probability of each text as a whole.
 
         A text is scored in windows of `max_length` tokens, and each token is scored once.
         """

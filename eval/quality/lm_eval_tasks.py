@@ -70,8 +70,7 @@ def run_tasks(
 ) -> Report:
     """Run every task with every variant. Existing rows in `out` are reused. Write tasks.json, .csv and .md to `out`.
 
-    All variants are compared with the first one, which should be `full`. The run stops when `deadline_passed` returns
-    True.
+    All variants are compared with the first one, which should be `full`. The run stops after the deadline.
     """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
@@ -122,8 +121,9 @@ class Models:
 def measure(model: OffloadLM, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
     """Run one task. `length` is the length of RULER documents, in tokens of the model `tokenizer`.
 
-    Returns: A row with `metrics` {name: [value, standard error]}, numbers of documents, and mean exact attention and
-    fetched fractions. `samples` contains the metrics and responses of each document.
+    Returns:
+        A row with `metrics` {name: [value, standard error]}, numbers of documents, and mean exact attention and fetched
+        fractions. `samples` contains the metrics and responses of each document.
     """
     from lm_eval import simple_evaluate
 

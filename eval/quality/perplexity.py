@@ -69,7 +69,7 @@ class Window:
 def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
     """Cut up to `config.windows` evenly spaced windows from the text. Each begins with the special tokens (BOS).
 
-    `config.margin` at each end is skipped if the text is long enough. Raises InputError if the text is shorter than a
+    `config.margin` at both ends is skipped if the text is long enough. Raises InputError if the text is shorter than a
     window.
     """
     ids, ends, lead = tested.encode(text)
@@ -107,10 +107,7 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window])
 
 
 def _chunks(nats: Sequence[float]) -> list[float]:
-    """Return the mean nats per token of each complete section of `CHUNK` tokens.
-
-    If the window is shorter than a section, return the mean over the window.
-    """
+    """Return the mean nats per token of each complete section of `CHUNK` tokens, or of the window if it is shorter."""
     whole = max(1, len(nats) // CHUNK)
     size = min(CHUNK, len(nats))
     return [sum(nats[i * size : (i + 1) * size]) / size for i in range(whole)]

@@ -33,17 +33,12 @@ NEAREST = 128
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """Settings of the needle retrieval.
-
-    Attributes:
-        prefilled: Fraction of a passage that is prefilled with full attention. The rest is decoded under the policy.
-            None prefills everything before the first question.
-    """
-
     lengths: tuple[int, ...] = option((1024, 2048), help="tokens of a passage", metavar="1k,2k")
     passages: int = option(20, help="passages of each kind and length", metavar="N")
     kinds: tuple[str, ...] = option(tuple(KINDS), help="kinds of needles", metavar="A,B")
     seed: int = option(0, help="seed of the passages", metavar="N")
+    # Fraction of a passage that is prefilled with full attention. All further tokens are decoded under the policy. None
+    # prefills everything before the first question.
     prefilled: float | None = None
 
     def __post_init__(self) -> None:

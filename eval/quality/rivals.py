@@ -50,8 +50,8 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
 class SnapKV(ScorerPolicy[SnapKVOptions]):
     """Policy that selects tokens with much attention from the last queries of the prompt (SnapKV, arXiv 2404.14469).
 
-    A token's vote is its attention weight, summed over these queries and the query heads of a KV head. Generated tokens
-    have the highest score, because SnapKV keeps all of them.
+    A token's vote is its attention weight, summed over these queries and the query heads of a KV head. SnapKV keeps all
+    generated tokens, so they have the highest score.
     """
 
     name = "snapkv"

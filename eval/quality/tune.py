@@ -1,12 +1,12 @@
 """Choose options of the policy `infinigen` for one model and text.
 
-The search minimizes the bytes that the sparse layers read in a decode step. These are KV fetched from the host, and
-scoring keys and resident KV on the device. The missed attention mass must stay below a limit in every layer. It is
-measured at every decoded position.
+The search minimizes the bytes that the sparse layers read in a decode step: KV fetched from the host, and scoring keys
+and resident KV on the device. At every decoded position and in every layer, the missed attention mass is measured. It
+must stay below a limit.
 
-The search is greedy, one option at a time: scorer, source, window, skew. For each of their values,
-bisection finds the smallest `alpha` within the limit. The last stage starts from the best setting and tries a smaller
-`max_fraction`, with and without a threshold, and `max_missed_mass` with a smaller alpha.
+The search is greedy, one option at a time: scorer, source, window, skew. For each of their values, bisection finds the
+smallest `alpha` within the limit. The last stage starts from the best setting. It tries a smaller `max_fraction`, with
+and without a threshold, and `max_missed_mass` with a smaller alpha.
 """
 
 from __future__ import annotations
@@ -67,24 +67,15 @@ class TuneConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting of the options, and its measured results per decode step.
-
-    Attributes:
-        missed: Missed attention mass, mean over the sparse layers.
-        worst: Missed attention mass of the layer with the largest value.
-        attended: Exact attention fraction.
-        fetched_bytes: Bytes of KV copied from the host.
-        scoring_bytes: Bytes of scoring keys read on the device.
-        window_bytes: Bytes of resident KV read on the device.
-    """
+    """One setting of the options, and its measured results per decode step."""
 
     options: Options
-    missed: float
-    worst: float
-    attended: float
-    fetched_bytes: float
-    scoring_bytes: float
-    window_bytes: float
+    missed: float  # missed attention mass, mean over the sparse layers
+    worst: float  # missed attention mass of the layer with the largest value
+    attended: float  # exact attention fraction
+    fetched_bytes: float  # bytes of KV copied from the host
+    scoring_bytes: float  # bytes of scoring keys read on the device
+    window_bytes: float  # bytes of resident KV read on the device
 
     @property
     def bytes(self) -> float:

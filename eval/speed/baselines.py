@@ -98,7 +98,7 @@ class Baseline(Protocol):
     def name(self) -> str: ...
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Load K and V `[Hkv, N, d]` of one layer. Called once per layer, in order, before the first step."""
+        """Load K and V `[Hkv, N, d]` of one layer. Called for each layer, in order, before the first step."""
         ...
 
     def step(self) -> None: ...
@@ -127,7 +127,7 @@ class TransformersBaseline:
 
 
 class SyntheticContext:
-    """A synthetic context in a host pool. Sequences of a batch share no blocks. Every policy decodes forks of them."""
+    """A synthetic context in a host pool. Every policy decodes forks of its sequences, which share no blocks."""
 
     def __init__(
         self, pool: HostPool, transfer: Transfer, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
@@ -196,20 +196,11 @@ class OffloadBaseline:
 
 @dataclass(frozen=True)
 class BenchInputs:
-    """The model and the context that all baselines use.
-
-    Attributes:
-        model: Model for the baselines of transformers.
-        own: Model with the same weights in the memory layout of `load_model`, for this runtime.
-        context: The synthetic context in a pool.
-        room: Number of tokens for which preallocated caches have slots.
-    """
-
-    model: Any
-    own: Any
+    model: Any  # model for the baselines of transformers
+    own: Any  # model with the same weights in the memory layout of `load_model`, for this runtime
     synthetic: SyntheticKV
-    context: SyntheticContext
-    room: int
+    context: SyntheticContext  # the synthetic context in a pool
+    room: int  # number of tokens for which preallocated caches have slots
     batch: int = 1
 
     @property

@@ -88,7 +88,7 @@ class BenchConfig:
         if not 0 <= self.spread < 1:
             raise ConfigError(f"spread={self.spread} must be in [0, 1)")
         if not 0 < self.fraction <= 0.2:
-            raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: max_fraction caps a selection there")
+            raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: policies select no larger fraction")
 
     def made_shape(self, name: str, device: torch.device) -> Shape:
         """Return the shape `name` with the configured `layers` and `dtype`. On a CPU, dtype "auto" means float32."""

@@ -1,7 +1,6 @@
 """Compare the time of each C kernel with its lower bounds, at each instruction set level of this processor.
 
-The bounds follow from memory traffic and arithmetic. They are derived in the C sources in `kernels/`. One thread is
-used.
+The bounds follow from memory traffic and arithmetic, as explained in the C sources in `kernels/`. One thread is used.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
 def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     """Yield three cases over `tokens` tokens: scores of low-bit keys, selection, and attention over low-bit values.
 
-    Yields no case if there is no C compiler. The minimum number of instructions depends on the instruction set `level`.
+    Yield no case without a C compiler. The minimum number of instructions depends on the instruction set `level`.
     """
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
@@ -132,8 +131,8 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:
     """Yield two cases of attention to `tokens` tokens per dtype: decoding and prefill.
 
-    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries. The lower bound of
-    the time depends on the instruction set `level`.
+    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries. The lower bound
+    depends on the instruction set `level`.
     """
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)

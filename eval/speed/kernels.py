@@ -54,25 +54,14 @@ REPLAYED = 8
 
 @dataclass(frozen=True)
 class KernelSize:
-    """Sizes of the inputs of the kernel benchmark.
-
-    Attributes:
-        copied: Bytes of each copy that measures a bandwidth.
-        share: Fraction of the tokens that is copied from the host.
-        batch: Number of sequences with a shared prefix.
-        prefix: Tokens of the shared prefix.
-        own: Tokens of each sequence after the shared prefix.
-        programs: Additional numbers of Triton programs of a gather. Too few do not saturate PCIe, too many delay other
-            kernels.
-    """
-
-    copied: int = 1 << 28
+    copied: int = 1 << 28  # bytes of each copy that measures a bandwidth
     tokens: int = 131_072
-    share: float = 0.05
-    batch: int = 32
-    prefix: int = 4096
-    own: int = 64
+    share: float = 0.05  # fraction of the tokens that is copied from the host
+    batch: int = 32  # number of sequences with a shared prefix
+    prefix: int = 4096  # tokens of the shared prefix
+    own: int = 64  # tokens of each sequence after the shared prefix
     repeats: int = 30
+    # Additional numbers of Triton programs of a gather. Too few do not saturate PCIe, too many delay other kernels.
     programs: tuple[int, ...] = (8, 16, 64, 132, 1024)
     outs: int = 17_408
 
@@ -82,20 +71,11 @@ SMALL = KernelSize(1 << 20, 1024, 0.05, 3, 128, 64, 3, (8,), 40)
 
 @dataclass(frozen=True)
 class Case:
-    """One operation to measure.
-
-    Attributes:
-        moved: Number of bytes that the operation must read and write.
-        over_pcie: Whether these bytes are copied from host to device, not within device memory.
-        call: Runs the operation.
-        error: Returns the largest error relative to its tolerance (kernels/README.md).
-    """
-
     name: str
-    moved: int
-    over_pcie: bool
+    moved: int  # number of bytes that the operation must read and write
+    over_pcie: bool  # whether these bytes are copied from host to device, not within device memory
     call: Callable[[], Any]
-    error: Callable[[], float]
+    error: Callable[[], float]  # returns the largest error relative to its tolerance (kernels/README.md)
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:

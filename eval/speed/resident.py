@@ -1,7 +1,7 @@
 """Baseline that keeps all KV on the device and reads all of it in each step, in a CUDA graph.
 
-It is the fair comparison for exact attention if the KV cache fits in device memory, because transformers' StaticCache
-launches every kernel from the host.
+It is the fair comparison for exact attention if the KV cache fits in device memory. transformers' StaticCache launches
+every kernel from the host.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
-    """Create a runtime with an empty pool whose memory for `history` tokens was already touched."""
+    """Create a runtime with an empty pool, and allocate the pool's memory for `history` tokens."""
     # Touch the memory of the pool for `history` tokens and a turn, as pinning would. On a busy machine, the first touch
     # of a page can take longer than reading it from disk.
     llm = make()

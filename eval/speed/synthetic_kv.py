@@ -5,8 +5,8 @@ a constant vector `c` is added to all queries of a KV head, and `HEIGHT / (scale
 tokens. Keys are noise otherwise. Every query then scores planted tokens higher by `HEIGHT`. The scores of planted
 tokens differ by less than one nat.
 
-Planted tokens are drawn for each layer and KV head. Heads have different numbers of them, but InfiniGen selects the
-mean number for all heads. With equal numbers, no ranking of planted tokens would be needed.
+Planted tokens are drawn for each layer and KV head. The heads have different numbers of planted tokens, because
+InfiniGen selects the mean number for all heads. With equal numbers, no ranking of planted tokens would be needed.
 """
 
 from __future__ import annotations
@@ -36,22 +36,13 @@ RESIDENT = (4, 64)
 
 @dataclass(frozen=True, eq=False)
 class SyntheticKV:
-    """A synthetic context.
-
-    Attributes:
-        fraction: Fraction of planted tokens, mean over the KV heads of a layer.
-        spread: Maximum relative deviation of a KV head's fraction from `fraction`.
-        directions: `c` of each KV head, float32 `[L, Hkv, d]`.
-        tokens: Sorted indices of planted tokens, int64 `[n]`, by layer and KV head.
-    """
-
     geometry: ModelGeometry
     length: int
-    fraction: float
-    spread: float
+    fraction: float  # fraction of planted tokens, mean over the KV heads of a layer
+    spread: float  # maximum relative deviation of a KV head's fraction from `fraction`
     seed: int
-    directions: torch.Tensor
-    tokens: list[list[torch.Tensor]]
+    directions: torch.Tensor  # `c` of each KV head, float32 `[L, Hkv, d]`
+    tokens: list[list[torch.Tensor]]  # sorted indices of planted tokens, int64 `[n]`, by layer and KV head
 
     @classmethod
     def draw(

@@ -23,18 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one prompt.
+    """Result of one prompt."""
 
-    Attributes:
-        prefill: CPU time to the first token in seconds.
-        steps: CPU time of each further token in seconds.
-        peak_bytes: Peak memory of the process up to now, in bytes.
-    """
-
-    prefill: float
-    steps: list[float]
+    prefill: float  # CPU time to the first token in seconds
+    steps: list[float]  # CPU time of each further token in seconds
     tokens: list[int]
-    peak_bytes: int
+    peak_bytes: int  # peak memory of the process up to now, in bytes
 
 
 class SubprocessCompetitor:

@@ -69,22 +69,16 @@ DECODE = BenchConfig(
 
 @dataclass(frozen=True)
 class GpuSize:
-    """Sizes and settings of all parts of the GPU suite.
-
-    Attributes:
-        decode: Settings of the part "decode". The part "sessions" uses its shape.
-        host_memory: Limit on host memory for prefills and sessions. None means half of the free memory.
-        policies: Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".
-    """
-
     tests: tuple[str, ...] = ("tests/unit", "--ignore=tests/unit/server")
     kernels: KernelSize = KernelSize()  # noqa: RUF009 - frozen
-    decode: BenchConfig = DECODE
+    decode: BenchConfig = DECODE  # Settings of the part "decode". The part "sessions" uses its shape.
     prefills: tuple[PrefillPoint, ...] = PREFILLS
     histories: tuple[int, ...] = (1_024, 8_192, 32_768)
     turns: int = 3
+    # Limit on host memory for prefills and sessions. None means half of the free memory.
     host_memory: str | None = "24GiB"
     models: tuple[Path, ...] = tuple(ROOT / "offload_rt" / "reference" / name for name in ("llama", "opt"))
+    # Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".
     policies: tuple[str, ...] = ("--policies", "full,infinigen,h2o,quest,streaming", "--budgets", "0.05,0.1")
     perplexity: tuple[str, ...] = ("--context", "1024")
     needles: tuple[str, ...] = ("--lengths", "1k")

@@ -1,7 +1,7 @@
 """The parts of `make gpu`.
 
-Each part yields its results again after every measurement, so that an interrupted part keeps them. An `exit_code` other
-than 0 counts as a failure, except after a timeout.
+After every measurement, a part yields all its results again, so that an interruption does not lose them. An `exit_code`
+other than 0 counts as a failure, except after a timeout.
 """
 
 from __future__ import annotations

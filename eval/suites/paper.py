@@ -55,25 +55,18 @@ def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Varia
 
 @dataclass(frozen=True)
 class PaperSize:
-    """Sample sizes of the reproduction. Lengths and contexts are in tokens, budgets are fractions of the context.
-
-    Attributes:
-        length_windows: Windows per context of Figure 19b.
-        pool_windows: Windows of Table 2.
-        limit: Documents per harness task.
-        also_dense: Additional sets of dense layers to compare all policies with.
-    """
+    """Sample sizes of the reproduction. Lengths and contexts are in tokens, budgets are fractions of the context."""
 
     context: int = 2048
     windows: int = 14
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2)
-    length_windows: int = 8
-    pool_windows: int = 12
+    length_windows: int = 8  # windows per context of Figure 19b
+    pool_windows: int = 12  # windows of Table 2
     lengths: tuple[int, ...] = (1024, 2048)
     passages: int = 14
-    limit: int = 25
+    limit: int = 25  # documents per harness task
     timed_tokens: int = 32
-    also_dense: tuple[tuple[int, ...], ...] = ()
+    also_dense: tuple[tuple[int, ...], ...] = ()  # additional sets of dense layers to compare all policies with
 
 
 SIBLING = PaperSize(

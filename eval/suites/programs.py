@@ -58,7 +58,7 @@ def run_tests(arguments: Sequence[str], limit: float, prefix: Sequence[str] = ()
         suite = ElementTree.parse(report).getroot().find("testsuite") if report.exists() else None
     counts = {} if suite is None else {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
     passed = counts.get("tests", 0) - sum(counts.get(k, 0) for k in ("failures", "errors", "skipped"))
-    none_of_it = 5  # exit code of pytest if no test was selected
-    return {"exit_code": 0 if code == none_of_it else code, "passed": passed, **counts} | (
-        {} if code in (0, none_of_it) else {"output": output[-KEPT_OUTPUT:]}
+    no_tests = 5  # exit code of pytest if no test was selected
+    return {"exit_code": 0 if code == no_tests else code, "passed": passed, **counts} | (
+        {} if code in (0, no_tests) else {"output": output[-KEPT_OUTPUT:]}
     )

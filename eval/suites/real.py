@@ -60,7 +60,7 @@ TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rt
 
 @dataclass(frozen=True)
 class RealSize:
-    """Sample sizes, and the dtype of the models. Divergence tables use float32, so that rounding plays no role."""
+    """Sample sizes, and the dtype of the models. Divergence tables use float32, to exclude rounding errors."""
 
     windows: int = option(3, help="windows per text", metavar="N")
     decoded: int = option(512, help="decoded tokens per window", metavar="N")

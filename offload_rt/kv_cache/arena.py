@@ -1,4 +1,4 @@
-"""Host memory of the KV cache: one reserved address range, divided into slabs."""
+"""Host memory of the KV cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .layout import PAGE, ArenaLayout, fill_planes
 class Arena:
     """Host memory for KV: one reserved address range, divided into slabs of equal size.
 
-    The operating system allocates memory pages on first write. `activate` makes the next slab usable. With `pin`, it
-    page-locks the slab, which takes up to a second per gigabyte. The memory is unmapped when the arena and all views of
-    it have been deleted.
+    The operating system allocates memory pages on first write. `activate` makes the next slab usable. If `pin` is True,
+    the slab is also page-locked, which takes up to a second per gigabyte. The memory is unmapped when the arena and all
+    views of it have been deleted.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, *, pin: bool = False) -> None:
@@ -65,7 +65,7 @@ class Arena:
         return self.planes[slab, storage_layers.start : storage_layers.stop].flatten(0, 2).narrow(1, offset, size)
 
     def fill(self, slab: int, storage_layer: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Copy encoded k and v `[Hkv, n, width]` to the token slots [offset, offset + n). Return after the copy."""
+        """Copy encoded k and v `[Hkv, n, width]` to the token slots [offset, offset + n), and wait for the copy."""
         fill_planes(self.planes[slab, storage_layer].narrow(2, offset, k.shape[1]), 1, k, v)
 
     def copy(self, source: int, target: int, tokens: int) -> None:

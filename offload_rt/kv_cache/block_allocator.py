@@ -1,4 +1,4 @@
-"""Block allocator: assigns block ids, and counts the references to each block."""
+"""Block allocator."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockAllocator:
-    """Allocates block ids and counts their references. It allocates no memory.
+    """Allocates block ids and counts the references to each block. It allocates no memory.
 
     Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). A run is a sequence of consecutive ids in one slab,
     so its blocks are contiguous in memory.
 
-    Not thread-safe. All transfers of a block must have ended before `decref`, because a block without references can be
-    allocated again.
+    Not thread-safe. All transfers of a block must have ended before `decref`, because a free block can be allocated
+    again.
 
     Args:
         on_free: Called with blocks that have lost their last reference, before they can be allocated again.
@@ -73,7 +73,7 @@ class BlockAllocator:
         return self._take_run(start, min(count, self._size.get(start, 0)))
 
     def worst_fit(self, count: int) -> list[int]:
-        """Allocate `count` blocks from the middle of the longest free runs (worst fit).
+        """Allocate `count` blocks from the middle of the longest free runs.
 
         Free ids remain after the blocks, so that several sequences can grow contiguously at the same time.
         """

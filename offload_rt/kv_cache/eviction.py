@@ -17,18 +17,14 @@ class SlotState:
     """Usage of a sequence's token slots: tensors `[L, slots]`, modified in place without synchronisation.
 
     A slot stores the KV of one token. After evictions, it may contain different tokens in different layers.
-
-    Attributes:
-        position: int64, position in the text of the slot's token; -1 if the slot is empty.
-        since: int64, first decode step in which the token could be selected, because it had left the recent window.
-        last_used: int64, last decode step in which the slot was written, or selected by any head.
-        counter: uint8, number of decode steps in which any head selected the slot. If a counter saturates, all counters
-            of its layer are halved.
     """
 
-    position: torch.Tensor
+    position: torch.Tensor  # int64, text position of the slot's token; -1 if the slot is empty
+    # int64, first decode step in which the token could be selected, because it had left the recent window.
     since: torch.Tensor
-    last_used: torch.Tensor
+    last_used: torch.Tensor  # int64, last decode step in which the slot was written, or selected by any head
+    # uint8, number of decode steps in which any head selected the slot. If a counter saturates, all counters of its
+    # layer are halved.
     counter: torch.Tensor
 
     @classmethod
@@ -47,7 +43,6 @@ class SlotState:
         return grown
 
     def cut(self, slots: int) -> SlotState:
-        """Return a copy of the state of the first `slots` slots."""
         return SlotState(*(table[:, :slots].clone() for table in self._tables()))
 
     def apply_moves(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:

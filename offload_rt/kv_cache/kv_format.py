@@ -37,7 +37,6 @@ class Native:
 
     @property
     def width(self) -> int:
-        """Number of stored elements per vector."""
         return self.head_dim
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:

@@ -20,24 +20,16 @@ class LayerGroups:
 
     A block consists of `layers` *storage layers*, each as large as the KV of a full-attention layer. A full-attention
     layer takes one storage layer. A sliding-window layer with another row shape takes one or several consecutive
-    storage layers (`ArenaLayout.window_part`). A layer that uses the KV of an earlier layer has its group and storage
-    layers.
-
-    Attributes:
-        layers: Number of storage layers per block.
-        group: Group number of each layer, `[L]`.
-        storage_layer: Index of the first storage layer of each layer, `[L]`.
-        sliding: Number of groups of sliding-window layers.
-        window: Length in tokens of the longest sliding window; 0 if there is none.
-        window_storage_layers: Number of storage layers of a sliding-window layer.
+    storage layers (`ArenaLayout.window_part`). A layer that uses the KV of an earlier layer shares the group and the
+    storage layers of that layer.
     """
 
-    layers: int
-    group: tuple[int, ...]
-    storage_layer: tuple[int, ...]
-    sliding: int
-    window: int
-    window_storage_layers: int = 1
+    layers: int  # number of storage layers per block
+    group: tuple[int, ...]  # group number of each layer, `[L]`
+    storage_layer: tuple[int, ...]  # index of the first storage layer of each layer, `[L]`
+    sliding: int  # number of groups of sliding-window layers
+    window: int  # length in tokens of the longest sliding window; 0 if there is none
+    window_storage_layers: int = 1  # number of storage layers of a sliding-window layer
 
     @classmethod
     def from_geometry(cls, geometry: ModelGeometry) -> LayerGroups:
@@ -59,7 +51,7 @@ class LayerGroups:
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that store KV, and do not use the KV of an earlier layer."""
+        """Layers that store KV, instead of using the KV of an earlier layer."""
         first: dict[tuple[int, int], int] = {}
         for layer, place in enumerate(zip(self.group, self.storage_layer, strict=True)):
             first.setdefault(place, layer)
@@ -90,7 +82,7 @@ class LayerGroups:
 
     @property
     def window_blocks(self) -> int:
-        """Maximum number of 64-token blocks that a sliding window overlaps."""
+        """Maximum number of blocks that a sliding window overlaps."""
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def window_indices(self, start: int, stop: int, floor: int = 0, *, next_window: bool = False) -> set[int]:
@@ -106,11 +98,11 @@ class LayerGroups:
         return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, end)}
 
     def prefill_ends(self, start: int, stop: int, floor: int = 0, *, slice_tokens: int = BLOCK_SIZE) -> Iterator[int]:
-        """Yield possible ends of the first part of a prefill of [start, stop), each with fewer window blocks.
+        """Yield possible ends of the first part of a prefill of the tokens [start, stop).
 
-        A part needs the window blocks at both of its ends. The first end is `stop`. Multiples of `slice_tokens` after
-        `start` come before ends of blocks. With the last end, this part and all later parts need no more window blocks
-        than a decode step.
+        The first end is `stop`. Each further end needs fewer window blocks: those that tokens at both ends of the part
+        attend to. Ends that are multiples of `slice_tokens` after `start` come before ends of blocks. With the last
+        end, this part and all later parts need no more window blocks than a decode step.
         """
         yield stop
         fewest, limit = len(self.window_indices(start, stop, floor)), min(stop, start + self.window + BLOCK_SIZE)
@@ -130,7 +122,7 @@ class LayerGroups:
 
     @property
     def blocks_at_once(self) -> int:
-        """Number of blocks, in all groups, for 64 more tokens of a sequence."""
+        """Number of blocks, in all groups, that 64 more tokens of a sequence take."""
         return self.full + self.sliding
 
 

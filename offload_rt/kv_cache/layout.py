@@ -5,8 +5,8 @@ The pool is one tensor of slabs with the shape
     [storage layer, kv_head, 2 (K, V), slab_blocks * 64, d]
 
 A *plane* is K or V of one storage layer and head in a slab: a contiguous matrix `[slab_blocks * 64, d]`. CPU attention
-reads consecutive blocks of a plane in place, which is faster than strided rows. On the other hand, fetching a selected
-token takes two reads. With latent attention, keys contain the values, and a head has one plane.
+reads consecutive blocks of a plane in place, which is faster than strided rows. However, fetching a selected token
+takes two reads. With latent attention, keys contain the values, and a head has one plane.
 
 Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
 
@@ -152,7 +152,7 @@ class ArenaLayout:
         """Return the ids `[planes][Hkv]` of a layer's vectors in the first token slot of a slab: K, then V.
 
         `storage_layer` is the first storage layer of the layer. `window` tells whether it is a sliding-window layer. If
-        these layers have another row shape, ids count vectors of their width instead of rows.
+        sliding-window layers have another row shape, their ids count vectors of their width instead of rows.
         """
         if not window or self.window_rows is None:
             heads = range(self.kv_heads)

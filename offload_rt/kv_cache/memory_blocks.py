@@ -1,4 +1,4 @@
-"""Makes blocks of the arena free: activates slabs, and evicts cached blocks."""
+"""Makes blocks of the arena free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .system_memory import pool_full
 
 
 class MemoryBlocks:
-    """Makes blocks of the arena free for a pool.
+    """Makes blocks of the arena free for a pool, by activating slabs and evicting cached blocks.
 
     Args:
         evicts_tree: Whether evicting blocks of the prefix tree frees memory. If not, these blocks are only ids.

@@ -127,7 +127,7 @@ class HostPool(StoredRows):
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all blocks of sequences and of the prefix cache. Shared blocks count once."""
+        """Size in bytes of the blocks of sequences and of the prefix cache. Shared blocks count once."""
         return self._memory.allocator.used * self.block_bytes
 
     @property
@@ -136,7 +136,7 @@ class HostPool(StoredRows):
 
     @property
     def sequence_bytes(self) -> int:
-        """Size in bytes of all blocks of sequences. Shared blocks count once."""
+        """Size in bytes of the blocks of sequences. Shared blocks count once."""
         return (self._memory.allocator.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
@@ -164,7 +164,7 @@ class HostPool(StoredRows):
         self._memory.check(blocks * self.groups.blocks_at_once)
 
     def check_can_grow(self, blocks: BlockTable, tokens: int, spare: int) -> None:
-        """Raise PoolFullError unless the sequence can grow to `tokens` tokens, and `spare` sequences by 64 each."""
+        """Raise PoolFullError unless the sequence can grow to `tokens` tokens, and `spare` others by 64 tokens each."""
         more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
         self._memory.check(max(0, more) + spare * self.groups.blocks_at_once)
 
@@ -203,7 +203,7 @@ class HostPool(StoredRows):
         self._memory.record_peak()
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v `[Hkv, n, d]`, on any device, as the KV of tokens [start, start + n). Return after the copy.
+        """Write k and v `[Hkv, n, d]`, on any device, as the KV of tokens [start, start + n), and wait for the copy.
 
         The blocks must be exclusive to this block table.
         """
@@ -259,11 +259,11 @@ class HostPool(StoredRows):
     def publish(self, blocks: BlockTable, tokens: Sequence[int], provenance_key: str) -> list[int]:
         """Insert the full blocks below `blocks.length` into the prefix tree. `tokens` are all tokens of the sequence.
 
-        If the tree already has a block with the same tokens and KV provenance key, the block table uses that block
-        instead of its own. Blocks that are already published keep their key.
+        If the tree already has a block with the same tokens and KV provenance key, this block replaces the sequence's
+        block in the block table. Blocks that are already published keep their key.
 
         Returns:
-            Indices of replaced blocks in the block table. The KV of their tokens is in other slots now.
+            Indices of replaced blocks in the block table. Their tokens have other slots now.
         """
         lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
         if barred := self._exclusive | lost if self.groups.full else self._exclusive:
@@ -327,7 +327,7 @@ class HostPool(StoredRows):
     def _unpublish_lost(self) -> set[int]:
         """Remove blocks whose write to disk failed, and their descendants, from the prefix tree.
 
-        Return the blocks whose write failed.
+        Return the failed blocks.
         """
         if lost := self.lost:
             self.cached.windows.forget_lost(lost)

@@ -1,4 +1,4 @@
-"""The prefix cache of a pool: the prefix tree of published blocks, with their window blocks and snapshots."""
+"""The prefix cache of a pool."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class PrefixCache:
     """Keeps published blocks after their sequence has ended, so that later sequences with the same prefix can use them.
 
     A published block can have window blocks (KV of sliding-window layers) and a snapshot of the recurrent state. They
-    are freed with the block. A sequence can continue after a block if the sliding windows at its end are cached. In
-    models with recurrent state, the block must also have a snapshot.
+    are freed with the block. A sequence can continue after a block if the window blocks that its next token attends to
+    are cached. In models with recurrent state, the block must also have a snapshot.
 
     Args:
         blocks: Allocator of the published blocks. The cache owns one reference to each of them.
@@ -63,8 +63,8 @@ class PrefixCache:
         """Publish the first `full` blocks of a sequence under a KV provenance key.
 
         Returns:
-            Cached blocks with the same tokens and key, by block index. The sequence must use them instead of its own
-            blocks, and has a reference to each. The caller drops the references to the replaced blocks.
+            Cached blocks with the same tokens and key, by block index. They must replace the sequence's blocks. The
+            sequence already has a reference to each, and the caller drops the references to the replaced blocks.
         """
         fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._has_one_user)
         self._blocks.incref(fresh)
@@ -74,14 +74,14 @@ class PrefixCache:
     def keep_windows(self, blocks: BlockTable, start: int, full: int, lost: set[int]) -> None:
         """Cache the window blocks of the published blocks [start, full) of a sequence.
 
-        Blocks whose window blocks are in `lost` (their write to disk failed) are skipped.
+        Blocks with window blocks in `lost`, whose write to disk failed, are skipped.
         """
         for i in range(start, full):
             if blocks.ids[i] in self.tree and lost.isdisjoint(blocks.windows[i]):
                 self.windows.keep(blocks.ids[i], blocks.windows[i])
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Mark those published `blocks` as idle that no sequence references."""
+        """Mark the published blocks among `blocks` as idle if no sequence references them."""
         self.tree.release(filter(self._has_one_user, blocks))
 
     def evict(self, count: int) -> bool:

@@ -18,7 +18,7 @@ EXACT = "exact"
 
 
 def root_key(namespace: str) -> bytes:
-    """Return the parent key of the first block: a digest of `namespace`, which names the model and the KV format."""
+    """Return the parent key of first blocks: a digest of `namespace`, which names the model and the KV format."""
     return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"offload-rt root").digest()
 
 
@@ -70,8 +70,8 @@ class _Node:
 class PrefixTree:
     """A trie of full blocks. Each node is one block, found by its id or by the tokens of its path.
 
-    The tree owns one reference to each of its blocks, but the caller counts them: plus one for each block that `insert`
-    returns, minus one for each block that `evict` or `remove` returns.
+    The tree owns one reference to each of its blocks. The caller adds this reference for each block that `insert`
+    returns, and drops it for each block that `evict` or `remove` returns.
 
     A block is *idle* if no sequence references it. A sequence that references a block also references all ancestors of
     the block, so all descendants of an idle block are idle. Evicting leaf by leaf can therefore free all idle blocks.
@@ -109,7 +109,7 @@ class PrefixTree:
 
         Args:
             *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
-            usable: Function that returns how many of the matched blocks, from the first on, can be used.
+            usable: Returns how many of the matched blocks, from the first on, can be used.
         """
         self._clock += 1
         path: list[_Node] = []
@@ -150,11 +150,11 @@ class PrefixTree:
             tokens: Tokens of the sequence.
             blocks: Ids of its full blocks. Blocks that are already in the tree stay unchanged.
             provenance_key: KV provenance key of the new blocks.
-            has_one_user: Function that returns whether only this sequence references a block.
+            has_one_user: Returns whether only this sequence references a block.
 
         Returns:
             The new blocks of the tree, and a dict. The caller adds a reference to each new block. The dict maps block
-            indices to blocks of the tree with the same tokens and key, which the sequence must use instead of its own.
+            indices to blocks of the tree with the same tokens and key, which must replace the sequence's blocks.
         """
         self._clock += 1
         known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)

@@ -1,4 +1,4 @@
-"""A lock that refuses forked processes."""
+"""A lock for one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocates and frees the blocks of sliding-window layers while sequences grow."""
+"""Blocks of sliding-window layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SlidingWindows:
         self._arena, self._memory, self._windows, self._groups = arena, memory, windows, groups
 
     def slides(self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False) -> bool:
-        """Return whether `slide` would change the block table. Pending appends must then be written before `slide`."""
+        """Return whether `slide` would change the block table. If so, write pending appends before `slide`."""
         if not self._groups.sliding:
             return False
         return self._groups.window_indices(start, stop, blocks.floor, next_window=next_window) != blocks.windows.keys()
@@ -36,7 +36,7 @@ class SlidingWindows:
 
         Args:
             next_window: Also allocate blocks for the next complete window, in case the pool is full later.
-            before_window: Number of new tokens before the window of `stop` that also get slots, if enough blocks are
+            before_window: Number of new tokens before the window of `stop` that also get slots if enough blocks are
                 free.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Slots for snapshots of recurrent state: their assignment to blocks, and the positions that need snapshots."""
+"""Slots for snapshots of recurrent state."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from ..core import BLOCK_SIZE
 
 
 class SnapshotTable:
-    """Assigns slots of a `StatePool` to published blocks. The table contains only ids, no states.
+    """Assigns slots of a `StatePool` to published blocks. The table contains only ids, no states. Not thread-safe.
 
     A snapshot is the recurrent state after the last token of a block. Its slot is *pending* until the block is
     published, and *kept* from then on. If a slot is needed, the least recently used kept snapshot is evicted. When a
     block leaves the prefix tree, its snapshot is freed.
-
-    Not thread-safe.
     """
 
     def __init__(self, slots: int) -> None:

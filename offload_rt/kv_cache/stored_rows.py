@@ -121,14 +121,14 @@ class StoredRows:
         return [blocks.windows[index][group - 1] for index in indices if index in blocks.windows]
 
     def window_start(self, blocks: BlockTable, stop: int) -> int:
-        """Return the first token t such that all tokens [t, stop) have slots in sliding-window layers."""
+        """Return the first token t for which all tokens [t, stop) have slots in sliding-window layers."""
         index = -(-stop // BLOCK_SIZE)
         while index - 1 in blocks.windows:
             index -= 1
         return min(index * BLOCK_SIZE, stop)
 
     def stored_range(self, blocks: BlockTable, layer: int, tokens: range) -> range:
-        """Return the part of `tokens` whose KV is stored: in a sliding-window layer, only the last tokens."""
+        """Return the tokens among `tokens` whose KV is stored: in a sliding-window layer, only the last tokens."""
         if self.groups.group[layer] == 0:
             return tokens
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
@@ -202,7 +202,7 @@ class StoredRows:
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
         """Return the row id of K of `token`, for head 0 in the first layer of a layer group.
 
-        Other heads and layers, and V, are at fixed distances from this row (`ArenaLayout.vectors`). In groups of
+        The rows of other heads and layers, and of V, are at fixed distances (`ArenaLayout.vectors`). In groups of
         sliding-window layers with another row shape, ids count vectors of their width.
         """
         [block] = self.blocks_of(blocks, group, range(token // BLOCK_SIZE, token // BLOCK_SIZE + 1))

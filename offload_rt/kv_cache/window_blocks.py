@@ -1,4 +1,4 @@
-"""Cache of window blocks (KV of sliding-window layers) for published blocks of the prefix tree."""
+"""Cache of window blocks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ class WindowBlocks:
 
     A sequence frees a window block when no later token attends to it. This cache keeps a reference, so that another
     sequence can continue after the published block. Window blocks without a sequence are idle. They are evicted, oldest
-    first, if memory is needed, or when their published block leaves the tree.
-
-    Not thread-safe.
+    first, if memory is needed, or when their published block leaves the tree. Not thread-safe.
     """
 
     def __init__(self, table: BlockAllocator, groups: LayerGroups) -> None:
@@ -30,7 +28,7 @@ class WindowBlocks:
         return len(self._idle) * self._groups.sliding
 
     def keep(self, block: int, window: tuple[int, ...]) -> None:
-        """Cache the window blocks of a published block, unless it already has some."""
+        """Cache the window blocks of a published block, unless the block already has some in the cache."""
         if block not in self._kept:
             self._table.incref(window)
             self._kept[block] = window
@@ -67,7 +65,6 @@ class WindowBlocks:
         return found
 
     def has_one_user(self, window: tuple[int, ...]) -> bool:
-        """Return whether only one sequence references `window`."""
         return self._table.refs(window[0]) == 1 + (window[0] in self._of)
 
     def release(self, window: tuple[int, ...]) -> None:

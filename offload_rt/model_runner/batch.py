@@ -34,7 +34,7 @@ class DecodeBatch:
 
     Attributes:
         sharing: Shared prefixes. `sequences` are in its tree order.
-        dense: For each sequence, whether it is so short that every layer attends to all of its tokens.
+        dense: Whether each sequence is so short that every layer attends to all of its tokens.
         policy_layers: Layers whose new KV is passed to the policy: they store KV and may select tokens.
         selecting: Layers that select tokens in this step for at least one sequence.
         visible: Tokens that the newest token of each sequence can attend to, `[layers][B]`.
@@ -161,7 +161,7 @@ class Sharing:
         return cls(tuple(order), tuple(runs), tuple(private), bool(groups))
 
     def private_part(self, b: int, visible: VisibleTokens) -> VisibleTokens:
-        """Return the part of `visible` that is in no shared run. `visible` must begin at slot 0.
+        """Return the part of `visible`, which must begin at slot 0, that is in no shared run.
 
         `b` is the index of the sequence in tree order.
         """
@@ -171,7 +171,7 @@ class Sharing:
 
 
 def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:
-    """Return the groups [a, b) of at least two sequences in [first, stop) with the same block at index `depth`."""
+    """Return groups [a, b) of at least two sequences in [first, stop) with the same block at index `depth`."""
     groups = groupby(range(first, stop), key=lambda i: blocks[i][depth] if depth < len(blocks[i]) else ~i)
     slices = [(members[0], members[-1] + 1) for members in (list(group) for _, group in groups)]
     return [(a, b) for a, b in slices if b - a > 1]
@@ -182,8 +182,8 @@ def _collect_runs(
 ) -> None:
     """Append the shared runs of the sequences [first, stop), which share the block at index `depth`.
 
-    Blocks before index `start` belong to earlier runs. If a run saves fewer than `min_saved` token reads, fewer
-    sequences share its blocks in other runs, or the blocks stay private.
+    Blocks before index `start` belong to earlier runs. A run that saves fewer than `min_saved` token reads is left out.
+    Its blocks then join runs of fewer sequences, or stay private.
     """
     low, high = blocks[first], blocks[stop - 1]
     # Sequences are in lexicographic order. A prefix that the first and the last share is therefore shared by all.

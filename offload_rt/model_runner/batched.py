@@ -28,7 +28,6 @@ from .trace import TransferUse
 
 
 def supports_batched_selection(batch: DecodeBatch) -> bool:
-    """Return whether tokens can be selected for the whole batch at once."""
     # Soft-capped scores are not supported. All sequences must be long enough to select tokens.
     geometry, policy = batch.geometry, batch.policy
     if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):
@@ -46,7 +45,7 @@ def supports_batched_selection(batch: DecodeBatch) -> bool:
 class BatchedMode(PerSequenceMode):
     """Selects tokens for the whole batch at once. Kernel launches depend only on `inputs` and the model.
 
-    If `dense` is True, layers that attend to all tokens also fetch KV for the whole batch at once.
+    With `dense`, layers that attend to all tokens also fetch KV for the whole batch at once.
     """
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
@@ -136,7 +135,7 @@ class BatchedMode(PerSequenceMode):
             counts: Number of valid fetched entries of each list, `[P]`.
             fetch: Fetched entries, padded. None if all visible KV is resident.
             selected: Token indices `[P, n]` of the fetched entries. None if the layer attends to all tokens.
-            q: Queries of this layer, not predicted ones.
+            q: True queries of this layer.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
         kv_layer = geometry.kv_layer(layer)
@@ -161,7 +160,7 @@ class BatchedMode(PerSequenceMode):
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         """Record the missed attention mass of the sequences for which it was requested.
 
-        `lse` `[P, G]` is the log-sum-exp of the scores of the attended tokens.
+        `lse` `[P, G]` is the log-sum-exp over the attended tokens.
         """
         batch, scale = self._batch, self._batch.geometry.scales[layer]
         for b, sequence in enumerate(batch.sequences):
@@ -173,18 +172,12 @@ class BatchedMode(PerSequenceMode):
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Tokens that a layer fetched in a step: selected tokens, or all candidates of a layer without selection.
-
-    Attributes:
-        tokens: Token indices int64 `[P, n]`, padded.
-        counts: Number of valid indices per sequence, `[B]`.
-        tally: See `PendingBatchFetch.tally`.
-    """
+    """Tokens that a layer fetched in a step: selected tokens, or all candidates of a layer without selection."""
 
     layer: int
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    tally: torch.Tensor | None
+    tokens: torch.Tensor  # token indices int64 `[P, n]`, padded
+    counts: torch.Tensor  # number of valid indices per sequence, `[B]`
+    tally: torch.Tensor | None  # see `PendingBatchFetch.tally`
 
 
 MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose inputs and graphs are kept
@@ -205,7 +198,7 @@ class EagerSteps:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Return `StepInputs` with the values of the batch. None means that each sequence must select separately.
+        """Return `StepInputs` with the values of the batch, or None if each sequence must select separately.
 
         `size` is the number of sequences including padding; None means no padding.
         """

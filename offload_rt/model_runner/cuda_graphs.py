@@ -1,16 +1,16 @@
 """Capture decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replay them.
 
-Sequences, lengths and tokens are values in `StepInputs`, so that one graph serves all batches of its size. Batch sizes
-are rounded up with padding. A step of an 8B model has 1,500 launches of 5 to 25 µs each. On an H100, a replayed step
-takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
+Sequences, lengths and tokens are values in `StepInputs`, so one graph serves all batches of its size. Batch sizes are
+rounded up with padding. A step of an 8B model has 1,500 launches of 5 to 25 µs each. On an H100, a replayed step takes
+10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 A step runs eagerly, which means without a graph, in these cases:
 
 * A launch depends on more than the inputs: policies without a `rule`, columns chosen from the prompt, recurrent state,
-  eviction, and streamed weights.
+eviction, and streamed weights.
 * The host must read values during the step: recorders, and the measurement of missed attention mass.
-* The first step of each batch size, because it compiles kernels.
-* All steps after a failed capture. If memory runs out, other graphs are dropped first.
+* It is the first step of its batch size, which compiles kernels.
+* A capture has failed. If memory was exhausted, other graphs are dropped first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A `Graph` on CUDA. It includes work on streams that the body forks from the compute stream and joins again.
+    """A `Graph` on CUDA. It includes work on streams that fork from the compute stream and join it again.
 
     `pool` is the memory pool for allocations during capture.
     """
@@ -97,7 +97,7 @@ class _Captured:
 
 
 class GraphSteps:
-    """Runs decode steps by replaying CUDA graphs if possible. Keeps at most `max_graphs` graphs, to limit memory."""
+    """Runs decode steps by replaying CUDA graphs if possible. Keeps at most `max_graphs` graphs."""
 
     def __init__(self, eager: EagerSteps, new_graph: Callable[[], Graph], max_graphs: int = MAX_CACHED) -> None:
         self._eager, self._new_graph, self._max_graphs, self._disabled = eager, new_graph, max_graphs, False
@@ -127,10 +127,10 @@ class GraphSteps:
         return logits[:sequences]
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
-        """Capture a step. Return None after an error, so that the step runs eagerly.
+        """Capture a step, or return None after an error, so that the step runs eagerly.
 
-        If memory is exhausted, see `_free_memory`. Any other error disables captures, if these inputs have run eagerly
-        before.
+        If memory is exhausted, call `_free_memory`. After any other error, disable captures if these inputs have run
+        eagerly before.
         """
         try:
             return self._capture(batch, inputs)
@@ -156,7 +156,7 @@ class GraphSteps:
         return captured
 
     def _free_memory(self, inputs: StepInputs) -> None:
-        """Drop all graphs, and keep fewer from now on. If there are none, never capture `inputs` again."""
+        """Drop all graphs, and keep fewer from now on. If there are no graphs, never capture `inputs` again."""
         if self._captured:
             self._max_graphs = len(self._captured)
             self._captured.clear()

@@ -1,9 +1,9 @@
 """One decode step of a batch: the layer loop, top to bottom.
 
-While layer l computes, the KV of layer l + 1 is being fetched. The tokens to fetch are selected with a predicted query,
-from layer l's attention input or from the residual after its attention (InfiniGen §4.3). In hybrid models, the
-prediction may come later, between the decoder layers before layer l + 1. A dense layer l + 1 attends to all tokens, so
-its fetch needs no prediction. `per_sequence.py` and `batched.py` implement the selection.
+While layer l computes, the KV of layer l + 1 is fetched. The tokens to fetch are selected with a predicted query, from
+layer l's attention input or from the residual after its attention (InfiniGen §4.3). In hybrid models, the prediction
+may come later, between the decoder layers before layer l + 1. If layer l + 1 is dense, its fetch needs no prediction.
+`per_sequence.py` and `batched.py` implement the selection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selection for one sequence after the other: on a CPU, and for policies without batched selection."""
+"""Selection for one sequence after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from .sequence import Sequence
 
 
 class PerSequenceMode:
-    """Stores new KV and selects tokens for one sequence after the other. KV in shared blocks is fetched once."""
+    """Selects tokens for one sequence after the other: on a CPU, and for policies without batched selection.
+
+    KV in shared blocks is fetched once.
+    """
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
@@ -79,8 +82,7 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
-        """Record the step in the traces."""
-        # This class has already recorded each fetch at its start.
+        pass  # no-op, because each fetch was recorded at its start
 
     def _start_fetches(
         self,

@@ -56,12 +56,11 @@ class Prefill:
     segment passes through all layers and attends to earlier KV block by block.
 
     Args:
-        stop: End of the tokens to compute.
         slice_tokens: Number of tokens whose attention and MLP are computed together.
         logits_to_keep: Number n of last tokens whose logits are kept, at most `slice_tokens`.
         segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means one segment.
-        before_layer: Called with a layer index before the layer runs. When it returns, KV of earlier tokens must be in
-            the pool.
+        before_layer: Called with a layer index before the layer runs. On return, KV of earlier tokens must be in the
+            pool.
         after_layer: Called by the runner after each layer, and in the last layer after the tokens are committed.
         on_logits: Called as `on_logits(t, logits)` at the end of each segment, with the logits `[m, V]` of a few tokens
             from t on.
@@ -143,7 +142,6 @@ class Prefill:
         return self.finished_layers == self.layers
 
     def run_layer(self) -> None:
-        """Compute the next layer for all tokens of the segment."""
         last = self._adapter.geometry.layers - 1
         assert self._layer <= last
         self._started = True
@@ -258,7 +256,7 @@ def attend_past_kv(
 
 
 def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, first: int, start: int) -> None:
-    """Pass KV of the tokens from `first` on to the policy's state, except tokens before `start`."""
+    """Pass `rows`, the KV of the tokens from `first` on, to the policy's state, except tokens before `start`."""
     if (skip := max(0, start - first)) < rows.k.shape[1]:
         state.on_kv(layer, rows.k[:, skip:], rows.v[:, skip:], first + skip)
 

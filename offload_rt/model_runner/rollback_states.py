@@ -1,4 +1,4 @@
-"""Restore the recurrent state of hybrid models after rejected draft tokens."""
+"""Recurrent state of hybrid models after rejected draft tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RollbackStates:
 
     @torch.inference_mode()
     def set(self, sequence: Sequence, *, record: bool) -> None:
-        """Copy the state of a sequence. With `record`, the next verification pass records recurrent layers' inputs."""
+        """Copy the state of a sequence. If `record`, the next verification pass records inputs of recurrent layers."""
         if sequence.rollback is None:
             sequence.rollback = RollbackState(self._copies.allocate())
         rollback = sequence.rollback

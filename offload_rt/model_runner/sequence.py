@@ -1,4 +1,4 @@
-"""A running sequence: its tokens, blocks and policy state."""
+"""A running sequence."""
 
 from __future__ import annotations
 
@@ -19,62 +19,46 @@ from .trace import Trace
 
 @dataclass(eq=False)
 class Sequence:
-    """A running sequence. It owns its block table, slots and policy state, which are forked together with it.
-
-    Attributes:
-        tokens: Prompt and generated tokens.
-        position: Number of tokens that have been computed in every layer. A decode step computes the token at this
-            index.
-        exact: Number of leading tokens whose KV comes from exact attention.
-        unobserved: Number of leading tokens whose cached KV the policy state does not include yet. The next prefill
-            passes their KV to the policy.
-        observed: Number of `unobserved` tokens whose policy state was already copied from another sequence.
-        shift: Number of tokens removed by truncation. A token t that is not computed yet has position t + shift.
-        provenance: Part of the KV provenance key that names weights, cache salt and truncations.
-        interrupted: Whether a step was interrupted. Resident KV and policy state may then include the next token in
-            some layers. KV in the pool before `position` is valid.
-        expected: Expected maximum length in tokens.
-        forks: Number of forks that will be created from this sequence. Each may grow to `expected` tokens.
-        draft_start: Position of the first draft token that may be rejected, or None. Its sliding windows are kept.
-        drafter: Sequence of the same text in the draft model's KV cache.
-        state_slots: Recurrent state of all sequences; None if the model has none.
-        state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
-        rollback: Recurrent state before draft tokens; None if the sequence never had draft tokens.
-        shared_tokens: Number of leading tokens, in full blocks, whose KV was cached when the sequence began.
-        keeps_decoded: Whether a session of a hybrid model continues after the last full block. Snapshots are then also
-            taken after decode steps, although the state may be approximate, and sliding windows at the end of this
-            block are kept.
-        snapshots: Unpublished snapshots of recurrent state: slot in the state pool by number of tokens.
-    """
+    """A running sequence. It owns its block table, slots and policy state, which are forked together with it."""
 
     id: int
-    tokens: list[int]
+    tokens: list[int]  # prompt and generated tokens
     blocks: BlockTable
     slots: SlotTable
     keys: KeyReader
     state: PolicyState
     trace: Trace
+    # Number of tokens that have been computed in every layer. A decode step computes the token at this index.
     position: int = 0
-    exact: int = 0
+    exact: int = 0  # number of leading tokens whose KV comes from exact attention
+    # Number of leading tokens whose cached KV the policy state does not include yet. The next prefill passes their KV
+    # to the policy.
     unobserved: int = 0
-    observed: int = 0
-    shift: int = 0
-    provenance: str = ""
+    observed: int = 0  # number of `unobserved` tokens whose policy state was already copied from another sequence
+    shift: int = 0  # Number of tokens removed by truncation. A token t that is not computed yet has position t + shift.
+    provenance: str = ""  # part of the KV provenance key that names weights, cache salt and truncations
+    # Whether a step was interrupted. Resident KV and policy state may then include the next token in some layers. KV in
+    # the pool before `position` is valid.
     interrupted: bool = False
-    expected: int = 0
-    forks: int = 0
+    expected: int = 0  # expected maximum length in tokens
+    forks: int = 0  # Number of forks that will be created from this sequence. Each may grow to `expected` tokens.
+    # Position of the first draft token that may be rejected, or None. Its sliding windows are kept.
     draft_start: int | None = None
-    drafter: Sequence | None = None
-    state_slots: StateSlots | None = None
-    state_slot: int = -1
+    drafter: Sequence | None = None  # sequence of the same text in the draft model's KV cache
+    state_slots: StateSlots | None = None  # recurrent state of all sequences; None if the model has none
+    state_slot: int = -1  # slot of this sequence in `state_slots`; -1 if it has none
+    # Recurrent state before draft tokens; None if the sequence never had draft tokens.
     rollback: RollbackState | None = None
-    shared_tokens: int = 0
+    shared_tokens: int = 0  # number of leading tokens, in full blocks, whose KV was cached when the sequence began
+    # Whether a session of a hybrid model continues after the last full block. If so, snapshots are also taken after
+    # decode steps, although the state may be approximate. Sliding windows at the end of this block are kept.
     keeps_decoded: bool = False
+    # Unpublished snapshots of recurrent state: slot in the state pool by number of tokens.
     snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
     def blocks_ahead(self) -> int:
-        """Number of blocks that this sequence and its forks may still need until each has `expected` tokens."""
+        """Number of blocks that this sequence and its forks still need until each has `expected` tokens."""
         blocks, shared = -(-self.expected // BLOCK_SIZE), (len(self.tokens) - 1) // BLOCK_SIZE
         return max(0, blocks - len(self.blocks.ids)) + self.forks * max(0, blocks - shared)
 

@@ -1,9 +1,9 @@
 """Slots of a sequence's tokens in its block table, and token eviction in a full pool (InfiniGen §4.4).
 
-Slots [0, sinks) contain the first tokens, and the last `recent` slots contain the most recent tokens. A policy selects
-from the slots between them. In a full pool, the last `recent` slots are a ring buffer. In each layer, the token that
-leaves the recent window moves to the slot of an evicted token (the victim), and the newest token takes the free slot in
-the ring buffer.
+Slots [0, sinks) contain the first tokens, and the last `recent` slots the most recent tokens. A policy selects from the
+slots between them. In a full pool, the last `recent` slots are a ring buffer. In each layer, the token that leaves the
+recent window moves to the slot of an evicted token (the victim), and the newest token takes the free slot in the ring
+buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SlotTable:
     Attributes:
         newest: Slot of the token that the current step computes.
         context: Number of slots in use, including the newest (N).
-        moves: For each layer, a pair (slot of the newest token, slot of the evicted token). KV must be copied from the
+        moves: Pair (slot of the newest token, slot of the evicted token) of each layer. KV must be copied from the
             first slot to the second before the newest token is written.
         grows: Whether the sequence still gets new blocks from `CacheManager.rebalance`.
         records_selected: Whether the caller must report selected slots with `record_selected`.

@@ -1,4 +1,4 @@
-"""Inputs of a batched decode step: tensors at fixed addresses, which the host writes before the step."""
+"""Inputs of a batched decode step."""
 
 from __future__ import annotations
 
@@ -26,41 +26,28 @@ NO_TOKENS = VisibleTokens(range(0), range(0), range(0))
 
 
 class StepShape(NamedTuple):
-    """Properties of a batch that determine the kernel launches of a step.
+    """Properties of a batch that determine the kernel launches of a step."""
 
-    Attributes:
-        size: Number of sequences, including padding.
-        capacity: Maximum length of a sequence in tokens.
-        overlapping: Whether sequences share blocks. If so, selected tokens of shared blocks are fetched once.
-        has_shared_runs: Whether there are shared runs. If so, layers that attend to all tokens fetch shared tokens
-            once.
-    """
-
-    size: int
-    capacity: int
+    size: int  # number of sequences, including padding
+    capacity: int  # maximum length of a sequence in tokens
+    # Whether sequences share blocks. If so, selected tokens of shared blocks are fetched once.
     overlapping: bool = False
+    # Whether there are shared runs. If so, layers that attend to all tokens fetch shared tokens once.
     has_shared_runs: bool = False
 
 
 @dataclass(frozen=True)
 class ResidentSpans:
-    """Visible index range of the resident KV, for all layers with the same sliding window.
+    """Visible index range of the resident KV, for all layers with the same sliding window."""
 
-    Attributes:
-        newest: Index of the newest token in the resident KV, int64 `[B]`.
-        starts: First visible index of each KV head, int32 `[P]`, where P = B * Hkv.
-        stops: End (exclusive) of the visible indices of each KV head, int32 `[P]`.
-        zero_counts: Zeros, the counts of layers that fetch no tokens, int32 `[P]`.
-    """
-
-    newest: torch.Tensor
-    starts: torch.Tensor
-    stops: torch.Tensor
-    zero_counts: torch.Tensor
+    newest: torch.Tensor  # index of the newest token in the resident KV, int64 `[B]`
+    starts: torch.Tensor  # first visible index of each KV head, int32 `[P]`, where P = B * Hkv
+    stops: torch.Tensor  # end (exclusive) of the visible indices of each KV head, int32 `[P]`
+    zero_counts: torch.Tensor  # zeros, the counts of layers that fetch no tokens, int32 `[P]`
 
 
 class StepInputs:
-    """Inputs of all decode steps with the same `StepShape`. `load` writes them before a step.
+    """Inputs of all decode steps with the same `StepShape`, at fixed addresses. `load` writes them before a step.
 
     Smaller batches are padded with sequences that see no tokens and whose KV is not stored.
     """
@@ -164,5 +151,5 @@ class StepInputs:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture the step, because the host copies no KV."""
+        """Whether a CUDA graph can capture the step, which requires that the host copies no KV."""
         return self.rows.in_place

@@ -31,17 +31,10 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class TransferUse:
-    """Numbers for counting the transferred bytes of a selection.
-
-    Attributes:
-        heads: Number of KV heads.
-        entry_bytes: Size in bytes of a KV entry (K and V of one token and KV head).
-        tally: int64 `[2]` on the device: number of transferred entries, and number of entries found on the device. None
-            if every selected entry is transferred.
-    """
-
-    heads: int
-    entry_bytes: int
+    heads: int  # KV heads
+    entry_bytes: int  # size in bytes of a KV entry (K and V of one token and KV head)
+    # int64 `[2]` on the device: number of transferred entries, and number of entries found on the device. None if every
+    # selected entry is transferred.
     tally: torch.Tensor | None = None
 
 
@@ -62,27 +55,6 @@ class Trace:
     """Counters of one sequence. Fractions are relative to the tokens that are visible in a layer, including the newest.
 
     A step is a decode step or a verification pass.
-
-    Attributes:
-        attended: Fraction of tokens attended exactly, `[steps][layers]`.
-        fetched: Fraction of tokens fetched, `[steps][layers]`.
-        draft_steps: Number of decode steps that computed draft tokens.
-        seconds_without_drafts: Estimated seconds to decode the generated tokens without drafts; infinite if unknown.
-        recomputed_tokens: See `Stats`.
-        diverged_at: First prompt token that was not cached. None without a cache look-up.
-        missed: Sampled steps as pairs (step, missed attention mass of each layer). The mass is a mean over query heads,
-            and 0 in layers that attend to all tokens.
-        savings: float64 `[4, layers]` on the device. Row 0: bytes of `bytes_requested` that were not transferred. Row
-            1: entries found on the device. Row 2: row 1 per KV head, divided by the context length and summed over
-            steps. Row 3: entries looked up. None without a working set or shared blocks.
-        copied_shares: For each layer, the fraction of the context that full attention read from copies of KV blocks on
-            the device, summed over steps.
-        copied_entries: Number of KV entries that full attention read from these copies.
-        read_entries: Number of all non-resident KV entries that full attention read, if there are such copies.
-        disk_before: Counters of disk use when the sequence began.
-        pending: Counts that are still on the device (`flush_pending`).
-        prefill_bytes: Part of `bytes_requested` for the prefill.
-        step_weights: Weights transferred for decode steps, counted for the first sequence of a batch.
     """
 
     layers: int
@@ -90,26 +62,35 @@ class Trace:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     bytes_requested: int = 0
-    prefill_bytes: int = 0
+    prefill_bytes: int = 0  # part of `bytes_requested` for the prefill
     bytes_to_host: int = 0
     prefill_weights: WeightUse = NOTHING_USED
+    # Weights transferred for decode steps, counted for the first sequence of a batch.
     step_weights: WeightUse = NOTHING_USED
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    recomputed_tokens: int = 0
-    diverged_at: int | None = None
-    attended: list[list[float]] = field(default_factory=list)
-    fetched: list[list[float]] = field(default_factory=list)
+    recomputed_tokens: int = 0  # see `Stats`
+    diverged_at: int | None = None  # First prompt token that was not cached. None without a cache look-up.
+    attended: list[list[float]] = field(default_factory=list)  # fraction of tokens attended exactly, `[steps][layers]`
+    fetched: list[list[float]] = field(default_factory=list)  # fraction of tokens fetched, `[steps][layers]`
+    # Sampled steps as pairs (step, missed attention mass of each layer). The mass is a mean over query heads, and 0 in
+    # layers that attend to all tokens.
     missed: list[tuple[int, list[float]]] = field(default_factory=list)
+    # float64 `[4, layers]` on the device. Row 0: bytes of `bytes_requested` that were not transferred. Row 1: entries
+    # found on the device. Row 2: row 1 per KV head, divided by the context length and summed over steps. Row 3: entries
+    # looked up. None without a working set or shared blocks.
     savings: torch.Tensor | None = None
+    # For each layer, the fraction of the context that full attention read from copies of KV blocks on the device,
+    # summed over steps.
     copied_shares: dict[int, float] = field(default_factory=dict)
-    copied_entries: int = 0
-    read_entries: int = 0
-    pending: list[_PendingCount] = field(default_factory=list)
-    disk_before: DiskUse | None = None
+    copied_entries: int = 0  # number of KV entries that full attention read from these copies
+    read_entries: int = 0  # number of all non-resident KV entries that full attention read, if there are such copies
+    pending: list[_PendingCount] = field(default_factory=list)  # counts that are still on the device (`flush_pending`)
+    disk_before: DiskUse | None = None  # counters of disk use when the sequence began
     drafted: int = 0
     accepted: int = 0
-    draft_steps: int = 0
+    draft_steps: int = 0  # number of decode steps that computed draft tokens
+    # Estimated seconds to decode the generated tokens without drafts; infinite if unknown.
     seconds_without_drafts: float = 0.0
     recorder: Recorder | None = None
     measures_missed: bool = False
@@ -179,7 +160,7 @@ class Trace:
         self.savings = sums if self.savings is None else self.savings + sums
 
     def absorb_transferred_bytes(self, other: Trace) -> None:
-        """Move the counts of transferred bytes from `other`, which computed tokens for this sequence, to this trace."""
+        """Move the counts of transferred bytes of `other`, which computed tokens for this sequence, to this trace."""
         self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
         self.prefill_bytes, other.prefill_bytes = self.prefill_bytes + other.prefill_bytes, 0
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
@@ -244,7 +225,7 @@ class Trace:
             self.read_entries += tokens * heads
 
     def record_savings(self, layer: int, visible: VisibleTokens, rows: int, savings: Savings, size: int) -> None:
-        """Record how much of a fetch needed no transfer. `rows` is its tokens per KV head, and `size` its bytes."""
+        """Record how much of a fetch needed no transfer. The fetch has `rows` tokens per KV head, and `size` bytes."""
         if not rows:
             return
         if self.savings is None:

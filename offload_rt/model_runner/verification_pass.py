@@ -56,7 +56,7 @@ class VerificationPass:
     def _project(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, Seq[KVPart | None]]:
-        """Return q `[H, T, d]` of all tokens, and the new KV of each sequence, or None if the layer has no own KV."""
+        """Return q `[H, T, d]` of all tokens, and the new KV of each sequence, or None if the layer stores no KV."""
         adapter = self._adapter
         if adapter.geometry.kv_layer(layer) != layer:
             return adapter.lone_query(layer, attention_input, positions), [None] * len(self._sequences)

@@ -1,4 +1,4 @@
-"""Policy "auto": "infinigen" with full attention in contexts that are too short for selection to pay off.
+"""Policy "auto": "infinigen" with full attention in short contexts, where selection does not pay off.
 
 On a CPU, the engine measures once per processor up to which context length full attention is as fast as selection
 (`engine.selection_cost`).
@@ -35,7 +35,7 @@ def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.dev
 class Auto(InfiniGen):
     """InfiniGen with full attention for contexts of up to `dense_until` tokens.
 
-    Scoring keys and approximate KV are stored from the first token on, so that they are complete when selection starts.
+    Scoring keys and approximate KV are stored from the first token on, because selection needs those of all tokens.
     """
 
     name = "auto"

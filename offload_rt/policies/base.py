@@ -90,8 +90,8 @@ class PolicyState:
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         """Observe keys k (after RoPE) and values v, both `[Hkv, m, d]`, of the slots [start, start + m) of the layer.
 
-        `start` is at most the number of slots that the layer has. Existing slots get new tokens: their old tokens were
-        moved, evicted, or rejected by the verification of drafts.
+        `start` is at most the number of slots that the layer has. Existing slots get new tokens, because their old
+        tokens were moved, evicted, or rejected by the verification of drafts.
         """
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
@@ -130,7 +130,7 @@ class PolicyState:
             lse: Log-sum-exp of the exact attention scores `[H]` (natural log). May be overwritten.
 
         Returns:
-            Merged `out` and `lse`. They are unchanged if the policy ignores tokens that are not selected.
+            Merged `out` and `lse`, unchanged if the policy ignores tokens that are not selected.
         """
         return out, lse
 
@@ -150,8 +150,7 @@ class PolicyState:
     def fork_prefix(self, tokens: int) -> PolicyState | None:
         """Return a state of only the first `tokens` tokens, for a sequence that shares their KV blocks.
 
-        Return None if the state cannot be shared, or if the caller can compute it as cheaply from the KV of these
-        tokens.
+        Return None if the state cannot be shared, or if computing it again from the KV is as cheap.
         """
         return None
 
@@ -198,7 +197,7 @@ class Policy(Protocol):
 
     @property
     def wants_queries(self) -> bool:
-        """Whether the state observes every query of the prompt (`on_queries`). If so, no cached prefix can be used."""
+        """Whether the policy observes every query of the prompt (`on_queries`). If so, no cached prefix can be used."""
         ...
 
     @property
@@ -224,7 +223,7 @@ class Policy(Protocol):
         ...
 
     def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Return the corrected attention input `[T, D]`. The layer's predicted query is computed from it."""
+        """Return the corrected attention input `[T, D]`, from which the layer's predicted query is computed."""
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:

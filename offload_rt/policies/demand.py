@@ -12,30 +12,19 @@ class MemoryDemand:
     """Upper bounds on the memory and transfers of one policy, used by the memory plan (`planning/`).
 
     *Selection data* are scoring keys, or other stored data that scores tokens. Sizes are in bytes.
-
-    Attributes:
-        dense: Layers that attend to all tokens, in ascending order.
-        resident: Number of tokens (sinks and recent window) whose KV stays on the device.
-        fetched_fraction: Largest fraction of the context, in [0, 1], that a sparse layer fetches.
-        key_bytes: Selection data per token and sparse layer.
-        page_tokens: Tokens per page if selection data is allocated in pages; 0 if it is stored in a `GrowingTensor`.
-        scratch_bytes: Temporary copies of selection data per token, while a layer scores tokens.
-        basis_bytes: Matrices that all sequences share, in the same memory as the selection data.
-        correction_bytes: Tensors that correct predicted queries, always on the device.
-        max_prefill_weights: Largest number of attention weights that the policy computes at a time in prefill.
-        always_dense_until: Longest context, in tokens, for which every layer fetches all KV.
     """
 
-    dense: tuple[int, ...]
-    resident: int
-    fetched_fraction: float
-    key_bytes: float = 0.0
+    dense: tuple[int, ...]  # layers that attend to all tokens, in ascending order
+    resident: int  # number of tokens (sinks and recent window) whose KV stays on the device
+    fetched_fraction: float  # largest fraction of the context, in [0, 1], that a sparse layer fetches
+    key_bytes: float = 0.0  # selection data per token and sparse layer
+    # Tokens per page if selection data is allocated in pages; 0 if it is stored in a `GrowingTensor`.
     page_tokens: int = 0
-    scratch_bytes: float = 0.0
-    basis_bytes: int = 0
-    correction_bytes: int = 0
-    max_prefill_weights: int = 0
-    always_dense_until: int = 0
+    scratch_bytes: float = 0.0  # temporary copies of selection data per token, while a layer scores tokens
+    basis_bytes: int = 0  # matrices that all sequences share, in the same memory as the selection data
+    correction_bytes: int = 0  # tensors that correct predicted queries, always on the device
+    max_prefill_weights: int = 0  # largest number of attention weights that the policy computes at a time in prefill
+    always_dense_until: int = 0  # longest context, in tokens, for which every layer fetches all KV
 
     def scored_layers(self, geometry: ModelGeometry) -> int:
         """Return the number of sparse layers that store KV, and therefore selection data."""

@@ -54,9 +54,9 @@ class GrowingTensor:
 
 
 class LayerTensors:
-    """A `GrowingTensor` per layer with data of one sequence's tokens.
+    """A `GrowingTensor` per layer, with data of one sequence's tokens.
 
-    A slot has the data of up to `tokens_per_slot` adjacent tokens.
+    A slot has the data of `tokens_per_slot` adjacent tokens.
     """
 
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device, tokens_per_slot: int = 1) -> None:

@@ -28,8 +28,8 @@ NEWEST = 1e30
 class H2O(ScorerPolicy[BudgetOptions]):
     """Policy "h2o". Scores do not depend on the query, so KV can be fetched before the query is known.
 
-    The entry of a token is its accumulated attention, summed over the query heads of a KV head. It is -inf for a
-    dropped token.
+    The entry of a token is its accumulated attention, summed over the query heads of a KV head, or -inf for a dropped
+    token.
     """
 
     name = "h2o"
@@ -52,7 +52,7 @@ class H2O(ScorerPolicy[BudgetOptions]):
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
         """Return the accumulated attention of each token.
 
-        The most recent tokens get the score `NEWEST`: half of the budget, including the recent window.
+        The most recent tokens, half of the budget including the recent window, get the score `NEWEST`.
         """
         half = (keys.contexts.double() * (self.budget / 2) + 1e-9).floor()
         recent = (half - (keys.contexts - keys.stops)).clamp(min=0).minimum(keys.limits.double())

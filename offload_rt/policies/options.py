@@ -72,12 +72,12 @@ class InfiniGenOptions(PolicyOptions):
             the input of layer i-1 under the norm of layer i ("normed_input"), or the residual of layer i-1 after its
             attention ("residual"). "query" is the true query of layer i, which leaves no time to prefetch. "auto" is
             "query" on a CPU, else "attention_input".
-        ahead: Predict the query of layer i from the input of the decoder layer that comes `ahead` layers earlier, under
-            the norm of layer i. The input is never older than attention layer i-1. Without recurrent layers, this is
-            the same as source "normed_input". A small value finds more important tokens, a large value leaves more time
-            for the transfer. None uses `source`.
-        corrected: Whether to correct the predicted attention input by a slope and an offset per channel, measured in
-            calibration (not in the paper).
+        ahead: Predict the query of layer i from the input of the decoder layer `ahead` layers earlier, under the norm
+            of layer i. The input is never older than attention layer i-1. Without recurrent layers, this equals source
+            "normed_input". A small value finds more important tokens, a large value leaves more time for the transfer.
+            None uses `source`.
+        corrected: Whether to correct the predicted attention input by a calibrated slope and offset per channel (not in
+            the paper).
         scorer: Format of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
             columns as int4 or int2 ("int4", "int2"). "auto" uses the 4-bit keys of the approximate KV if it is enabled,
             else "int8". All values but "auto" need `approximate_kv="off"`.
@@ -88,8 +88,8 @@ class InfiniGenOptions(PolicyOptions):
         skew: Whether the rotation is fitted to queries only (paper) or to queries and keys.
         max_missed_mass: Fetch more tokens, scored by the true query, until the estimated missed attention mass is at
             most this value (mean over query heads). None disables this repair.
-        budget: Attend to this fraction of the visible context, including resident tokens, instead of the tokens above
-            the threshold. Used to compare policies at equal cost. `alpha` and `max_fraction` then only limit a repair.
+        budget: Attend to this fraction of the visible context, including resident tokens, instead of using the
+            threshold. Used to compare policies at equal cost. `alpha` and `max_fraction` then only limit a repair.
     """
 
     # Why source="auto" depends on the device: On a GPU, "attention_input" lets the transfers of layer i start right
@@ -199,14 +199,10 @@ class InfiniGenOptions(PolicyOptions):
 @register_policy("auto", "offload_rt.policies.auto:Auto")
 @dataclass(frozen=True)
 class AutoOptions(InfiniGenOptions):
-    """Options of policy "auto", which attends to all tokens as long as this is cheaper than selection.
+    """Options of policy "auto", which attends to all tokens as long as this is cheaper than selection."""
 
-    Attributes:
-        dense_until: Longest context, in tokens, in which every layer attends to all tokens. If None, it is measured on
-            a CPU, once per processor (`engine.selection_cost`), and 0 on a GPU, where all KV would have to be
-            transferred.
-    """
-
+    # Longest context, in tokens, in which every layer attends to all tokens. If None, it is measured on a CPU, once per
+    # processor (`engine.selection_cost`), and 0 on a GPU, where all KV would have to be transferred.
     dense_until: int | None = option(
         None, help="attend to all tokens of contexts up to N tokens (default: by cost)", metavar="N"
     )

@@ -1,7 +1,7 @@
 """Policy "oracle": select the tokens with the largest attention weights of the true query (the paper's "Optimal").
 
-It is an upper bound for the quality of other policies and not meant for production: it reads every key from the host
-pool, and these transfers are not counted.
+It is an upper bound for the quality of other policies, not meant for production: it reads every key from the host pool,
+and does not count these transfers.
 """
 
 from __future__ import annotations

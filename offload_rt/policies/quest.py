@@ -22,8 +22,7 @@ class Quest(ScorerPolicy[QuestOptions]):
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
         """Return k and -k, concatenated to `[P, m, 2 * d]`.
 
-        The minimum over the tokens of a page then contains, for each channel, the smallest key and the negated largest
-        key.
+        For each channel, the minimum over the tokens of a page is then the smallest key and the negated largest key.
         """
         return torch.cat((k, -k), -1)
 
@@ -31,8 +30,8 @@ class Quest(ScorerPolicy[QuestOptions]):
         """Score each token by an upper bound of the scores of its page.
 
         The bound is the sum of max(q * low, q * high) over channels, where `low` and `high` are the smallest and
-        largest keys of the page in each channel. `combine_heads` combines the bounds of the query heads in a group. If
-        the budget covers a page only in part, its first tokens are selected.
+        largest keys of the page. `combine_heads` combines the bounds of a group's query heads. If the budget covers
+        only a part of a page, its first tokens are selected.
         """
         # max(q * low, q * high) is q * low for q < 0 and (-q) * (-high) for q > 0.
         negative_parts = self.entry(layer, queries).clamp(max=0)

@@ -73,8 +73,8 @@ class PolicyOptions:
     def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.
 
-        Session files contain the digest, so the text of existing options must never change. New options must have a
-        `neutral` value, which is left out of the text (`config_fields.Option`).
+        Session files contain the digest, so the text of existing options must never change. The text leaves out new
+        options with their `neutral` value (`config_fields.Option`).
         """
         values = [(option_of(field), field.name, self.provenance_value(field.name)) for field in fields(self)]
         texts = [f"{spec.stored_name or name}={value!r}" for spec, name, value in values if value != spec.neutral]
@@ -86,20 +86,15 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """The model that a policy is built for.
-
-    Attributes:
-        artifact: Function that loads a skew artifact of the model.
-        keys_on_host: Whether "infinigen" stores and scores its scoring keys in host memory (paper §6.2).
-        measure: Function that measures, for policy options, the longest context in tokens for which full attention is
-            as fast as selection. None if the device is not a CPU.
-    """
+    """The model that a policy is built for."""
 
     geometry: ModelGeometry
     device: torch.device
     dtype: torch.dtype
-    artifact: ArtifactLoader
-    keys_on_host: bool
+    artifact: ArtifactLoader  # function that loads a skew artifact of the model
+    keys_on_host: bool  # whether "infinigen" stores and scores its scoring keys in host memory (paper §6.2)
+    # Function that measures, for policy options, the longest context in tokens for which full attention is as fast as
+    # selection. None if the device is not a CPU.
     measure: Callable[[Any], int | None] | None = None
 
 
@@ -159,7 +154,6 @@ def policy_names() -> tuple[str, ...]:
 
 
 def options_class(name: str) -> type[PolicyOptions]:
-    """Return the options class of policy `name`. Raises ConfigError."""
     check_choice("policy", name, _known())
     return _registered[name].options
 
@@ -206,7 +200,7 @@ def make_policy(
             that the other keys override.
 
     Raises:
-        ConfigError: If `name` or an option does not exist, or if an option does not fit the model.
+        ConfigError: `name` or an option does not exist, or an option does not fit the model.
     """
     chosen = parse_options(name, options)
     chosen.check_context(geometry.max_positions)

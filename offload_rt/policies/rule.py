@@ -38,19 +38,13 @@ def budget_tokens(budget: float, visible: VisibleTokens) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """Selection rule: each KV head selects up to `limit` candidates with the largest scores.
+    """Selection rule: each KV head selects up to `limit` candidates with the largest scores."""
 
-    Attributes:
-        alpha: Largest difference between the largest score of a head and the score of a selected token.
-        max_fraction: Largest fraction of the candidates to select.
-        budget: Fraction of the visible context to attend to, including resident tokens. Replaces `max_fraction`.
-        per_sequence_bases: Whether each sequence has its own skewing matrices. If True, decode steps cannot be captured
-            as CUDA graphs.
-    """
-
-    alpha: float
-    max_fraction: float = 1.0
+    alpha: float  # largest difference between the largest score of a head and the score of a selected token
+    max_fraction: float = 1.0  # largest fraction of the candidates to select
+    # Fraction of the visible context to attend to, including resident tokens. Replaces `max_fraction`.
     budget: float | None = None
+    # Whether each sequence has its own skewing matrices. If True, decode steps cannot be captured as CUDA graphs.
     per_sequence_bases: bool = False
 
     def limit(self, visible: VisibleTokens) -> int:
@@ -65,23 +59,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class CandidateSpans:
-    """The candidates of a batch in P = B * Hkv lists, one per sequence and KV head, and the limits of their selection.
+    """The candidates of a batch, and the limits of their selection.
 
-    Attributes:
-        starts: First candidate of each list, int32 `[P]` on the device.
-        stops: End (exclusive) of the candidates of each list, int32 `[P]` on the device.
-        limits: Largest number of tokens to select per list of each sequence, int32 `[B]` on the device.
-        contexts: Number of tokens of each sequence, int32 `[B]` on the device.
-        tokens: Upper bound of the stored tokens of each sequence, known on the host.
-        cap: Upper bound of `limits`, known on the host.
+    There are P = B * Hkv lists, one per sequence and KV head.
     """
 
-    starts: torch.Tensor
-    stops: torch.Tensor
-    limits: torch.Tensor
-    contexts: torch.Tensor
-    tokens: int
-    cap: int
+    starts: torch.Tensor  # first candidate of each list, int32 `[P]` on the device
+    stops: torch.Tensor  # end (exclusive) of the candidates of each list, int32 `[P]` on the device
+    limits: torch.Tensor  # largest number of tokens to select per list of each sequence, int32 `[B]` on the device
+    contexts: torch.Tensor  # number of tokens of each sequence, int32 `[B]` on the device
+    tokens: int  # upper bound of the stored tokens of each sequence, known on the host
+    cap: int  # upper bound of `limits`, known on the host
 
     @staticmethod
     def bounds(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:

@@ -3,8 +3,8 @@
 A policy defines `score`. It may define `entry`, which compresses a new key for storage, and `on_queries` and
 `on_attended`, which update stored entries.
 
-These methods work on P lists, one per sequence and KV head, so the same code serves a single sequence and a batch.
-Except for `on_queries`, they are captured in CUDA graphs and must not copy tensor values to the host.
+These methods work on P lists, one per sequence and KV head, so the same code serves a single sequence and a batch. CUDA
+graphs capture all of them except `on_queries`, so they must not copy tensor values to the host.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class EntryShape:
 class TokenLists:
     """Entries and candidates of P lists, one per sequence and KV head.
 
+    `starts`, `stops`, `limits` and `contexts` are the fields of `spans` as `[P, 1]`.
+
     Attributes:
         entries: Stored entries `[P, m, w]`. Entry j belongs to `page` tokens, beginning with token `first + j * page`.
         first: First token of entry 0.
@@ -59,22 +61,18 @@ class TokenLists:
 
     @property
     def starts(self) -> torch.Tensor:
-        """First candidate of each list, `[P, 1]`."""
         return self.spans.starts.unsqueeze(1)
 
     @property
     def stops(self) -> torch.Tensor:
-        """End (exclusive) of the candidates of each list, `[P, 1]`."""
         return self.spans.stops.unsqueeze(1)
 
     @property
     def limits(self) -> torch.Tensor:
-        """Number of tokens to select from each list, `[P, 1]`."""
         return self._each(self.spans.limits)
 
     @property
     def contexts(self) -> torch.Tensor:
-        """Number of tokens in the sequence of each list, `[P, 1]`."""
         return self._each(self.spans.contexts)
 
     def _each(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -95,8 +93,8 @@ class TokenLists:
     def combine_heads(self, scores: torch.Tensor) -> torch.Tensor:
         """Combine the scores `[P, G, m]` of G query heads into one score per entry, `[P, m]`.
 
-        The result is the largest log-softmax over the query heads. The softmax covers all entries with candidates. It
-        does not change the order of the scores of one head, so it is left out if G = 1.
+        The result is the largest log-softmax over the query heads. The softmax covers all entries with candidates. If G
+        = 1, it is left out, because it does not change the order of the scores.
         """
         if scores.shape[1] == 1:
             return scores[:, 0]
@@ -207,7 +205,7 @@ class ScorerPolicy(Generic[Chosen]):
 
 
 class ScorerState(PolicyState):
-    """Entries that a `ScorerPolicy` stores for one sequence, `[Hkv, slots, w]` per layer. Implements `BatchedKeys`."""
+    """`PolicyState` of a `ScorerPolicy`: entries `[Hkv, slots, w]` per layer. Implements `BatchedKeys`."""
 
     def __init__(self, policy: ScorerPolicy[Any], keys: KeyReader) -> None:
         self._policy, self._keys = policy, keys
@@ -236,8 +234,8 @@ class ScorerState(PolicyState):
         self._entries.open(layer, k.shape[0], 0, self._policy.entries.width)
         stored = self._entries.length(layer)
         assert start <= stored, f"layer {layer} has {stored} keys, not {start}"
-        # Without `on_queries`, later entries belong to rejected draft tokens and are replaced. In a page that has
-        # earlier tokens too, they stay part of the minimum.
+        # Without `on_queries`, later entries belong to rejected draft tokens and are replaced. In a page that also has
+        # earlier tokens, rejected tokens stay part of the minimum.
         first = stored if self._policy.wants_queries else start
         entries = self._policy.entry(layer, k[:, first - start :])
         data = self._entries.reserve(layer, stop)

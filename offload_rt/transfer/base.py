@@ -90,14 +90,14 @@ class PendingFetch(Protocol):
     def copied_tokens(self) -> int | None:
         """Number of tokens that are read from copies of blocks on the device, and are not in `bytes`.
 
-        None without such copies, and for a fetch of selected tokens, which `savings` counts.
+        None without copies of blocks, and for a fetch of selected tokens, which `savings` counts.
         """
         ...
 
     def wait(self) -> list[KVPart]:
         """Return the fetched KV on the device, as parts. On CUDA, only the compute stream waits, not the host.
 
-        The parts of `fetch` contain each token that the layer attends to once, in any order. This includes the newest
+        The parts of `fetch` contain each token that the layer attends to once, in any order. They include the newest
         token, so call `append` for the layer before `wait`. The parts of `fetch_more` contain only the additional
         tokens.
 
@@ -132,8 +132,8 @@ class KVStorage(Protocol):
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Store new k and v `[Hkv, m, d]` in the slots [start, start + m).
 
-        KV is written to the pool asynchronously, and KV of resident tokens also stays on the device. Sliding-window
-        layers store only tokens in their window. Return the size in bytes of the KV written to the pool.
+        KV is written to the pool asynchronously. KV of resident tokens also stays on the device. Sliding-window layers
+        store only tokens in their window. Return the size in bytes of the KV written to the pool.
         """
         ...
 
@@ -191,7 +191,7 @@ class RowFetch(Protocol):
     ) -> list[PendingFetch]:
         """Start one fetch per sequence, for all selected KV of the sequence.
 
-        KV that several sequences select from shared blocks is transferred only once, by the first of these fetches. All
+        KV that several sequences select from shared blocks is transferred only once, by the first of these fetches. The
         other fetches count it in `savings`.
         """
         each = zip(block_tables, visible, selections, strict=True)

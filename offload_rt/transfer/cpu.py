@@ -1,7 +1,7 @@
 """Transfers on a CPU: attention reads KV directly from the host pool.
 
-C code reads all KV in place (`kernels.decode_attention`). Without it, the keys of resident and selected tokens are
-copied to a scratch buffer, and the values only if several query heads share a KV head.
+C code reads all KV in place (`kernels.decode_attention`). Without C code, the keys of resident and selected tokens are
+copied to a scratch buffer. The values are copied only if several query heads share a KV head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOTHING = range(0), range(0)
 class _Fetch:
     """The KV of `resident` and of the selected `tokens` `[Hkv, n]`. If `tokens` is None, `resident[0]` has all tokens.
 
-    KV is read when attention uses it, because the newest token is appended after the fetch has started.
+    KV is read when attention uses it, because the newest token is appended after the start of the fetch.
     """
 
     pages: _Pages
@@ -181,8 +181,6 @@ class CpuStorage(KVStorage):
 
 
 class CpuRows(RowFetch):
-    """`RowFetch` on a CPU. KV is read when attention uses it."""
-
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
         self._entry_bytes = pool.layout.entry_bytes
@@ -228,7 +226,7 @@ class CpuRows(RowFetch):
 
 
 class CpuTransfer:
-    """`Transfer` for a CPU and a KV format whose vectors attention can read in place."""
+    """`Transfer` on a CPU, for a KV format whose vectors attention can read in place."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
         assert pool.format.exact, "encoded KV cannot be read in place"

@@ -1,7 +1,7 @@
 """Transfers over PCIe, with pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
-In each step, a layer that selects tokens copies the KV of n tokens per sequence to the device, and the KV of one token
-to the host. n is the number of selected tokens that are not on the device yet.
+In each step, a layer that selects tokens copies the selected KV that is not on the device yet, and writes the KV of one
+token per sequence to the host.
 
 On CUDA, a kernel reads KV directly from pinned memory, so the host never needs the token indices. Without Triton, or on
 a CPU, the host gathers KV.
@@ -151,7 +151,7 @@ class CudaTransfer:
         * Working sets are used only in the prefetch stream.
         * Copies of blocks on the device are used in the same streams as the blocks (`DeviceCopies`).
         * Buffers are allocated in the compute stream (`staging.py`). Counts are allocated in the prefetch stream and
-          registered with `record_stream` of the caching allocator.
+        registered with `record_stream`.
     """
 
     def __init__(

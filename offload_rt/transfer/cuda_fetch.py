@@ -19,25 +19,17 @@ from .streams import Event
 
 @dataclass(frozen=True)
 class _PendingFetch(PendingFetch):
-    """A pending fetch.
-
-    Attributes:
-        staging_key: Key of the buffers of the fetch in `state.staging`, which keeps them alive.
-        event: Event after which `staged` is complete.
-        staged: Fetched KV `[planes, Hkv, n, width]` in the storage format.
-        counts: Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
-        visible: If not None, `wait` first returns the resident KV of these tokens. It is read in `wait`, because the
-            newest token is stored after the fetch has started.
-    """
-
     state: DeviceState
-    staging_key: int
-    event: Event
-    staged: torch.Tensor
+    staging_key: int  # key of the buffers of the fetch in `state.staging`, which keeps them alive
+    event: Event  # event after which `staged` is complete
+    staged: torch.Tensor  # fetched KV `[planes, Hkv, n, width]` in the storage format
     savings: Savings | None = None
+    # Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
     counts: torch.Tensor | None = None
     residency: Residency | None = None
     layer: int = 0
+    # If not None, `wait` first returns the resident KV of these tokens. It is read in `wait`, because the newest token
+    # is stored after the fetch has started.
     visible: VisibleTokens | None = None
     copied_tokens: int | None = None
 
@@ -60,7 +52,7 @@ class _PendingFetch(PendingFetch):
 
 
 class CudaBatches(BatchedRows):
-    """`BatchedRows` for a device. Also caches the `RowLists` of sequences that are fetched outside of batches."""
+    """`BatchedRows` for a device with separate memory. Also caches `RowLists` for fetches outside of batches."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -82,8 +74,6 @@ class CudaBatches(BatchedRows):
 
 
 class CudaRows(RowFetch):
-    """`RowFetch` for a device with separate memory."""
-
     def __init__(self, state: DeviceState, batches: CudaBatches) -> None:
         self._state, self._batches = state, batches
 
@@ -125,7 +115,7 @@ class CudaRows(RowFetch):
     def _fill(self, blocks: BlockTable, layer: int, tokens: range, planes: torch.Tensor) -> int | None:
         """Fill `planes` `[planes, Hkv, n, width]` with the stored KV of `tokens`, from copies or else from the pool.
 
-        Return the number of tokens that already had complete copies, or None if there are no copies.
+        Return the number of tokens in complete copies, or None if there are no copies.
         """
         state, pool, copied = self._state, self._state.pool, None
         parts: list[tuple[range, tuple[torch.Tensor, ...]]] = [(tokens, ())]
@@ -153,7 +143,7 @@ class CudaRows(RowFetch):
     ) -> list[PendingFetch]:
         """Start one fetch per sequence, in one transfer.
 
-        Each result begins with the resident tokens of the sequence's `visible`, if it is not None.
+        If the sequence's `visible` is not None, the result begins with its resident tokens.
         """
         state = self._state
         tokens, counts = self._listed(selections)
@@ -200,6 +190,6 @@ class CudaRows(RowFetch):
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `rows` `[Hkv, m, d]` head by head: a copy is asynchronous only if the memory of a head is contiguous."""
+    """Copy `rows` `[Hkv, m, d]` head by head, because only copies of contiguous memory are asynchronous."""
     for target, source in zip(into, rows, strict=True):
         target.copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Assignment of slots in device memory to blocks of open sequences. `DeviceCopies` contains their KV."""
+"""Slots in device memory for blocks of open sequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..core import BLOCK_SIZE
 
 
 class DeviceBlocks:
-    """Slots for copies of pool blocks on the device. Sequences are identified by integers.
+    """Assigns slots in device memory to pool blocks (`DeviceCopies`). Sequences are identified by integers.
 
     A block gets a slot if one is free when an open sequence starts to use the block. It loses the slot when no open
-    sequence uses it, or when the pool frees it. There is no eviction: all other blocks stay in host memory.
+    sequence uses it, or when the pool frees it. There is no eviction: blocks without a slot stay in host memory.
 
     Every write to the pool also goes to the copy, so the copy of a new block is complete from the start. The copy of an
     older block is incomplete until `loaded` is called for each layer.
@@ -61,7 +61,7 @@ class DeviceBlocks:
         self._outdated.discard(sequence)
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """Remove blocks that the pool has freed, because the pool may assign them to other sequences."""
+        """Remove blocks that the pool has freed, because other sequences may get them."""
         for block in blocks:
             self._outdated.update(self._users.get(block, ()))
             self._forget(block)

@@ -1,4 +1,4 @@
-"""Copies of pool blocks on the device, whose KV need not be transferred. `DeviceBlocks` assigns their slots."""
+"""Copies of pool blocks on the device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .streams import Event, Stream
 class DeviceCopies:
     """Copies of blocks with KV of full-attention layers, in one tensor on the device with a fixed address.
 
-    New KV is written to the pool and to the copy, in the write-back stream. A copy can therefore be dropped at any
-    time, and is bit-identical to the block. Layers that a copy lacks are copied from the pool in the prefetch stream,
-    which also reads the copies.
+    KV in a copy need not be transferred. New KV is written to the pool and to the copy, in the write-back stream. A
+    copy can therefore be dropped at any time, and is bit-identical to the block. Layers that a copy lacks are copied
+    from the pool in the prefetch stream, which also reads the copies.
 
     The row ids of copies begin after those of the pool (`kernels.pool_rows`), so kernels know from a row id whether to
     read the pool or a copy.
@@ -72,7 +72,7 @@ class DeviceCopies:
         return torch.where(slots < 0, self._pool.row_base(blocks), self._first + slots * BLOCK_SIZE)
 
     def row(self, blocks: BlockTable, token: int) -> int:
-        """Return the id of the row in a copy for the key of `token`, in head 0 of storage layer 0, or -1."""
+        """Return the row id of the key of `token` in its copy, for head 0 of storage layer 0, or -1 without a copy."""
         slot = self._blocks.slot(blocks.ids[token // BLOCK_SIZE])
         return -1 if slot < 0 else self._first + slot * BLOCK_SIZE + token % BLOCK_SIZE
 
@@ -157,7 +157,7 @@ class DeviceCopies:
                 offset += size
 
     def _part(self, layer: int, offset: int, size: int) -> tuple[torch.Tensor, ...]:
-        """Return K and V, or only K, as views `[Hkv, size, width]`. `offset` is the first token slot."""
+        """Return views of K and V, or only K, `[Hkv, size, width]` from token slot `offset` on."""
         return self._planes[self._pool.groups.storage_layer[layer]].narrow(2, offset, size).unbind(1)
 
 

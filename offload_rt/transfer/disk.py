@@ -1,8 +1,8 @@
 """Transfers for a KV pool on disk.
 
 Sinks and recent tokens are resident on the device. Selected KV is read while the previous layer computes. A layer that
-attends to all tokens reads their KV in order, in parallel with attention. Adjacent layers read on different threads.
-New KV is written asynchronously, and recently used KV is cached in host memory (`kv_cache.disk.file_arena`).
+attends to all tokens reads their KV in order, in parallel with attention. Adjacent layers use different reading
+threads. New KV is written asynchronously, and recently used KV is cached in host memory (`kv_cache.disk.file_arena`).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class DiskStorage(KVStorage):
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
     """Split the K and V `[Hkv, m, d]` of tokens from `start` on at block boundaries.
 
-    The pool writes complete blocks to disk immediately, but would buffer incomplete blocks in memory.
+    The pool writes complete blocks to disk immediately, but buffers incomplete blocks in memory.
     """
     rest: KVPart | None = None
     for part in parts:
@@ -169,7 +169,7 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 class _RangeFetch:
     """A pending read of all KV of a token range. `wait` returns resident KV, and then the parts of `reader`.
 
-    Resident KV is read in `wait`, because the newest token is stored after the fetch has started.
+    Resident KV is read in `wait`, because the newest token is stored after the start of the fetch.
     """
 
     reader: RangeReader

@@ -63,7 +63,6 @@ class DeviceState:
         return self._open.get(id(blocks))
 
     def add(self, blocks: BlockTable, sinks: int, recent: int) -> OpenSequence:
-        """Open a sequence without KV on the device."""
         residency = Residency(self.geometry, self.format.dtype, self.device, sinks, recent)
         self._open[id(blocks)] = OpenSequence(blocks, residency, self._new_working_set())
         return self._open[id(blocks)]
@@ -79,7 +78,6 @@ class DeviceState:
         self._open.pop(id(blocks), None)
 
     def device_rows(self, layer: int) -> DeviceRows | None:
-        """Return the copies of KV of `layer` on the device, or None."""
         return None if self.copies is None or self.pool.groups.group[layer] else self.copies.rows(layer)
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
@@ -87,7 +85,7 @@ class DeviceState:
         return self.pool.row_base(blocks) if self.copies is None else self.copies.row_base(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Wait on the host for the last write-back of the sequence. Thread-safe."""
+        """Make the host wait for the last write-back of the sequence. Thread-safe."""
         # A sequence that is being opened or closed has no pending write-back.
         one = self.find(blocks)
         if one is not None and (written := one.written) is not None:

@@ -15,7 +15,7 @@ assert BLOCK_SIZE == 1 << BLOCK_BITS
 
 
 def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Tensor:
-    """Return for each KV head its resident and its `selected` tokens `[Hkv, n]`, int64 `[Hkv, resident + n]`."""
+    """Return the resident and `selected` tokens `[Hkv, n]` of each KV head, int64 `[Hkv, resident + n]`."""
     resident = _resident_tokens(visible.sinks, visible.recent)
     return torch.cat((to_device(resident, selected.device).expand(selected.shape[0], -1), selected), dim=1)
 
@@ -26,7 +26,7 @@ def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
 
 
 def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
-    """Return for each repeated id the index of its first occurrence, else -1, int64 `[M]`.
+    """Return for each repeated id the index of its first occurrence, and -1 for all other ids, int64 `[M]`.
 
     `ids` are int64 `[M]`. Negative ids are ignored. Shapes are static, and the host does not wait.
     """
@@ -41,7 +41,6 @@ def row_ids(layout: ArenaLayout, base: torch.Tensor, storage_layer: int, tokens:
     """Return the ids of the rows of `tokens` in the flat pool `[R, d]`, int64 `[planes, Hkv, n]`. Planes are K and V.
 
     Args:
-        layout: The layout of the pool.
         base: Row id at which each block begins, int64 `[blocks]`, on the device of `tokens`.
         storage_layer: Index of the storage layer within a block.
         tokens: Token indices, int64 `[Hkv, n]`.

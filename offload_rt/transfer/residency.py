@@ -1,4 +1,4 @@
-"""Resident KV on the device: sinks and a ring buffer of recent tokens, or the window of a sliding-window layer."""
+"""Resident KV on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..kv_cache.pool import HostPool
 class Residency:
     """Resident KV of one sequence: `[planes, Hkv, s + w, d]` per layer, for s sinks and a window of w recent tokens.
 
-    The planes are K and V, or only K if keys contain the values. Layers that share KV share its memory.
+    The planes are K and V, or only K if keys contain the values. In a sliding-window layer, the window is the layer's
+    window. Layers that share KV share memory.
 
     A sink t has index t. A recent token t has index s + (t - s) mod w in a ring buffer, so a new token overwrites the
     token that leaves the window.

@@ -1,7 +1,7 @@
 """Transfers of the KV of a batch, as one list of tokens per sequence and KV head (`kernels.lists`).
 
-A layer takes three kernel launches for any batch size. They gather the selected KV, store the newest KV on the device,
-and write it back to the pool. Addresses and shapes are fixed, so that CUDA graphs can capture a step.
+A layer takes three kernel launches for any batch size: gather the selected KV, store the newest KV on the device, and
+write it back to the pool. Addresses and shapes are fixed, so that CUDA graphs can capture a step.
 """
 
 from __future__ import annotations
@@ -27,21 +27,12 @@ from .working_lists import WorkingLists
 
 @dataclass(frozen=True)
 class PendingBatchFetch:
-    """A pending fetch of a batch.
-
-    Attributes:
-        staging_key: Key of the buffers of the fetch in `state.staging`, which keeps them alive.
-        event: Event after which `staged` and `tally` are valid.
-        staged: KV `[planes, P, n, width]` in the storage format, with P = B * Hkv.
-        tally: Two numbers of KV entries for each sequence, int64 `[B, 2]`: transferred entries, and entries found on
-            the device. All other entries are transferred for another sequence. None if all valid entries are
-            transferred.
-    """
-
     state: DeviceState
-    staging_key: int
-    event: Event
-    staged: torch.Tensor
+    staging_key: int  # key of the buffers of the fetch in `state.staging`, which keeps them alive
+    event: Event  # event after which `staged` and `tally` are valid
+    staged: torch.Tensor  # KV `[planes, P, n, width]` in the storage format, with P = B * Hkv
+    # Two numbers of KV entries for each sequence, int64 `[B, 2]`: transferred entries, and entries found on the device.
+    # All other entries are transferred for another sequence. None if all valid entries are transferred.
     tally: torch.Tensor | None
 
     def wait(self) -> KVPart:
@@ -97,8 +88,8 @@ class RowLists:
     def hold(self, block_tables: Sequence[BlockTable], padding: int = 0) -> None:
         """Set the sequences of the batch before a step. All of them must be open.
 
-        Only changed data is copied to the device. The last `padding` sequences fill up the batch: their working sets do
-        not change.
+        Only changed data is copied to the device. The last `padding` sequences only fill the batch, and their working
+        sets do not change.
         """
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
@@ -333,7 +324,7 @@ class RowLists:
     ) -> torch.Tensor | None:
         """Return `PendingBatchFetch.tally`. `hits` `[B]` counts the entries found on the device.
 
-        `again` is at least 0 for entries that are fetched for another sequence.
+        `again` contains values >= 0 for entries that are fetched for another sequence.
         """
         if hits is None and again is None:
             return None
@@ -342,7 +333,7 @@ class RowLists:
         else:
             selected = counts.view(self._batch, -1).sum(1)
         hits = torch.zeros_like(selected) if hits is None else hits
-        crossed = selected - hits
+        transferred = selected - hits
         if again is not None:
-            crossed = crossed - (again[0].view(self._batch, -1) >= 0).sum(1)
-        return torch.stack((crossed, hits), dim=1)
+            transferred = transferred - (again[0].view(self._batch, -1) >= 0).sum(1)
+        return torch.stack((transferred, hits), dim=1)

@@ -1,4 +1,4 @@
-"""Lifetime of buffers that two streams use, without the allocator's `record_stream`."""
+"""Lifetime of buffers that two streams use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Staging:
     """Keeps the buffers of a fetch alive until the compute stream waits for the fetch.
 
     Buffers are allocated in the compute stream, and released as soon as the wait is queued in this stream. Only later
-    compute work can then reuse the memory. `record_stream` would keep the memory until the device has executed the
-    wait.
+    compute work can then reuse the memory. The allocator's `record_stream` would keep the memory until the device has
+    executed the wait.
     """
 
     def __init__(self, prefetch: Stream) -> None:
@@ -33,7 +33,7 @@ class Staging:
         """Make the compute stream wait for a fetch, and release its buffers.
 
         Args:
-            number: The number returned by `hold`.
+            number: The result of `hold`.
             event: An event after the fetch.
             *made: Tensors that were allocated in the prefetch stream and are used in the compute stream.
         """
@@ -53,7 +53,7 @@ It exceeds the size of one step's write-backs, so the compute stream only waits 
 
 
 class PendingWriteBacks:
-    """Keeps buffers of write-backs alive until the compute stream waits for the write-back, like `Staging`.
+    """Like `Staging`, for buffers of write-backs.
 
     A prefill releases the buffers of a layer when the next layer starts. Until then, the write-back runs in parallel
     with the attention and the MLP of the layer.

@@ -40,7 +40,7 @@ class Stream(Protocol):
     def wait_for(self, event: Event) -> None: ...
 
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Make later compute work wait for `event`. This work uses `tensors`, which this stream has allocated."""
+        """Make later compute work wait for `event`. This work uses `tensors`, which were allocated in this stream."""
         ...
 
 

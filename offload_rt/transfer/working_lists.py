@@ -1,4 +1,4 @@
-"""Working sets of the sequences of a batch. Kernels read the addresses of all working sets from one table."""
+"""Working sets of the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .working_set import LayerSet, LookUp, WorkingSet, look_up
 class WorkingLists:
     """Working sets of up to `batch` sequences. All methods must be called in the prefetch stream.
 
-    `hold` sets the sequences. A CUDA graph can be replayed for other sequences, because kernels read addresses from a
-    tensor. The first look-up of a layer allocates memory, which a graph cannot capture. Call `use` for the layer
-    before.
+    `hold` sets the sequences. Kernels read the addresses of the working sets from a table, so a CUDA graph can be
+    replayed for other sequences. The first look-up of a layer allocates memory, which a graph cannot capture. Call
+    `use` for the layer before.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:

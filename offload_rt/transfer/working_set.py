@@ -28,17 +28,12 @@ _EMPTY = -1
 
 @dataclass(frozen=True)
 class LookUp:
-    """Result of a look-up of n tokens in each of P lists (one per KV head).
+    """Result of a look-up of n tokens in each of P lists (one per KV head)."""
 
-    Attributes:
-        slots: Slot of each cached token, int64 `[P, n]`; -1 for all other tokens.
-        into: Slot assigned to each missing token, int64 `[P, n]`; -1 for all other tokens, or if no slot is left.
-        hits: Number of cached tokens of each list, int64 `[P]`.
-    """
-
-    slots: torch.Tensor
+    slots: torch.Tensor  # slot of each cached token, int64 `[P, n]`; -1 for all other tokens
+    # Slot assigned to each missing token, int64 `[P, n]`; -1 for all other tokens, or if no slot is left.
     into: torch.Tensor
-    hits: torch.Tensor
+    hits: torch.Tensor  # number of cached tokens of each list, int64 `[P]`
 
 
 def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
@@ -61,7 +56,7 @@ def look_up(
         table: Tables of all lists, int32 `[P, capacity + 1, 2]`, contiguous (`LayerSet.table`). Updated in place.
         tokens: Token indices, int64 `[P, n]`, without duplicates within a list.
         valid: Whether each token is looked up, bool `[P, n]`. None looks up all tokens.
-        decay: Factor by which the look-up multiplies all scores.
+        decay: Factor of all scores.
     """
     capacity, held, every = table.shape[1] - 1, table[..., 0], table.view(torch.float32)[..., 1]
     scores, wanted = every[:, :capacity], tokens.to(torch.int32).contiguous()
@@ -88,16 +83,11 @@ def look_up(
 
 @dataclass(frozen=True)
 class LayerSet:
-    """The working set of one layer.
-
-    Attributes:
-        table: Token (negative for none) and bits of the float32 score of each slot, int32 `[Hkv, capacity + 1, 2]`. The
-            last slot is never read.
-        rows: Cached KV `[planes * Hkv, capacity + 1, width]` in the storage format: K of all heads, then V of all heads
-            unless keys contain the values.
-    """
-
+    # Token (negative for none) and bits of the float32 score of each slot, int32 `[Hkv, capacity + 1, 2]`. The last
+    # slot is never read.
     table: torch.Tensor
+    # Cached KV `[planes * Hkv, capacity + 1, width]` in the storage format: K of all heads, then V of all heads unless
+    # keys contain the values.
     rows: torch.Tensor
 
     @classmethod

@@ -17,8 +17,8 @@ def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = 
 
     Args:
         private: Whether only the owner can access the file. If False, the umask decides.
-        keep: Keep an existing file, and do not write `data`.
-        durable: Wait until the content is on disk. Otherwise, the file can lose its content in a power failure.
+        keep: Keep an existing file instead of writing `data`.
+        durable: Wait until the content is on disk. Otherwise, a power failure can erase the content.
 
     Raises:
         OSError: The file cannot be written.
@@ -73,7 +73,6 @@ def _write(path: Path, data: bytes, *, private: bool, durable: bool) -> None:
 
 
 def write_all(handle: int, offset: int, data: memoryview) -> None:
-    """Write `data` at byte `offset`. Raises OSError."""
     while data:
         count = os.pwrite(handle, data, offset)
         offset, data = offset + count, data[count:]

@@ -34,29 +34,22 @@ NEVER: Final = object()  # `neutral` of an option without a neutral value
 
 @dataclass(frozen=True)
 class Option:
-    """Description of a configuration field. Command-line flags and documentation are generated from it.
+    """Description of a configuration field. Command-line flags and documentation are generated from it."""
 
-    Attributes:
-        help: One line, with the unit.
-        metavar: Placeholder for the value in usage texts, such as "SIZE". If None, the possible values are listed.
-        flag: Name of the flag if it differs from the name of the field.
-        group: Heading of the flag in the help of commands that run a model. None if only Python has the option.
-        plans: Whether memory demand depends on the option. If so, the command `info` has the flag.
-        neutral: Value without any effect. KV provenance keys do not contain it, so that earlier keys stay valid.
-        stored_name: Earlier name of the field, which KV provenance keys use, or None.
-    """
-
-    help: str
+    help: str  # one line, with the unit
+    # Placeholder for the value in usage texts, such as "SIZE". If None, the possible values are listed.
     metavar: str | None = None
-    flag: str | None = None
+    flag: str | None = None  # name of the flag if it differs from the name of the field
+    # Heading of the flag in the help of commands that run a model. None if only Python has the option.
     group: str | None = None
-    plans: bool = False
+    plans: bool = False  # Whether memory demand depends on the option. If so, the command `info` has the flag.
+    # Value without any effect. KV provenance keys do not contain it, so that earlier keys stay valid.
     neutral: Any = NEVER
-    stored_name: str | None = None
+    stored_name: str | None = None  # earlier name of the field, which KV provenance keys use, or None
 
 
 def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:
-    """Return a dataclass field with an `Option`, whose fields are `help` and `more`."""
+    """Return a dataclass field that is described by an `Option` with `help` and the fields `more`."""
     return field(default=default, repr=repr, metadata={"option": Option(help, **more)})
 
 
@@ -70,7 +63,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_types(config: Any) -> None:
-    """Check the types of all fields of a frozen dataclass that are bool, int, float, str, None or a union of these.
+    """Check all fields of a frozen dataclass whose type is bool, int, float, str, None or a union of these.
 
     Numbers of other libraries, such as numpy, are converted. All other fields are skipped.
 
@@ -137,7 +130,6 @@ def check_mapping(name: str, options: object) -> None:
 
 
 def check_keys(cls: type, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a key of `options` is not a field of `cls`."""
     known = [f.name for f in fields(cls)]
     for key in options:
         check_choice(f"option of {cls.__name__}", key, known)

@@ -1,4 +1,4 @@
-"""Loading of this package's C code. It is prebuilt in the wheel, or compiled on first use into the user's cache.
+"""Loading of this package's C code, which is prebuilt in the wheel, or compiled on first use into the user's cache.
 
 Code is compiled separately for each instruction set level. If there is neither a prebuilt library nor a compiler,
 callers use torch or numpy instead.
@@ -120,7 +120,7 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
 def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
     """Return the library of `source` for the processor's level: prebuilt, cached, or compiled now with `flags`.
 
-    If this fails, log the text `fallback`, warn once per process, and return None.
+    On failure, log the text `fallback`, warn once per process, and return None.
     """
     level = processor_level()
     prebuilt, cached = library_paths(source, flags, level)

@@ -95,8 +95,6 @@ def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """Instruction set level and origin of the C code in use."""
-
     level: str  # as in `OFFLOAD_RT_CPU_LEVEL`
     origin: str  # "prebuilt" (in the wheel), "compiled" (by this machine's compiler on first use) or "missing"
 

@@ -1,4 +1,4 @@
-"""Settings of the OpenMP library that torch has loaded: number of threads, and how threads wait for work.
+"""Settings of the OpenMP library that torch has loaded.
 
 Threads of GCC's OpenMP library (libgomp) spin for about 3 ms after each operation. On a busy machine, they take
 processor time from other threads and processes. `OMP_WAIT_POLICY=passive` prevents this, but libgomp reads the variable

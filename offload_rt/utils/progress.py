@@ -64,7 +64,7 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str, total: int | None = None) -> Iterator[Show]:
-        """Yield a function that sets the finished amount of the bar `what`, and optionally a new total amount."""
+        """Yield a function that sets the finished amount of the bar `what`, and optionally a new total."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -58,5 +58,4 @@ def foreign_file(path: Path, expected: str) -> ModelError | None:
 
 
 def incomplete_file(path: Path, missing: int) -> ModelError:
-    """Return the error for a file of weights that lacks its last `missing` bytes."""
     return ModelError(f"'{path}' is truncated: {missing:,} bytes are missing; download or copy it again")

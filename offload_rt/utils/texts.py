@@ -84,7 +84,7 @@ def text_name(spec: str) -> str:
 
 
 def _path_of(spec: str) -> tuple[Path, str | None] | None:
-    """Return the file and the column that a SPEC names, or None for a dataset. An existing path is always a file."""
+    """Return the file and the column that a SPEC names, or None for a dataset. An existing path is never a dataset."""
     if spec == "-" or Path(spec).exists():
         return Path(spec), None
     stem, colon, column = spec.rpartition(":")

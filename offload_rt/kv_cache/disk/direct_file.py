@@ -84,9 +84,10 @@ class DirectFile(BlockFile):
         self.files = FileTable(handle, direct=self.direct)  # files that `read` can access; entry 0 is this file
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
-        """Read whole disk blocks of the open `files` into `buffer` (uint8, from `aligned`). Raises OSError.
+        """Read whole disk blocks into `buffer`, uint8 memory from `aligned`. Raises OSError.
 
-        Rows are copied from `buffer` as `copies` describes, partly while other requests are still being read.
+        Requests refer to the open files in `files`. Rows are copied from `buffer` as `copies` describes, partly while
+        other requests are still being read.
         """
         if not hasattr(self._local, "reader"):
             self._local.reader = self._readers()
@@ -105,7 +106,6 @@ def aligned(size: int) -> torch.Tensor:
 
 
 def unnamed_file(folder: Path) -> int:
-    """Create an unnamed file. Return its handle. Raises OSError."""
     make_private_folder(folder)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -24,21 +24,17 @@ SPARE_FILES = 512  # number of file handles that the pool leaves to the rest of 
 
 
 def ignore(layer: int, block: memoryview) -> None:
-    """Do nothing."""
+    """Default of `StoredExtent.written`."""
 
 
 @dataclass(eq=False)
 class StoredExtent:
-    """Location of a block's KV in a file of a session store. Each storage layer is written once, as a whole.
-
-    Attributes:
-        offset: Offset in bytes of the first storage layer.
-        written: Called by the writer thread with the index and the bytes of a storage layer that it has written.
-    """
+    """Location of a block's KV in a file of a session store. Each storage layer is written once, as a whole."""
 
     file: BlockFile
-    offset: int
+    offset: int  # offset in bytes of the first storage layer
     layer_bytes: int
+    # Called by the writer thread with the index and the bytes of a storage layer that it has written.
     written: Callable[[int, memoryview], None] = ignore
 
     def write(self, offset: int, data: torch.Tensor) -> None:
@@ -90,7 +86,7 @@ class Extents:
         return len(self._stored) + len(self._released) < self._most
 
     def assign(self, block: int, extent: StoredExtent, storage_layers: Sequence[int] = ()) -> None:
-        """Let `block`, which has no KV, use a stored extent that already contains `storage_layers`."""
+        """Let `block` use a stored extent that already contains `storage_layers`. The block must not have KV."""
         assert block not in self._stored and extent.layer_bytes == self._layout.layer_bytes
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
@@ -110,7 +106,7 @@ class Extents:
         return (opened := self._stored.get(block)) is None or storage_layer not in opened.storage_layers
 
     def target(self, block: int, storage_layer: int) -> tuple[StoredExtent | DirectFile, int]:
-        """Return the file and byte offset for writing a storage layer, which from then on counts as written."""
+        """Return the file and byte offset for writing a storage layer. From then on, the layer counts as written."""
         if (opened := self._stored.get(block)) is None:
             return self._file, int(self.layer_positions(block, storage_layer))
         assert storage_layer not in opened.storage_layers

@@ -1,4 +1,4 @@
-"""KV storage in a file, with buffers and a cache in host memory."""
+"""KV storage in a file."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class FileArena:
     buffered until another block needs the buffer. Full blocks are written asynchronously. KV entries that `gather`
     reads are cached (`RowCache`). `view` and `planes_of` return copies.
 
-    Files of a session store are never modified. Before a block in such a file is overwritten, its KV is copied to a
-    buffer, and the block leaves the file.
+    Files of a session store are never modified. Before a block in a file of a session store is overwritten, its KV is
+    copied to a buffer, and the block leaves the file.
 
     Thread-safe under three conditions. Only one thread at a time fills a block or assigns it an extent. Only one thread
     per layer calls `gather`. No KV entry is read while it is being written.
@@ -70,7 +70,7 @@ class FileArena:
     def create(
         cls, disk: DiskTier, geometry: ModelGeometry, format: KVFormat, host_bytes: int, slab_tokens: int
     ) -> FileArena:
-        """Create the file of a KV cache. Use up to `host_bytes` of host memory.
+        """Create the file of a KV cache that uses up to `host_bytes` of host memory.
 
         Raises ConfigError if the folder cannot be used, and MemoryLimitError if a limit is too large or too small.
         """
@@ -115,7 +115,7 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------ stored extents
 
     def extent(self, block: int) -> StoredExtent | None:
-        """Wait for pending writes of a block. Return its stored extent, or None. Raises DiskError."""
+        """Return the stored extent of a block after its pending writes, or None. Raises DiskError."""
         self._wait(block)
         with self._mutex:
             return self._extents.get(block)
@@ -221,7 +221,7 @@ class FileArena:
     def _buffer_of(self, block: int) -> torch.Tensor:
         """Return the memory buffer of a block, with the KV that the block has on disk.
 
-        If there are too many buffers, the oldest are written to disk.
+        If there are too many buffers, write the oldest to disk.
         """
         if block in self._buffers:
             self._buffers.move_to_end(block)

@@ -38,14 +38,9 @@ TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host me
 
 @dataclass(frozen=True)
 class DiskTier:
-    """Options of a KV cache on disk.
-
-    Attributes:
-        limit: Maximum size of the file in bytes. None means `TIMES_HOST` times the host memory limit, or half of the
-            free disk space if that is less.
-    """
-
     folder: Path
+    # Maximum size of the file in bytes. None means `TIMES_HOST` times the host memory limit, or half of the free disk
+    # space if that is less.
     limit: int | None = None
 
 
@@ -69,7 +64,7 @@ def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Sizes and byte offsets in the file of a KV cache. `arena` has the number and shape of the blocks."""
+    """Sizes and byte offsets in the file of a KV cache. `arena` defines the number and shape of the blocks."""
 
     arena: ArenaLayout
 
@@ -134,8 +129,6 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Division of the host memory of a KV cache on disk."""
-
     staged: int  # bytes of each kind of temporary memory: data read, requested entries, and pending writes
     block_buffers: int  # maximum number of buffers for partly filled blocks
     blocks: int  # total bytes of these buffers
@@ -144,7 +137,7 @@ class MemoryBudget:
 
     @classmethod
     def divide(cls, limit: int, layout: FileLayout) -> MemoryBudget:
-        """Divide `limit` bytes: 1/32 for each kind of temporary memory, 1/16 for block buffers, the rest for the cache.
+        """Divide `limit` bytes: 1/32 for each kind of temporary memory, 1/16 for block buffers, all else for the cache.
 
         Raises MemoryLimitError if the limit is too small.
         """

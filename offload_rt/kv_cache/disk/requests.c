@@ -25,7 +25,7 @@ void ring_close(struct ring *r) {
     free(r);
 }
 
-/* The ring is used by one thread. Completions are processed when it waits and do not interrupt it (Linux 6.1). */
+/* One thread uses the ring. Completions are processed when this thread waits, and do not interrupt it (Linux 6.1). */
 #if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
 #define ONE_THREAD (IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN)
 #else
@@ -77,7 +77,7 @@ static int within(int64_t files, int64_t bits, int64_t n, int64_t rows, int64_t 
     return 1;
 }
 
-/* Take back `unsent` requests and wait for the others in flight. Completions may arrive although the call fails. */
+/* Withdraw `unsent` requests, and wait for all requests in flight. Completions may arrive although the call fails. */
 static void ring_settle(struct ring *r, unsigned flying, unsigned unsent) {
     __atomic_store_n(r->sq_tail, *r->sq_tail - unsent, __ATOMIC_RELEASE);
     flying -= unsent;

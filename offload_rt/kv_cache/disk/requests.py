@@ -34,8 +34,6 @@ Handles = NDArray[np.int32]
 
 @dataclass
 class DiskUse:
-    """Counters of disk reads and writes."""
-
     wanted: int = 0  # KV entries requested by `FileArena.gather`
     cached: int = 0  # requested KV entries that were in memory
     requests: int = 0  # read requests sent to the disk
@@ -49,7 +47,7 @@ class DiskUse:
 class FileTable:
     """Handles of open files by file number. `direct` tells whether all files bypass the page cache.
 
-    Numbers are reused. A file must not be removed while a pending read refers to its number.
+    Numbers are reused. Do not remove a file while a pending read refers to its number.
     """
 
     def __init__(self, first: int, *, direct: bool) -> None:
@@ -89,18 +87,13 @@ class Requests(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Read requests that fill a buffer, and the location of each piece in the buffer. Pieces are in file order.
-
-    Attributes:
-        pieces: Index of each piece in the argument `offsets` of `merge_reads`, int64 `[n]`.
-        starts: Byte offset of each piece in the buffer, int64 `[n]`.
-        first: Index of the first piece of each request, int64 `[requests + 1]`. Request i contains the pieces
-            [first[i], first[i + 1]).
-    """
+    """Read requests that fill a buffer, and the location of each piece in the buffer. Pieces are in file order."""
 
     requests: Requests
-    pieces: Offsets
-    starts: Offsets
+    pieces: Offsets  # index of each piece in the argument `offsets` of `merge_reads`, int64 `[n]`
+    starts: Offsets  # byte offset of each piece in the buffer, int64 `[n]`
+    # Index of the first piece of each request, int64 `[requests + 1]`. Request i contains the pieces
+    # [first[i], first[i + 1]).
     first: Offsets
 
     def batches(self, buffer_bytes: int) -> Iterator[Reads]:
@@ -172,8 +165,8 @@ class RingReader:
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
         """Read `requests` of the open `files` (`FileTable.handles`) into `buffer`, and copy rows as `copies` describes.
 
-        Rows may be copied while other requests are still being read. Raise OSError if a request fails or reads past the
-        end of a file. After the error, no request writes to `buffer` any more.
+        Rows may be copied while other requests are still being read. Raises OSError if a request fails or reads past
+        the end of a file. After an error, no request writes to `buffer` any more.
         """
         if not (count := len(requests.size)):
             return

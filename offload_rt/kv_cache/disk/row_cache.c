@@ -45,7 +45,7 @@ static void ask_for_slot(const struct cache *c, int64_t slot) {
 }
 
 /* Copy the cached rows among the n rows `ids` to the rows `into` of `out`, which has `m` rows, and count them as used.
-   Write the other ids to `missing`, and their target rows to `missing` + n. Returns the number of missing rows. */
+   Write the ids that are not cached to `missing`, and their target rows to `missing` + n. Returns their number. */
 int64_t lookup(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *into,
              char *out, int64_t m, int64_t *missing) {
     if (!within(n, into, m)) return -1;

@@ -91,7 +91,7 @@ class RowCache:
         Args:
             ids: Ids of the rows, int64 `[n]`.
             out: Contiguous output `[m, width]`.
-            into: Row of `out` for each id, int64 `[n]`.
+            into: Index in `out` of each row, int64 `[n]`.
 
         Returns:
             `ids` and `into` of the rows that are not cached.
@@ -121,7 +121,7 @@ class RowCache:
         Args:
             ids: Ids of the rows, int64 `[n]`.
             rows: Contiguous source `[m, width]`.
-            at: Row of `rows` for each id, int64 `[n]`.
+            at: Index in `rows` of each row, int64 `[n]`.
         """
         assert rows.is_contiguous() and rows.shape[1] == self.rows.shape[1] and len(ids) == len(at)
         if not len(ids):
@@ -144,7 +144,7 @@ class RowCache:
         self.used -= int((slots >= 0).sum())
 
     def _slots_of(self, ids: Ids) -> Ids:
-        """Return the slots `[n, ways]` in which each id may be stored."""
+        """Return the possible slots of each id, `[n, ways]`."""
         mixed = ids.astype(np.uint64) * np.uint64(MIX) >> np.uint64(32)
         sets = (mixed * np.uint64(self._sets) >> np.uint64(32)).astype(np.int64)
         return sets[:, None] * self._ways + np.arange(self._ways)

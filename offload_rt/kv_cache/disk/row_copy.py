@@ -15,20 +15,14 @@ from ...utils import native_libraries
 
 
 class RowCopies(NamedTuple):
-    """Rows to copy from a read buffer to `out`.
+    """Rows to copy from a read buffer to `out`."""
 
-    Attributes:
-        first: Index of the first row of each request, int64 `[requests + 1]`. Request i contains the rows [first[i],
-            first[i + 1]).
-        at: Byte offset of each row in the buffer, int64 `[n]`.
-        into: Row of `out` for each row, int64 `[n]`, without duplicates.
-        out: Contiguous output `[m, width]`.
-    """
-
+    # Index of the first row of each request, int64 `[requests + 1]`. Request i contains the rows
+    # [first[i], first[i + 1]).
     first: NDArray[np.int64]
-    at: NDArray[np.int64]
-    into: NDArray[np.int64]
-    out: torch.Tensor
+    at: NDArray[np.int64]  # byte offset of each row in the buffer, int64 `[n]`
+    into: NDArray[np.int64]  # index in `out` of each row, int64 `[n]`, without duplicates
+    out: torch.Tensor  # contiguous output `[m, width]`
 
 
 def address(array: NDArray[Any]) -> int:

@@ -1,4 +1,4 @@
-"""Asynchronous writes to files, with a limit on pending bytes."""
+"""Asynchronous writes to files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class ExtentWrite(NamedTuple):
 class WriteBehind:
     """Writer thread of a KV pool on disk. Writes run in the order of `add`.
 
-    A key is a pair (block, storage layer). Before a thread reads KV from a file, it must call `wait` with its keys.
+    A key is a pair (block, storage layer). Before a thread reads KV from a file, it must call `wait` with the keys of
+    this KV.
 
     Args:
         folder: Folder of the pool, for messages.
@@ -46,7 +47,7 @@ class WriteBehind:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, keys: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue writes that contain the KV of `keys`. Wait while more than `limit` bytes would be pending."""
+        """Queue writes that contain the KV of `keys`. Wait first if pending writes would exceed `limit` bytes."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)

@@ -6,9 +6,9 @@ Keys and values are transformed before quantisation, to reduce its error. Keys a
 scaled by the square root of its standard deviation, and a rotation is applied. Values are only rotated, and the
 attention output is rotated back.
 
-With latent attention, the value is the first part of the key (`ModelGeometry.value_dim`), and only this part is rotated
-and quantised as value. Values are not computed from the quantised keys, because the transformation of keys enlarges
-errors that do not change scores. With random weights, the error of the output was 1.7 to 60 times that of 4-bit values.
+With latent attention, the value is the first part of the key (`ModelGeometry.value_dim`). It is rotated and quantised
+separately, because the transformation of keys enlarges errors that do not change scores. With random weights, values
+taken from the quantised keys had an output error of 1.7 to 60 times that of 4-bit values.
 """
 
 from __future__ import annotations
@@ -66,19 +66,12 @@ def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ApproximateBasis:
-    """Matrices of one layer that transform queries, keys and values before quantisation.
+    """Matrices of one layer that transform queries, keys and values before quantisation."""
 
-    Attributes:
-        basis: Basis of queries and keys, with all columns.
-        mean: Mean of the transformed keys, `[Hkv, d]`.
-        mixing: Rotation of the values, `[d, d]`. Its rows from `ModelGeometry.value_dim` on are 0.
-        unmixing: Transposed `mixing`, which rotates the attention output back.
-    """
-
-    basis: Basis
-    mean: torch.Tensor
-    mixing: torch.Tensor
-    unmixing: torch.Tensor
+    basis: Basis  # basis of queries and keys, with all columns
+    mean: torch.Tensor  # mean of the transformed keys, `[Hkv, d]`
+    mixing: torch.Tensor  # Rotation of the values, `[d, d]`. Its rows from `ModelGeometry.value_dim` on are 0.
+    unmixing: torch.Tensor  # transposed `mixing`, which rotates the attention output back
 
     @classmethod
     def of(cls, artifact: SkewArtifact, layer: int, geometry: ModelGeometry, dtype: torch.dtype) -> ApproximateBasis:
@@ -109,7 +102,7 @@ class Page:
 class LayerPages:
     """The pages of one sequence. A page has space for `PAGE_TOKENS` tokens in all layers that select tokens.
 
-    Forks share pages. A shared page is copied before a write.
+    Forks share pages, which are copied before a write.
     """
 
     def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:

@@ -116,7 +116,7 @@ class PromptColumns:
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
         """Return the layer's basis with the chosen columns, in descending order of their sums.
 
-        If sums are equal, the column comes first that calibration ranks higher.
+        Columns with equal sums are in the order of calibration.
         """
         if layer not in self._chosen:
             full = self._bases[layer]

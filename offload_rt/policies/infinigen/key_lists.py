@@ -22,8 +22,8 @@ from .scoring_keys import BatchedKeys
 class KeyLists:
     """Scoring keys of a batch, with up to `batch` sequences of up to `tokens` tokens, in all layers that select tokens.
 
-    Call `load` before each step. Kernels read the addresses of the keys from tables on the device. A table stays at its
-    address, so that captured CUDA graphs remain valid.
+    Call `load` before each step. Kernels read the addresses of the keys from tables on the device, which stay at fixed
+    addresses for captured CUDA graphs.
     """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
@@ -40,8 +40,7 @@ class KeyLists:
         """Set the sequences of the batch, and reserve slot `slots[b]` for the newest key of sequence b.
 
         Returns:
-            New contents of `pointer_tables`, which the caller must copy to the device, or None if they have not
-            changed.
+            New contents of `pointer_tables`, which the caller must copy to the device, or None if unchanged.
         """
         self._keys = list(keys)
         bases = [[sequence.basis(layer) for sequence in keys] for layer in self._index]
@@ -78,7 +77,7 @@ class KeyLists:
 
         Returns:
             Token indices int64 `[P, cap]` in ascending order, and counts int32 `[P]`. Only the first `counts[p]`
-            indices of list p are selected. All other entries are arbitrary indices within the context.
+            indices of list p are selected. The remaining indices are arbitrary, but within the context.
         """
         index = self._index[layer]
         storage = self._storages[index]
@@ -97,13 +96,13 @@ class KeyLists:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact attention with approximate attention to the candidates that were not selected.
 
-        Return merged out and lse. Without approximate KV, `exact` is returned unchanged.
-
         Args:
             q: True queries `[H, B, d]`.
-            spans: The candidates.
             selected: Token indices and counts, as returned by `select`.
             exact: Exact attention: out `[P, G, d]` and lse `[P, G]`, with P = B * Hkv.
+
+        Returns:
+            Merged out and lse, or `exact` without approximate KV.
         """
         keys, index = self._keys[0], self._index[layer]
         if not isinstance(keys, ApproximateKV):
@@ -116,7 +115,6 @@ class KeyLists:
         """Pass the attention weights of a decode step to the policy. P = B * Hkv.
 
         Args:
-            spans: The candidates.
             weights: Softmax weights `[P, tokens]`, summed over query heads; 0 for tokens not attended.
             attended: Whether each token was attended, bool `[P, tokens]`.
         """

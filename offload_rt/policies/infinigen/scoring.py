@@ -1,7 +1,6 @@
 """Scoring keys: compressed keys of a sequence, from which its tokens are scored.
 
-A scoring key consists of some columns of the skewed key in the model's dtype or as int8, or of all columns as int4 or
-int2.
+A scoring key has some columns of the skewed key, in the model's dtype or as int8, or all columns as int4 or int2.
 """
 
 from __future__ import annotations
@@ -157,8 +156,9 @@ class Quantiser:
 class QuantisedKeys:
     """Scoring keys of scorers "int8" (some columns), "int4" and "int2" (all columns).
 
-    A byte contains the codes of f = 8 / bits adjacent tokens for one column, in a tensor `[Hkv, capacity / f, w]`. The
-    columns of a token are contiguous, as int8 matrix products require, and padded to w = `row_width(columns)` bytes.
+    They are a tensor `[Hkv, capacity / f, w]`, in which a byte contains the codes of f = 8 / bits adjacent tokens for
+    one column. The columns of a token are contiguous, as int8 matrix products require, and padded to w =
+    `row_width(columns)` bytes.
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:

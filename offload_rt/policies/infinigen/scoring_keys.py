@@ -25,8 +25,8 @@ class BatchedKeys(Protocol):
     def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
         """Return the stored keys of the layer for writing to `slots`, which become part of the layer.
 
-        The memory is not shared with a fork until the next `fork`. Until the memory is reallocated, each call returns
-        the same object.
+        The memory is not shared with a fork until the next `fork`. Each call returns the same object until the memory
+        is reallocated.
         """
         ...
 
@@ -39,11 +39,10 @@ class BatchedKeys(Protocol):
         storages: Any,
         slots: torch.Tensor,
     ) -> None:
-        """Store the newest keys of the sequences of a batch, whose scoring keys all have this class. P = B * Hkv.
+        """Store the newest keys of all sequences of a batch. Their scoring keys must have this class. P = B * Hkv.
 
         Args:
-            k: The newest keys, `[P, d]`.
-            v: The newest values, `[P, d]`. Only approximate KV uses them.
+            k, v: The newest keys and values, `[P, d]`. Only approximate KV uses v.
             basis: The basis of the batch (`Basis.stacked`).
             storages: A `PointerTable` or `PageTable` of the results of `storage`.
             slots: The slots of the new keys, int64 `[P]`.

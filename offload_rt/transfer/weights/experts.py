@@ -1,8 +1,8 @@
 """Mixture-of-experts weights that stay in host memory.
 
 Each layer keeps its most recently used experts in slots on the device, and copies other experts when the router chooses
-them. The experts module of transformers then computes with the weights in the slots. It gets slot indices instead of
-expert indices.
+them. The experts module of transformers computes with the weights in the slots, and gets slot indices instead of expert
+indices.
 
 Experts are not prefetched for the next layer, because copying an expert takes many times longer than computing a layer.
 """

@@ -11,17 +11,11 @@ from .streamed import WeightStream
 
 @dataclass(frozen=True)
 class WeightUse:
-    """Transfer counters of offloaded weights.
+    """Transfer counters of offloaded weights."""
 
-    Attributes:
-        bytes: Size in bytes of the weights copied to the device: streamed layers, experts and embedding rows.
-        chosen: Number of experts that routers have chosen, summed over layers and steps.
-        found: Number of chosen experts that were already on the device.
-    """
-
-    bytes: int = 0
-    chosen: int = 0
-    found: int = 0
+    bytes: int = 0  # size in bytes of the weights copied to the device: streamed layers, experts and embedding rows
+    chosen: int = 0  # number of experts that routers have chosen, summed over layers and steps
+    found: int = 0  # number of chosen experts that were already on the device
 
     def since(self, before: WeightUse) -> WeightUse:
         return WeightUse(self.bytes - before.bytes, self.chosen - before.chosen, self.found - before.found)

@@ -31,9 +31,8 @@ class WeightStream:
     Each streamed layer has its parameters in one memory block on the host (page-locked on CUDA). While the layer is on
     the device, its parameters are views of a buffer, else views of this memory block.
 
-    A copy waits for all compute work queued so far, because this work may read the old content of the buffer. The
-    compute stream waits for the copy when the layer is first used. Call `begin(l)` when the work of all layers before l
-    is queued.
+    A copy waits for all compute work queued so far, which may read the old content of the buffer. The compute stream
+    waits for the copy when the layer is first used. Call `begin(l)` when the work of all layers before l is queued.
     """
 
     def __init__(
@@ -152,8 +151,8 @@ def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.
 class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model with streamed layers. It copies the weights of a layer before calling its modules.
 
-    Methods that are only called for the current layer call `WeightStream.begin`. `query` and `attention_input` are also
-    called for the next layer, to predict its query, so they only call `WeightStream.use`.
+    Methods for the current layer call `WeightStream.begin`. `query` and `attention_input` are also called for the next
+    layer, to predict its query, so they only call `WeightStream.use`.
     """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:
