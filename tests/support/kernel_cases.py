@@ -177,7 +177,7 @@ def _tail(bits: int, shape: Shape) -> None:
 
 
 def _latent(heads: int) -> None:
-    """Launch the kernels of a model with latent attention, except those for float32 and for gathers."""
+    """Launch the kernels of a model with latent attention, except those for float32, gathers and fetched KV."""
     shape = Shape(1, heads, 576, planes=1)
     _append(shape)
     _skew(shape)
@@ -185,7 +185,6 @@ def _latent(heads: int) -> None:
     for bits in (8, 4, 2):
         _quantised(bits, int(0.3 * shape.d) if bits == 8 else shape.d, shape)
     _select(shape)
-    _attend(torch.bfloat16, shape)
     _runs(torch.bfloat16, shape, 4)
     for bits in (4, 2):
         _tail(bits, shape)
@@ -245,6 +244,8 @@ CASES: dict[str, Callable[[], None]] = {
     "tail, int2, d 64": lambda: _tail(2, Shape(d=64)),
     "tail, int2": lambda: _tail(2, LLAMA),
     "latent, gather": lambda: _gather(576, torch.bfloat16),
+    "latent, attend, 16 heads": lambda: _attend(torch.bfloat16, Shape(1, 16, 576, planes=1)),
+    "latent, attend, 128 heads": lambda: _attend(torch.bfloat16, Shape(1, 128, 576, planes=1)),
     "latent, 16 heads": lambda: _latent(16),
     "latent, 128 heads": lambda: _latent(128),
     "latent, fp32": _latent_fp32,

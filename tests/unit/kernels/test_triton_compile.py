@@ -46,7 +46,7 @@ AT_RISK = [
     "attend, bf16",
     "tail, int4",
     "packed, 4 bits",
-    "latent, 128 heads",
+    "latent, attend, 128 heads",
 ]
 """Cases of `make test`. `make stress PART=kernels` covers all cases and architectures."""
 
