@@ -105,7 +105,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def older_objects_apart() -> None:
+def freeze_existing_objects() -> None:
     """Exclude existing objects from garbage collection and counts of tensors, because scans of them are slow."""
     gc.collect()
     gc.freeze()
@@ -167,7 +167,7 @@ def quick_interpreter() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short_book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the first 4,000 tokens of the packaged book, because tokenizing the whole book takes half a second."""
     text = (Path(offload_rt.__file__).parent / "data" / "black_arrow.txt").read_text(encoding="utf-8")
     file = tmp_path_factory.mktemp("book") / "pages.txt"

@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from support.serving import TEMPLATE, answering, wait_until
+from support.serving import TEMPLATE, run_asgi_app, wait_until
 from support.tiny_models import tiny_checkpoint
 from transformers.utils import logging as transformers_logging
 
@@ -221,7 +221,7 @@ def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
     rng = random.Random(seed)
     options = random_options(rng, store)
     engine = AsyncLLM(make(), max_waiting=options.max_waiting, store=None if store is None else store / "kv")
-    with ExitStack() as ends, answering(make_app(engine, options), options) as (url, server):
+    with ExitStack() as ends, run_asgi_app(make_app(engine, options), options) as (url, server):
         clients = range(rng.randint(2, 5))
         hostile = [Hostile(url, options, KEY, random.Random(seed * 100 + i)) for i in clients]
         for client in hostile:
@@ -251,7 +251,7 @@ def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
 @functools.cache
 def warm_up() -> None:
     options = ServerOptions(port=0, api_keys=(KEY,))
-    with answering(make_app(AsyncLLM(make()), options), options) as (url, _):
+    with run_asgi_app(make_app(AsyncLLM(make()), options), options) as (url, _):
         client = Normal(url, random.Random(0))
         for _ in range(3):
             client.once()

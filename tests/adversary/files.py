@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from support.leftovers import leftovers
+from support.leftovers import find_leftovers
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -196,7 +196,7 @@ class Case:
             return
         gone = max(self.been[name], key=len)
         kept = [tokens for other, all in self.been.items() if other != name for tokens in all]
-        left = leftovers(self.store, gone, kept)
+        left = find_leftovers(self.store, gone, kept)
         # A file renamed to a non-document name belongs to the user. A file renamed to another session's name and then
         # damaged has no known owner, so the deletion must report that it keeps it.
         missed = [path for path in left if DOCUMENT_FILE.fullmatch(path.name) and path.name not in removed.kept]

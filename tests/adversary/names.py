@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from support.leftovers import leftovers
+from support.leftovers import find_leftovers
 from support.tiny_models import tiny_model
 
 from offload_rt import LLM, InputError, SamplingParams
@@ -91,7 +91,7 @@ class Sessions:
             assert name.startswith("-"), "only names that look like options are refused"
             delete_stored(self.folder, name)
         gone = self.expected.pop(name)
-        assert leftovers(self.folder, gone, self.expected.values()) == {}
+        assert find_leftovers(self.folder, gone, self.expected.values()) == {}
 
     def check(self) -> None:
         if not self.folder.exists():

@@ -29,7 +29,7 @@ def device_selection() -> Iterator[None]:
 
 
 def live_storages() -> dict[int, int]:
-    """Return sizes of tensor storages in bytes by address, without those that `conftest.older_objects_apart` excluded.
+    """Return sizes of tensor storages in bytes by address, without those that existed before the module of the test.
 
     If a new tensor reuses the memory of an excluded tensor, the sum may be too high.
     """
@@ -39,14 +39,16 @@ def live_storages() -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Count:
+class DeviceBytes:
     """Bytes in use before a run and their peak during the run."""
 
     before: int
     peak: int
 
 
-def count(make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callable[[Any], Any]) -> tuple[Any, Count]:
+def count_device_bytes(
+    make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callable[[Any], Any]
+) -> tuple[Any, DeviceBytes]:
     """Return the result of `run(make())` and the bytes in use.
 
     Memory that `make` allocates counts, except at the addresses of host memory, which `host` returns. The peak of
@@ -66,4 +68,4 @@ def count(make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callabl
     for block in sorted(blocks, key=lambda event: event.start_ns()):
         alive += block.nbytes()
         peak = max(peak, alive)
-    return result, Count(before, peak)
+    return result, DeviceBytes(before, peak)

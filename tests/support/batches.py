@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
 """Options without approximate KV, which tests enable where needed."""
 
 
-def make(counted: bool = True, **options: Any) -> Runner:
+def make_runner(counted: bool = True, **options: Any) -> Runner:
     model = tiny_model("llama", num_hidden_layers=2)
     llm = staged(LLM(model, policy_options=OPTIONS | options, host_memory="4MiB", missed_mass_every=0))
     policy = llm.runner.policy
@@ -31,13 +31,13 @@ def make(counted: bool = True, **options: Any) -> Runner:
     return llm.runner
 
 
-def begun(runner: Runner, length: int, seed: int = 0) -> Sequence:
+def prefilled_sequence(runner: Runner, length: int, seed: int = 0) -> Sequence:
     sequence = runner.new_sequence(tiny_prompt(length + 40, seed=seed), length + 40)
     runner.prefill(sequence, length)
     return sequence
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use Triton kernels for all operations, in the interpreter."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():

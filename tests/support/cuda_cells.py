@@ -48,7 +48,7 @@ def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
     """Decode two sequences with draft tokens past the end of a block. At least two CUDA graphs are captured."""
     llm = make()
     found = answers(llm, [tiny_prompt(59), tiny_prompt(60, seed=1)], 9)
-    assert (there := captured(llm)) is None or there.total() >= 2
+    assert (there := captured_graphs(llm)) is None or there.total() >= 2
     return found
 
 
@@ -66,11 +66,11 @@ def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int,
     most = [len(prompts) - i + steps for i in range(len(prompts))]
     done = completed(llm.generate(prompts, [SamplingParams(n, temperature=0) for n in most]))
     llm.runner.check_integrity()
-    assert captured(llm) in (None, Counter(sizes))
+    assert captured_graphs(llm) in (None, Counter(sizes))
     return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
 
 
-def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
+def captured_graphs(llm: LLM) -> Counter[tuple[int, int]] | None:
     """Return the number of graphs by (batch size, capacity in tokens), or None without graphs."""
     steps = llm.runner.steps
     if not isinstance(steps, GraphSteps):

@@ -17,7 +17,7 @@ STAGED = 256
 """Tokens of the sequence in `staged_bytes`."""
 
 
-def launches_of_a_layer(name: str) -> Counter[str]:
+def count_layer_launches(name: str) -> Counter[str]:
     """Count kernels and copies by name between the MLPs of two adjacent layers, in a decode step of cell `name`.
 
     This includes the speculative fetch for the next layer.
@@ -45,7 +45,7 @@ def launches_of_a_layer(name: str) -> Counter[str]:
     return ends[1] - ends[0]
 
 
-def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
+def decode_peak_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
     """Return the additional peak device memory of a decode step in bytes.
 
     Device work starts only when the host waits at the end of the step, so memory of all layers is in use at once.
@@ -66,5 +66,5 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
     return peak
 
 
-def layer_bytes() -> int:
+def layer_kv_bytes() -> int:
     return STAGED * 2 * 2 * 32 * 4

@@ -23,7 +23,7 @@ CONTENTS = [
 ]  # fmt: skip
 
 
-def change(path: Path, rng: random.Random, others: list[Path], spread: int) -> str:
+def damage_file(path: Path, rng: random.Random, others: list[Path], spread: int) -> str:
     """Damage a file in a random way and return the name of the damage. Most bit flips hit the first `spread` bytes."""
     kinds = [flip, truncate, extend, zero, number, content, foreign, json_value, json_value, gone, folder, link, sparse]
     kind = rng.choice(kinds)
@@ -102,13 +102,13 @@ def json_value(path: Path, rng: random.Random, spread: int) -> None:
         try:
             if start == 8 and 8 + (size := struct.unpack("<Q", data[:8])[0]) < len(data):
                 found, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
-                new = altered(found, rng)
+                new = altered_json(found, rng)
                 path.write_bytes(struct.pack("<Q", len(new)) + new + rest)
                 return
             found = json.loads(data[start:])
         except (ValueError, struct.error, RecursionError):
             continue
-        new = altered(found, rng)
+        new = altered_json(found, rng)
         path.write_bytes(new if start == 0 else sealed(new))
         return
     flip(path, rng, spread)
@@ -120,7 +120,7 @@ def sealed(data: bytes) -> bytes:
     return seal(data)
 
 
-def altered(found: Any, rng: random.Random) -> bytes:
+def altered_json(found: Any, rng: random.Random) -> bytes:
     node, parents = found, []
     while isinstance(node, (dict, list)) and node and (rng.random() < 0.85 or not parents):
         key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))

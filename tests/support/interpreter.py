@@ -20,7 +20,7 @@ ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9
 """Relative rounding error of softmax weights. Outputs may differ by this fraction of the largest |v|."""
 
 
-def compiled(device: torch.device) -> bool:
+def is_compiled(device: torch.device) -> bool:
     """Return whether kernels on `device` are compiled, not interpreted."""
     return device.type == "cuda" and "TRITON_INTERPRET" not in os.environ
 

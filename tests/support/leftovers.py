@@ -31,7 +31,7 @@ def contains(pattern: bytes, data: bytes) -> bool:
     return pattern in data and re.search(whole, data) is not None
 
 
-def leftovers(
+def find_leftovers(
     folder: Path, gone: Sequence[int], kept: Iterable[Sequence[int]], texts: Iterable[str] = ()
 ) -> dict[Path, bytes]:
     """Return files that contain deleted data in their content or name, with the matching bytes.

@@ -10,11 +10,11 @@ from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.runner import Runner
 from offload_rt.models.adapter import ModelAdapter
 
-Kept = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
+LayerKV = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
 """KV left in each layer: (position, k `[Hkv, d]`, v `[Hkv, d]`). None for layers that use the KV of earlier layers."""
 
 
-def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Kept) -> torch.Tensor:
+def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: LayerKV) -> torch.Tensor:
     """Append `tokens` at `position` to `kept` and return the logits `[V]` of the last token, with exact attention."""
     geometry, at = adapter.geometry, torch.arange(position, position + len(tokens))
     ids = torch.tensor(tokens)
@@ -51,7 +51,7 @@ def assert_evicts_oldest(
     windows.
     """
     geometry = runner.adapter.geometry
-    kept: Kept = [[] for _ in range(geometry.layers)]
+    kept: LayerKV = [[] for _ in range(geometry.layers)]
     plain_step(runner.adapter, tokens[:prefilled], 0, kept)
     sequence = runner.new_sequence(tokens[:prefilled], prefilled)
     sequence.tokens += tokens[prefilled:]

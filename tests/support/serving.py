@@ -141,14 +141,14 @@ class ScriptedEngine:
 
 
 @contextmanager
-def served(engine: Any, **options: Any) -> Iterator[str]:
+def run_server(engine: Any, **options: Any) -> Iterator[str]:
     chosen = ServerOptions(**({"port": 0, "grace": 5} | options))
-    with answering(make_app(engine, chosen), chosen) as (url, _):
+    with run_asgi_app(make_app(engine, chosen), chosen) as (url, _):
         yield url
 
 
 @contextmanager
-def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
+def run_asgi_app(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
     """Run a server of an application during the block. Yield its address and the server."""
     options = options or ServerOptions(port=0, grace=5)
     listener = bind_socket(options)

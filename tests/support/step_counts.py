@@ -154,7 +154,7 @@ def _shown(value: bool | int) -> str:
     return str(value) if not isinstance(value, bool) else "yes" if value else "no"
 
 
-def on_page() -> dict[str, StepCounts]:
+def documented_counts() -> dict[str, StepCounts]:
     rows = [line.strip("| ").split(" | ") for line in _section(PAGE.read_text("utf-8")).splitlines()[2:]]
     return {name: StepCounts(graph == "yes", *map(int, numbers)) for name, graph, *numbers in rows}
 

@@ -66,11 +66,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
-    case: str, tmp_path: Path, pages: Path, small: str, roomy: str
+    case: str, tmp_path: Path, short_book: Path, small: str, roomy: str
 ) -> None:
     """Cover Ctrl-C at several tokens, a truncated file and lost progress, within and beyond the model's positions."""
     model = small if case in ("chapters", "beginning") else roomy
-    given = CASES[case] | {"sampling_params": SAMPLED, "beginning": pages.read_text()[:600]}
+    given = CASES[case] | {"sampling_params": SAMPLED, "beginning": short_book.read_text()[:600]}
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     done = write(model, whole, **given)
     assert done is not None and done.finish_reason == "length" and done.new_tokens >= 80

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.architectures import architecture
 from support.outputs import completed
-from support.sharing import greedy, make
+from support.sharing import greedy, make_llm
 from support.tiny_models import tiny_prompt
 
 from offload_rt import LLM, EngineError, SamplingParams
@@ -37,7 +37,7 @@ def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **optio
 
     With `worth`, the disk counts as infinitely fast, otherwise as very slow.
     """
-    llm = make(**({"blocks": 6} | options))
+    llm = make_llm(**({"blocks": 6} | options))
     swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0 if worth else 1e9
     return llm, swap
@@ -62,7 +62,7 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
 def roomy(**options: Any) -> list[list[int]]:
     """Return the tokens of each request alone. They are cached in `ROOMY`."""
     if (key := str(options)) not in ROOMY:
-        llm = make(enable_prefix_caching=False, **options)
+        llm = make_llm(enable_prefix_caching=False, **options)
         each = zip(PROMPTS, PARAMS, strict=True)
         ROOMY[key] = [done.token_ids for prompt, params in each for done in completed(llm.generate([prompt], params))]
     return ROOMY[key]
@@ -100,7 +100,7 @@ def test_kv_that_is_cheaper_to_recompute_is_not_written(tmp_path: Path, policy: 
 
 @pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "int8"), ("infinigen", "int4")])
 def test_quantised_kv_is_recomputed(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
-    memory = 5 * make(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.block_bytes
+    memory = 5 * make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.block_bytes
     llm, swap = tight(tmp_path, policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy(policy=policy, kv_cache_dtype=kv_cache_dtype) and scheduler.restored == 0
@@ -132,7 +132,7 @@ def test_a_damaged_file_leads_to_recomputation(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_full_disk_leads_to_recomputation(tmp_path: Path) -> None:
-    llm, swap = tight(tmp_path, limit=2 * make().runner.pool.block_bytes - 1)
+    llm, swap = tight(tmp_path, limit=2 * make_llm().runner.pool.block_bytes - 1)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy() and scheduler.restored < scheduler.preemptions
 
@@ -254,7 +254,7 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     swapped = []
     monkeypatch.setattr(Swap, "swap_in", lambda self, one, *args, **named: swapped.append(one))
-    llm = make(blocks=6, swap=tmp_path)
+    llm = make_llm(blocks=6, swap=tmp_path)
     assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == roomy()
     assert swapped
 
@@ -262,7 +262,7 @@ def test_generate_uses_the_folder_it_was_given(tmp_path: Path, monkeypatch: pyte
 def test_policies_of_one_model_have_separate_swap_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each policy uses its own folder until the runtime is closed."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
-    first = make(blocks=6, swap=tmp_path)
+    first = make_llm(blocks=6, swap=tmp_path)
     for _ in range(2):
         second = first.under("infinigen", {"recent": 200})
         for llm in (second, first):

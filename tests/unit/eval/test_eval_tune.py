@@ -34,9 +34,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_choice_keeps_the_limit_and_is_loaded(
-    short: None, tmp_path: Path, pages: Path, capsys: pytest.CaptureFixture[str]
+    short: None, tmp_path: Path, short_book: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, book = tmp_path / "tuned", str(pages)
+    out, book = tmp_path / "tuned", str(short_book)
     flags = ("--max-missed-mass", "0.1", "--context", "200", "--scored", "8", "--quiet")
     assert main(("tune", "reference", "--prompt-file", book, "--out", str(out), *flags)) == 0
     assert capsys.readouterr().out.startswith("# Tuning infinigen for reference: at most 10.00% missed")

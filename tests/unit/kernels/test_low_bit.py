@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.levels import unload
-from support.low_bit import approximate, copied, joined, ragged_lists, stored_rows
+from support.low_bit import approximate_only, cloned_pages, concatenated_pages, ragged_lists, random_pages
 
 from offload_rt.kernels import low_bit, low_bit_lists, low_bit_sequence, native, selection
 from offload_rt.kernels.low_bit import (
@@ -64,7 +64,10 @@ def plain_tail(
     weights, scale = quantise_query(q)
     keys, values = (
         dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
-        for parts, bits in ((layout.keys(joined(pages)), KEY_BITS), (layout.values(joined(pages)), layout.value_bits))
+        for parts, bits in (
+            (layout.keys(concatenated_pages(pages)), KEY_BITS),
+            (layout.values(concatenated_pages(pages)), layout.value_bits),
+        )
     )
     shift = torch.einsum("hgd,hd->hg", q.double(), mean.double()).unsqueeze(-1)
     scores = torch.einsum("hgd,hnd->hgn", weights.double() * scale, keys) + shift
@@ -80,7 +83,7 @@ def plain_tail(
 @pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(500, 530), range(512, 1024)])
 def test_approximate_attention_is_one_softmax_over_tokens_not_skipped(value_bits: int, tokens: range) -> None:
     layout = Layout(32, value_bits)
-    pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
+    pages, q, mean = random_pages(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     out, lse = approximate_attention(q, mean, pages, layout, tokens, skip)
@@ -91,14 +94,14 @@ def test_approximate_attention_is_one_softmax_over_tokens_not_skipped(value_bits
 
 def test_approximate_attention_without_tokens_is_zero() -> None:
     layout = Layout(16, 2)
-    pages, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
+    pages, q = random_pages(layout, 2, 70), torch.randn(2, 2, 16)
     out, lse = approximate_attention(q, torch.zeros(2, 16), pages, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
 def test_batched_scores_equal_those_of_each_sequence() -> None:
     layout = Layout(16, 2)
-    pages = [stored_rows(layout, 2, 100), stored_rows(layout, 2, 600)]
+    pages = [random_pages(layout, 2, 100), random_pages(layout, 2, 600)]
     q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
     starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 580, 580])
     found = low_bit_lists.scores(q, mean, layout, PageTable.of(pages), starts, stops, 600)
@@ -131,8 +134,8 @@ def test_a_batch_merges_the_tokens_that_each_sequence_does_not_select(value_bits
 
 def test_a_batch_appends_as_each_sequence_does() -> None:
     layout = Layout(16, 4)
-    pages = [stored_rows(layout, 2, PAGE_TOKENS + 64), stored_rows(layout, 2, 128)]
-    before = [joined(own) for own in pages]
+    pages = [random_pages(layout, 2, PAGE_TOKENS + 64), random_pages(layout, 2, 128)]
+    before = [concatenated_pages(own) for own in pages]
     slots = torch.tensor([PAGE_TOKENS + 63] * 2 + [5, 5])
     basis, mean, k, v = torch.randn(2, 16, 16), torch.randn(2, 16), torch.randn(4, 16), torch.randn(4, 16)
     mixed = mixing(16).float()
@@ -146,7 +149,7 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
             parts = zip((*layout.keys(old), *layout.values(old)), (*keys, *values), strict=True)
             for part, data in parts:
                 part[head, block, row] = data[0]
-        assert joined(own).equal(old), "only the new rows have changed"
+        assert concatenated_pages(own).equal(old), "only the new rows have changed"
 
 
 @pytest.fixture(params=["torch", *native_code.available_levels()])
@@ -172,17 +175,17 @@ def test_attention_on_a_cpu_equals_the_definition(
 ) -> None:
     """The C code rounds the weights of values to 16 bits."""
     layout = Layout(d, value_bits)
-    pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
+    pages, q, mean = random_pages(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     expected = low_bit_scores(q, mean, pages, layout, tokens)
     asked = low_bit_query(q, mean, pages, layout, tokens)
     torch.testing.assert_close(asked.scores, expected, rtol=1e-6, atol=1e-5)
     softcap = None if group == 1 else 1.5
-    out, lse = approximate(asked, skip, softcap)
+    out, lse = approximate_only(asked, skip, softcap)
     expected, expected_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
-    packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(joined(pages)))
+    packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(concatenated_pages(pages)))
     largest = dequantise_rows(packed, steps, value_bits, torch.float32)
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-15 * float(largest.abs().max()))
 
@@ -191,7 +194,7 @@ def test_attention_on_a_cpu_equals_the_definition(
 def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, value_bits: int) -> None:
     """Exact attention has most, half or none of the attention mass."""
     layout, tokens, skip = Layout(64, value_bits), range(4, 300), torch.tensor([[5, 7], [9, -1]])
-    pages, q, mean = stored_rows(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
+    pages, q, mean = random_pages(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     own, own_lse = approximate_attention(q, mean, pages, layout, tokens, skip)
     mixed, out = mixing(64).float(), torch.randn(2, group, 64)
     unmixing = mixed.T.contiguous()
@@ -206,9 +209,9 @@ def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, 
 
 def test_attention_on_a_cpu_without_tokens_is_zero(path: str) -> None:
     layout = Layout(32, 2)
-    pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
+    pages, q = random_pages(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
-    out, lse = approximate(low_bit_query(q, torch.zeros(2, 32), pages, layout, range(3, 120)), skip)
+    out, lse = approximate_only(low_bit_query(q, torch.zeros(2, 32), pages, layout, range(3, 120)), skip)
     assert out.eq(0).all() and lse.isneginf().all()
 
 
@@ -229,7 +232,7 @@ def test_selection_and_storage_on_a_cpu_equal_the_definition(
     path: str, group: int, tokens: range, alpha: float, max_fraction: float
 ) -> None:
     layout = Layout(64, 2)
-    pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
+    pages, q, mean = random_pages(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     both = [ask(q, mean, pages, layout, tokens) for ask in (LowBitQuery, low_bit_query)]
     limit = selection.selection_limit(len(tokens), max_fraction)
     chosen = [asked.select(alpha, limit).sort(1).values for asked in both]
@@ -239,23 +242,23 @@ def test_selection_and_storage_on_a_cpu_equal_the_definition(
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
     rows[:, 3], rows[:, 4] = 0, torch.linspace(-1, 1, 64)
     rows[:, 5, ::2] = -1e5
-    other = copied(pages)
+    other = cloned_pages(pages)
     for values in (False, True):
         low_bit.store_rows(pages, layout, rows, 461, values=values)
         low_bit_sequence.store_rows(other, layout, rows, 461, values=values)
-    assert joined(pages).equal(joined(other))
+    assert concatenated_pages(pages).equal(concatenated_pages(other))
 
 
 def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a long context, the system allocator might not reuse the freed memory."""
     monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
     layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
-    pages, q, mean = stored_rows(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
+    pages, q, mean = random_pages(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
     if low_bit_sequence.library(32, 4) is None:
         pytest.skip("without compiled code torch's products do it")
     for _ in range(3):
         asked = low_bit_query(q, mean, pages, layout, tokens)
-        assert asked.select(math.inf, 5).shape == (2, 5) and approximate(asked, skip)[1].isfinite().all()
+        assert asked.select(math.inf, 5).shape == (2, 5) and approximate_only(asked, skip)[1].isfinite().all()
         assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
         del asked
         assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "those of one layer"
@@ -264,7 +267,7 @@ def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: p
 def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of codes are exact and added in the same order, so levels with FMA instructions compute equal bits."""
     layout, tokens, found = Layout(64, 4), range(7, 3000), {}
-    pages, q, mean = stored_rows(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
+    pages, q, mean = random_pages(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
         unload()
@@ -272,7 +275,7 @@ def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.skip("no C compiler")
         asked = low_bit_query(q, mean, pages, layout, tokens)
         chosen = asked.select(3.0, selection.selection_limit(len(tokens), 0.2))
-        found[level] = (asked.scores, chosen, *approximate(asked, chosen + 7))
+        found[level] = (asked.scores, chosen, *approximate_only(asked, chosen + 7))
     unload()
     scalar = found.pop("scalar", None)
     for scores, chosen, out, lse in found.values():

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.compilers import unoptimised
+from support.compilers import unoptimised_compiler
 from support.levels import unload
-from support.low_bit import approximate, stored_rows
+from support.low_bit import approximate_only, random_pages
 
 from offload_rt.errors import ConfigError
 from offload_rt.kernels import low_bit, low_bit_sequence, native
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Use an empty cache folder and a compiler without optimisation, with no library loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (compiler := native_code.find_compiler()) is not None:
-        monkeypatch.setenv("CC", str(unoptimised(compiler, tmp_path / "quick")))
+        monkeypatch.setenv("CC", str(unoptimised_compiler(compiler, tmp_path / "quick")))
     unload()
     yield tmp_path / "offload-rt" / "native"
     unload()
@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def scores() -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores of the same low-bit KV from the C code and from torch."""
-    storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
+    storage, q, mean = random_pages(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
     given = (q, mean, storage, LAYOUT, range(3, 90))
     return low_bit_query(*given).scores, low_bit.low_bit_scores(*given)
 
@@ -114,14 +114,14 @@ def test_a_failing_compiler_is_reported_and_torch_computes(
 def test_heads_are_distributed_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
-    storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
+    storage, q, mean = random_pages(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
     monkeypatch.setattr(native, "MIN_SCORES_PER_THREAD", 1)
     found = []
     for threads in (1, 2, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         asked = low_bit_query(q, mean, storage, LAYOUT, range(70, 190))
         chosen = asked.select(math.inf, 9) + 70
-        found.append((asked.scores, chosen, *approximate(asked, chosen)))
+        found.append((asked.scores, chosen, *approximate_only(asked, chosen)))
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
 
 

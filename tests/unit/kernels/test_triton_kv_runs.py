@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.interpreter import ROUNDING, compiled
+from support.interpreter import ROUNDING, is_compiled
 
 from offload_rt.kernels import dispatch, kv_runs
 from offload_rt.kernels.kv_runs import Run
@@ -48,7 +48,7 @@ def test_attention_over_a_tree_equals_float64(
     from offload_rt.kernels.triton_kv_runs import attend_runs
 
     torch.manual_seed(d + group)
-    cuda, kv_heads, batch = compiled(kernel_device), 2, 7
+    cuda, kv_heads, batch = is_compiled(kernel_device), 2, 7
     tree = [*TREE, (4, 5, 5), (5, 6, 4), (6, 7, 3)]
     grown = [(first, stop, 40 * n if cuda else n) for first, stop, n in tree]
     runs = [Run(first, stop, *rows(kernel_device, n, kv_heads, d, dtype)) for first, stop, n in grown]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.low_bit import copied, joined, ragged_lists, stored_rows
+from support.low_bit import cloned_pages, concatenated_pages, ragged_lists, random_pages
 
 from offload_rt.kernels import low_bit, low_bit_lists
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, dequantise_rows, mixing, unpack_rows
@@ -18,7 +18,7 @@ SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4), (192, 20, 2), (576, 20, 4)]
 
 def largest_value(layout: Layout, pages: Pages, tokens: int) -> float:
     """Return the largest absolute value of the first `tokens` tokens. Later ones are uninitialised."""
-    packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.values(joined(pages)))
+    packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.values(concatenated_pages(pages)))
     return float(dequantise_rows(packed, steps, layout.value_bits, torch.float32).abs().max())
 
 
@@ -48,7 +48,7 @@ def test_approximate_attention_equals_the_definition(
 
     torch.manual_seed(d + group)
     layout = Layout(d, value_bits)
-    pages = stored_rows(layout, 2, 600, kernel_device)
+    pages = random_pages(layout, 2, 600, kernel_device)
     q = torch.randn(2, group, d, device=kernel_device) * d**-0.5
     mean = torch.randn(2, d, device=kernel_device)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
@@ -64,7 +64,7 @@ def test_approximate_attention_without_tokens_is_zero(kernel_device: torch.devic
     from offload_rt.kernels.triton_low_bit import merge_approximate
 
     layout = Layout(64, 2)
-    pages = stored_rows(layout, 2, 700, kernel_device)
+    pages = random_pages(layout, 2, 700, kernel_device)
     q, skip = torch.randn(2, 2, 64, device=kernel_device), torch.arange(3, 640, device=kernel_device).repeat(2, 1)
     mean = torch.zeros(2, 64, device=kernel_device)
     out, lse = merge_approximate(*alone(q, mean, pages, layout, range(3, 640), skip))
@@ -113,8 +113,8 @@ def test_a_prompt_is_stored_as_defined(
 
     torch.manual_seed(d)
     layout = Layout(d, value_bits)
-    pages = stored_rows(layout, 2, 3 * PAGE_TOKENS - 10, kernel_device).of_layer(1)
-    want = copied(pages)
+    pages = random_pages(layout, 2, 3 * PAGE_TOKENS - 10, kernel_device).of_layer(1)
+    want = cloned_pages(pages)
     rows = (
         torch.randn(2, count, d, device=kernel_device)
         * torch.logspace(-7, 4, max(1, count), device=kernel_device)[:count, None]
@@ -123,7 +123,7 @@ def test_a_prompt_is_stored_as_defined(
     rows[:, 2:3] = torch.linspace(-1, 1, d, device=kernel_device)
     store_rows(pages, layout, rows, start, values=values)
     low_bit.store_rows(want, layout, rows, start, values=values)
-    assert joined(pages).equal(joined(want))
+    assert concatenated_pages(pages).equal(concatenated_pages(want))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,8 +134,8 @@ def test_the_newest_rows_are_appended(kernel_device: torch.device, d: int, value
 
     torch.manual_seed(d)
     layout = Layout(d, value_bits)
-    pages = [stored_rows(layout, 2, tokens, kernel_device) for tokens in (PAGE_TOKENS + 64, 190)]
-    twins, places = [copied(own) for own in pages], (PAGE_TOKENS + 63, 70)
+    pages = [random_pages(layout, 2, tokens, kernel_device) for tokens in (PAGE_TOKENS + 64, 190)]
+    twins, places = [cloned_pages(own) for own in pages], (PAGE_TOKENS + 63, 70)
     slots = torch.tensor(places, device=kernel_device).repeat_interleave(2)
     k, v = torch.randn(2, 4, d, device=kernel_device).to(dtype)
     v[1] = 0
@@ -144,7 +144,7 @@ def test_the_newest_rows_are_appended(kernel_device: torch.device, d: int, value
     append_rows(*given, PageTable.of(pages), slots)
     low_bit_lists.append_rows(*given, PageTable.of(twins), slots)
     different = 0
-    for own, want, slot in zip(map(joined, pages), map(joined, twins), places, strict=True):
+    for own, want, slot in zip(map(concatenated_pages, pages), map(concatenated_pages, twins), places, strict=True):
         for parts, bits in ((layout.keys, KEY_BITS), (layout.values, value_bits)):
             (packed, steps), (right, right_steps) = parts(own), parts(want)
             assert steps.equal(right_steps)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.interpreter import compiled
+from support.interpreter import is_compiled
 
 from offload_rt.kernels import lists
 from offload_rt.kernels.pointer_table import PointerTable
@@ -39,7 +39,7 @@ def ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
 
     There are two sequences of two heads, the second one without tokens.
     """
-    stored = 131_072 if compiled(device) else 520
+    stored = 131_072 if is_compiled(device) else 520
     stops = torch.tensor([stored - 13, stored - 13, 4, 4], dtype=torch.int32, device=device)
     return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
 
@@ -139,7 +139,7 @@ def test_a_new_column_is_the_skewed_key(kernel_device: torch.device, d: int, r: 
     keys = torch.cat(own.tensors)
     lists.append_partial(k.double(), basis.double(), PointerTable.of(want.split(HEADS)), slots)
     unit = torch.finfo(dtype).eps
-    if compiled(kernel_device) or dtype != torch.bfloat16:
+    if is_compiled(kernel_device) or dtype != torch.bfloat16:
         unit /= 2  # round to nearest; the interpreter truncates bfloat16
     bound = unit * want.abs() + d * 2.0**-24 * k.double().abs().max()
     assert ((keys.double() - want).abs() <= bound).all()

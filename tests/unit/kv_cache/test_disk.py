@@ -20,15 +20,15 @@ from support.disk_blocks import (
     KILLS,
     LAYER_BYTES,
     LAYERS,
+    block_data,
     block_files,
     block_name,
-    blocks_of,
     fork_saver,
     load,
-    named,
     open_store,
+    padded_name,
     save,
-    tokens_of,
+    token_bytes,
 )
 
 from offload_rt.errors import StoreError
@@ -93,7 +93,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9))
     def load_one(self, number: int) -> None:
-        assert load(self.store, number) == (blocks_of(number) if number in self.stamps else None)
+        assert load(self.store, number) == (block_data(number) if number in self.stamps else None)
 
     @rule(numbers=st.lists(st.integers(0, 9), max_size=3, unique=True))
     def touch_some(self, numbers: list[int]) -> None:
@@ -195,7 +195,7 @@ def test_every_flipped_bit_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
-    whole, rng, right = path.read_bytes(), random.Random(0), blocks_of(1)
+    whole, rng, right = path.read_bytes(), random.Random(0), block_data(1)
     used = len(BlockHeader.decode(whole).encode().rstrip(b"\0"))  # type: ignore[union-attr]
     misses = 0
     for _ in range(2000):
@@ -237,7 +237,7 @@ def test_truncated_and_overlong_files_are_misses_and_replaced(tmp_path: Path, si
     store = open_store(tmp_path)
     assert load(store, 1) is None
     store.check_integrity()
-    assert save(store, 1) and load(store, 1) == blocks_of(1)
+    assert save(store, 1) and load(store, 1) == block_data(1)
 
 
 def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
@@ -248,10 +248,10 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
     for parent, provenance_key, tokens in (
-        (b"x" * 16, "exact", tokens_of(1)),
-        (store.root, "other", tokens_of(1)),
-        (store.root, "exact", tokens_of(2)),
-        (store.root, "exact", tokens_of(1, 63)),
+        (b"x" * 16, "exact", token_bytes(1)),
+        (store.root, "other", token_bytes(1)),
+        (store.root, "exact", token_bytes(2)),
+        (store.root, "exact", token_bytes(1, 63)),
     ):
         name = NamedBlock(0, parent, provenance_key, tokens)
         disguise = store._path(name.key)
@@ -274,7 +274,7 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
         save(newer, 5)
         newer.close()
     store = open_store(tmp_path)
-    assert load(store, 5) is None and load(store, 1) == blocks_of(1)
+    assert load(store, 5) is None and load(store, 1) == block_data(1)
 
 
 def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> N
 
 def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES + 100)
-    store.documents.put(named("session"), b"x" * 50)
+    store.documents.put(padded_name("session"), b"x" * 50)
     for number in range(3):
         save(store, number)
     store.pin([block_name(store, n).key for n in (0, 1, 2)])
@@ -299,9 +299,9 @@ def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
     store.unpin([block_name(store, 1).key])
     assert save(store, 7)
     assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
-    assert store.documents.get(named("session")) == Document(b"x" * 50)
+    assert store.documents.get(padded_name("session")) == Document(b"x" * 50)
     with pytest.raises(StoreError, match="full"):
-        store.documents.put(named("huge"), bytes(5 * FILE_BYTES))
+        store.documents.put(padded_name("huge"), bytes(5 * FILE_BYTES))
 
 
 def test_documents_may_evict_blocks_in_use(tmp_path: Path) -> None:
@@ -310,9 +310,9 @@ def test_documents_may_evict_blocks_in_use(tmp_path: Path) -> None:
     keys = [block_name(store, n).key for n in (0, 1)]
     store.pin(keys)
     assert save(store, 0) and save(store, 1) and not save(store, 2)
-    store.documents.put(named("history"), bytes(100))
+    store.documents.put(padded_name("history"), bytes(100))
     assert [load(store, n) is not None for n in (0, 1)] == [False, True]
-    assert store.documents.get(named("history")) == Document(bytes(100))
+    assert store.documents.get(padded_name("history")) == Document(bytes(100))
     store.check_integrity()
 
 
@@ -325,7 +325,7 @@ def test_a_path_is_evicted_from_its_end(tmp_path: Path) -> None:
         keys.append(parent)
     store.touch(keys)
     save(store, 9)
-    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == blocks_of(2)
+    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == block_data(2)
 
 
 def test_time_to_live_and_a_clock_that_goes_backwards(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
         open_store(tmp_path)
     readers = [open_store(tmp_path, read_only=True) for _ in range(3)]
     save(store, 1)
-    assert all(load(reader, 1) == blocks_of(1) for reader in readers)
+    assert all(load(reader, 1) == block_data(1) for reader in readers)
     found = readers[0].find(block_name(store, 1))
     assert found is not None
     store.remove([found.key])
@@ -404,7 +404,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path)
     save(store, 1)
     if level == "namespace":
         with pytest.raises(StoreError, match="a symbolic link replaces a folder"):
-            store.documents.put(named("one"), b"text")
+            store.documents.put(padded_name("one"), b"text")
     store.close()
     store = open_store(tmp_path / "store")
     assert load(store, 1) is None
@@ -433,7 +433,7 @@ def test_a_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    store.documents.put(named("one"), b"history")
+    store.documents.put(padded_name("one"), b"history")
     assert done == ["bytes", "name", "folder"]
 
 
@@ -457,11 +457,11 @@ def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not save(store, 2) and "No space" in store.last_error
             if name != "pwrite":
                 with pytest.raises(StoreError):
-                    store.documents.put(named("d"), b"x")
+                    store.documents.put(padded_name("d"), b"x")
         store.check_integrity()
         assert load(store, 2) is None
-        assert load(store, 1) in (blocks_of(1), None), "a document may have taken its place"
-    store.documents.delete(named("d"))
+        assert load(store, 1) in (block_data(1), None), "a document may have taken its place"
+    store.documents.delete(padded_name("d"))
     assert save(store, 2)
 
 
@@ -481,7 +481,7 @@ def test_killed_at_random_points_of_saving(tmp_path: Path) -> None:
         assert not list(tmp_path.rglob("*.tmp"))
         for number in range(start, start + 100):
             blocks = load(store, number)
-            assert blocks in (None, blocks_of(number))
+            assert blocks in (None, block_data(number))
             saved += blocks is not None
         store.close()
     assert saved > 0 and cut > 0

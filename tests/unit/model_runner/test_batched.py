@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import OPTIONS, begun, compiled, make
+from support.batches import OPTIONS, make_runner, prefilled_sequence, use_triton
 from support.host_sync import NoHostSync
 from support.staged_transfer import staged
 from support.tiny_models import tiny_model
@@ -51,12 +51,12 @@ def test_a_batch_on_the_kernels_equals_each_sequence_alone(
     # The CPU kernel quantises attention weights of approximate values; the others do not.
     monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     lengths = (30, 63, 127)
-    runner = make(False, **options)
-    alone = [begun(runner, length, seed=length) for length in lengths]
+    runner = make_runner(False, **options)
+    alone = [prefilled_sequence(runner, length, seed=length) for length in lengths]
     want = [[runner.decode([one]) for one in alone] for _ in range(3)]
-    compiled(monkeypatch)
-    runner = make(True, **options)
-    batch = [begun(runner, length, seed=length) for length in lengths]
+    use_triton(monkeypatch)
+    runner = make_runner(True, **options)
+    batch = [prefilled_sequence(runner, length, seed=length) for length in lengths]
     for logits in want:
         with NoHostSync():
             got = runner.decode(batch)
@@ -156,13 +156,13 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
 
 def test_launches_do_not_depend_on_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a bucket, launches do not depend on lengths, slots or addresses, so that a CUDA graph can replay them."""
-    compiled(monkeypatch)
-    runner = make()
-    batch = [begun(runner, 70), begun(runner, 90, seed=1)]
+    use_triton(monkeypatch)
+    runner = make_runner()
+    batch = [prefilled_sequence(runner, 70), prefilled_sequence(runner, 90, seed=1)]
     first = step_recorded(runner, batch, monkeypatch)
     runner.decode(batch)
     again = step_recorded(runner, batch, monkeypatch)
-    others = [begun(runner, 126, seed=2), begun(runner, 100, seed=3)]
+    others = [prefilled_sequence(runner, 126, seed=2), prefilled_sequence(runner, 100, seed=3)]
     different = step_recorded(runner, others, monkeypatch)
     names = [entry[0] for entry in first]
     assert sum("_mark" in name for name in names) == 2 and not any("lift_fresh" in name for name in names)
@@ -172,10 +172,10 @@ def test_launches_do_not_depend_on_the_sequences(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_batch_takes_as_many_launches_as_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled(monkeypatch)
-    runner = make()
-    one = step_recorded(runner, [begun(runner, 70)], monkeypatch)
-    three = step_recorded(runner, [begun(runner, 70 + i, seed=i) for i in range(3)], monkeypatch)
+    use_triton(monkeypatch)
+    runner = make_runner()
+    one = step_recorded(runner, [prefilled_sequence(runner, 70)], monkeypatch)
+    three = step_recorded(runner, [prefilled_sequence(runner, 70 + i, seed=i) for i in range(3)], monkeypatch)
 
     def launches(entries: list[Any]) -> list[str]:
         return [entry[0] for entry in entries if not entry[0].startswith("aten")]
@@ -184,8 +184,8 @@ def test_a_batch_takes_as_many_launches_as_one_sequence(monkeypatch: pytest.Monk
 
 
 def test_lists_are_rebuilt_only_for_another_batch_size_or_bucket() -> None:
-    runner = make()
-    batch = [begun(runner, 60), begun(runner, 61, seed=1)]
+    runner = make_runner()
+    batch = [prefilled_sequence(runner, 60), prefilled_sequence(runner, 61, seed=1)]
     seen = []
     for _ in range(6):
         runner.decode(batch)
@@ -207,7 +207,9 @@ def test_layers_that_slide_and_layers_that_select_are_both_batched() -> None:
         return runner
 
     lengths, alone, together = (30, 63, 127), runner_of(False), runner_of(True)
-    each, batch = ([begun(runner, length, seed=length) for length in lengths] for runner in (alone, together))
+    each, batch = (
+        [prefilled_sequence(runner, length, seed=length) for length in lengths] for runner in (alone, together)
+    )
     for _ in range(4):
         want = torch.cat([alone.decode([one]) for one in each])
         torch.testing.assert_close(together.decode(batch), want, rtol=1e-4, atol=1e-4)
@@ -267,8 +269,8 @@ def test_missed_mass_is_measured_after_the_newest_write_back(together: bool, mon
 
     On a device this is a race, which the numbers of this test would not show.
     """
-    runner = make(together)
-    batch = [begun(runner, length, seed=length) for length in (30, 90)]
+    runner = make_runner(together)
+    batch = [prefilled_sequence(runner, length, seed=length) for length in (30, 90)]
     waiting: set[int] = set()
     append, append_lists, settle = runner.transfer.storage.append, RowLists.append, runner.transfer.storage.settle
     read: list[int] = []

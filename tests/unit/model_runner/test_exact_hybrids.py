@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.architectures import RECURRENT, VOCAB, architecture
 from support.hybrids import SPARSE_DRAFTS as SPARSE
-from support.hybrids import answer, make, prompt_of
+from support.hybrids import make_llm, random_prompt, take_turn
 from support.interrupts import interrupt_call
 from support.outputs import completed
 from support.tiny_models import assert_greedy
@@ -65,9 +65,9 @@ class ControlledDrafts:
 @pytest.mark.parametrize("name", RECURRENT[::-1])
 def test_the_text_equals_full_attention(name: str) -> None:
     """Three sequences with drafts of different lengths, greedy and sampled. They end at different times."""
-    prompts = [prompt_of(30 + 17 * i, seed=i) for i in range(3)]
+    prompts = [random_prompt(30 + 17 * i, seed=i) for i in range(3)]
     sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 11, 1)]
-    (_, llm), (_, plain) = make(name, **SPARSE), make(name)
+    (_, llm), (_, plain) = make_llm(name, **SPARSE), make_llm(name)
     for params in (GREEDY, sampled):
         assert texts(llm, prompts, params) == texts(plain, prompts, params)
     stats = completed(llm.generate(prompts[:1], GREEDY))[0].stats
@@ -78,16 +78,16 @@ def test_the_text_equals_full_attention(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_number_of_accepted_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cover 0 to 4 correct draft tokens in each order of two rounds, alone and in a batch of three."""
-    prompts = [prompt_of(40 + 13 * i, seed=i) for i in range(3)]
+    prompts = [random_prompt(40 + 13 * i, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
-    model, plain = make(name)
+    model, plain = make_llm(name)
     expected = texts(plain, prompts, params)
     assert_greedy(model, prompts[0], expected[0])
     pairs = [count for pair in itertools.product(range(5), repeat=2) for count in pair]
     for at_once in (1, 3):
         drafts = ControlledDrafts([[*p, *t] for p, t in zip(prompts, expected, strict=True)], pairs)
         monkeypatch.setattr(Lookup, "propose", lambda self, tokens, most, d=drafts: d.propose(self, tokens, most))
-        _, llm = make(name, **LOOKUP)
+        _, llm = make_llm(name, **LOOKUP)
         found = [text for at in range(0, 3, at_once) for text in texts(llm, prompts[at : at + at_once], params)]
         assert found == expected
         assert {right for right, drafted in drafts.rounds if drafted == 4} == {*range(5)}
@@ -99,10 +99,10 @@ def test_every_number_of_accepted_drafts(name: str, monkeypatch: pytest.MonkeyPa
 @settings(max_examples=5, deadline=None)
 def test_rejected_drafts_do_not_change_logits_or_states(name: str, data: st.DataObject) -> None:
     """Logits and states equal those of sequences without drafts, for any drafts of two sequences."""
-    runner = make(name, enable_prefix_caching=False, **SPARSE)[1].runner
+    runner = make_llm(name, enable_prefix_caching=False, **SPARSE)[1].runner
     pairs = []
     for seed in range(2):
-        pair = [runner.new_sequence(prompt_of(30 + 9 * seed, seed), 160) for _ in range(2)]
+        pair = [runner.new_sequence(random_prompt(30 + 9 * seed, seed), 160) for _ in range(2)]
         for one in pair:
             runner.prefill(one, len(one.tokens) - 1)
         pairs.append((pair[0], pair[1]))
@@ -153,15 +153,15 @@ def _round(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequenc
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that continues an answer starts at a snapshot within the answer. Rounds end there."""
-    prompt, params = prompt_of(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    model, plain = make(name)
+    prompt, params = random_prompt(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+    model, plain = make_llm(name)
     [text] = texts(plain, [prompt], params)
     drafts = ControlledDrafts([[*prompt, *text]], [4, 4, 1, 3])
     monkeypatch.setattr(Lookup, "propose", lambda self, tokens, most: drafts.propose(self, tokens, most))
-    _, llm = make(name, **LOOKUP)
+    _, llm = make_llm(name, **LOOKUP)
     assert texts(llm, [prompt], params) == [text]
     monkeypatch.undo()
-    following = [*prompt, *text[:75], *prompt_of(5, seed=3)]
+    following = [*prompt, *text[:75], *random_prompt(5, seed=3)]
     [output] = llm.generate([following], SamplingParams(max_tokens=6, temperature=0))
     assert output.num_cached_tokens == 200 // BLOCK_SIZE * BLOCK_SIZE
     assert_greedy(model, following, output.outputs[0].token_ids)
@@ -169,10 +169,10 @@ def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytes
 
 def test_approximate_drafts_leave_no_snapshots() -> None:
     """The state of sparse drafts at the end of a block must not be shared."""
-    model, llm = make("qwen3_5", **SPARSE)
-    prompt = prompt_of(60)
+    model, llm = make_llm("qwen3_5", **SPARSE)
+    prompt = random_prompt(60)
     [text] = texts(llm, [prompt], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
-    following = [*prompt, *text[:10], *prompt_of(4, seed=1)]
+    following = [*prompt, *text[:10], *random_prompt(4, seed=1)]
     [output] = llm.generate([following], SamplingParams(max_tokens=8, temperature=0))
     assert output.num_cached_tokens == BLOCK_SIZE
     assert_greedy(model, following, output.outputs[0].token_ids)
@@ -182,13 +182,13 @@ def test_approximate_drafts_leave_no_snapshots() -> None:
 def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three growing prompts do not fit together. With memory for snapshots, the exact state is swapped."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
-    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    prompts = [random_prompt(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-    _, plain = make("qwen3_5")
+    _, plain = make_llm("qwen3_5")
     assert plain.runner.pool.states is not None
     snapshots = max(1, slots * plain.runner.pool.states.slot_bytes)
     memory = 3 * plain.runner.pool.block_bytes + snapshots
-    _, tight = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **SPARSE)
+    _, tight = make_llm("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **SPARSE)
     engine = tight.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not engine.idle:
@@ -206,9 +206,9 @@ def test_sessions(name: str, tmp_path: Path) -> None:
     for options in (SPARSE, {}):
         answers = []
         for turn in range(3):
-            _, llm = make(name, **options)
+            _, llm = make_llm(name, **options)
             session = llm.session("talk", tmp_path / str(bool(options)))
-            answers.append(answer(session, prompt_of(56 + turn, seed=turn), params))
+            answers.append(take_turn(session, random_prompt(56 + turn, seed=turn), params))
             assert not turn or session.last_stats.reused_tokens >= BLOCK_SIZE  # type: ignore[union-attr]
             session.check_integrity()
             session.close()
@@ -219,18 +219,18 @@ def test_sessions(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["decode", "verify", "replay"])
 def test_an_interrupted_round_is_no_answer(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C, the session contains the returned tokens, and continues with the right ones."""
-    model, llm = make("qwen3_5", **SPARSE)
+    model, llm = make_llm("qwen3_5", **SPARSE)
     session = llm.session("talk", tmp_path)
-    events, target = session.send(prompt_of(40), GREEDY), llm.runner if where == "decode" else decoder
+    events, target = session.send(random_prompt(40), GREEDY), llm.runner if where == "decode" else decoder
     interrupt_call(monkeypatch, target, where, 6 if where == "decode" else 2)
     seen: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         seen.extend(event.token_id for event in events)
     monkeypatch.undo()
     kept = session.tokens
-    assert kept[:40] == prompt_of(40) and kept[40 : 40 + len(seen)] == seen
-    turn = prompt_of(5, seed=1)
-    assert_greedy(model, [*kept, *turn], answer(session, turn))
+    assert kept[:40] == random_prompt(40) and kept[40 : 40 + len(seen)] == seen
+    turn = random_prompt(5, seed=1)
+    assert_greedy(model, [*kept, *turn], take_turn(session, turn))
     session.close()
 
 
@@ -238,8 +238,8 @@ def test_an_interrupted_round_is_no_answer(where: str, tmp_path: Path, monkeypat
 def test_a_failed_replay_fails_one_request_or_starts_a_batch_again(
     requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(requests)]
-    (_, llm), (_, plain) = make("qwen3_5", **SPARSE), make("qwen3_5")
+    prompts = [random_prompt(30 + 7 * i, seed=i) for i in range(requests)]
+    (_, llm), (_, plain) = make_llm("qwen3_5", **SPARSE), make_llm("qwen3_5")
     real, calls = RollbackStates.replay, itertools.count()
 
     def fail(self: RollbackStates, sequences: Any) -> None:
@@ -257,8 +257,8 @@ def test_a_failed_replay_fails_one_request_or_starts_a_batch_again(
 
 def test_a_failed_replay_starts_only_requests_with_rejected_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two requests, one has only correct drafts and continues. The other one restarts."""
-    prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(2)]
-    _, plain = make("qwen3_5")
+    prompts = [random_prompt(30 + 7 * i, seed=i) for i in range(2)]
+    _, plain = make_llm("qwen3_5")
     expected = texts(plain, prompts)
     right, wrong = (ControlledDrafts([[*p, *t] for p, t in zip(prompts, expected, strict=True)], [n]) for n in (4, 0))
 
@@ -275,7 +275,7 @@ def test_a_failed_replay_starts_only_requests_with_rejected_drafts_again(monkeyp
 
     monkeypatch.setattr(Lookup, "propose", propose)
     monkeypatch.setattr(RollbackStates, "replay", fail)
-    _, llm = make("qwen3_5", **LOOKUP)
+    _, llm = make_llm("qwen3_5", **LOOKUP)
     engine = Engine(llm.runner, max_num_seqs=2)
     requests = engine.run_all(prompts, [GREEDY] * 2, "", Progress(enabled=False))
     assert [list(one.completions()[0].token_ids) for one in requests] == expected
@@ -290,8 +290,8 @@ def test_draft_models(target: str, draft: str, right: bool, tmp_path: Path) -> N
     small = architecture(draft) if right else architecture(draft, num_attention_heads=2)
     small.save_pretrained(tmp_path / "draft")
     exact = {"model": str(tmp_path / "draft"), "tokens": 3, "adaptive": False}
-    prompts = [prompt_of(30 + 11 * i, seed=i) for i in range(3)]
-    (_, llm), (_, plain) = make(target, exact=exact), make(target)
+    prompts = [random_prompt(30 + 11 * i, seed=i) for i in range(3)]
+    (_, llm), (_, plain) = make_llm(target, exact=exact), make_llm(target)
     sampled = SamplingParams(max_tokens=12, temperature=0.9, seed=1, ignore_eos=True)
     for params in (GREEDY, sampled):
         expected = [one.token_ids for one in completed(plain.generate(prompts, params))]
@@ -305,22 +305,22 @@ def test_draft_models(target: str, draft: str, right: bool, tmp_path: Path) -> N
 
 def test_completions_and_beams() -> None:
     """Several completions and beams are verified without drafts, and fork the state."""
-    (_, llm), (_, plain) = make("qwen3_5", **SPARSE), make("qwen3_5")
+    (_, llm), (_, plain) = make_llm("qwen3_5", **SPARSE), make_llm("qwen3_5")
     several = SamplingParams(max_tokens=14, temperature=0.9, seed=3, n=3)
     beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
     for params in (several, beams):
-        assert texts(llm, [prompt_of(40), prompt_of(30, seed=1)], params) == texts(
-            plain, [prompt_of(40), prompt_of(30, seed=1)], params
+        assert texts(llm, [random_prompt(40), random_prompt(30, seed=1)], params) == texts(
+            plain, [random_prompt(40), random_prompt(30, seed=1)], params
         )
 
 
 def test_planned_state_includes_marks() -> None:
-    _, llm = make("granite_hybrid", **SPARSE)
+    _, llm = make_llm("granite_hybrid", **SPARSE)
     runner = llm.runner
     assert runner.states is not None and runner.rollbacks is not None
     shape = load_shape(architecture("granite_hybrid"))
     costs, plain = costs_for(EngineConfig(**SPARSE), shape), costs_for(EngineConfig(policy="full"), shape)
     for count in range(1, 8):
-        runner.rollbacks.set(runner.new_sequence(prompt_of(5), 6), record=True)
+        runner.rollbacks.set(runner.new_sequence(random_prompt(5), 6), record=True)
         assert runner.states.bytes + runner.rollbacks._copies.bytes <= costs.states(count)
         assert costs.states(count) >= 2 * plain.states(count)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.architectures import architecture
 from support.cuda_simulator import Lazy, simulated
-from support.hybrids import FAMILIES, SPARSE_DRAFTS, make, prompt_of, rotated
+from support.hybrids import FAMILIES, SPARSE_DRAFTS, make_llm, random_prompt, rotated_pairs
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
@@ -45,22 +45,22 @@ def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("name", "disk"), rotated(FAMILIES, (False, True)))
+@pytest.mark.parametrize(("name", "disk"), rotated_pairs(FAMILIES, (False, True)))
 def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
     """State passes from chunk to chunk within a layer. With KV on disk, each segment passes all layers."""
     options = {"disk": tmp_path, "host_memory": "4MiB"} if disk else {}
-    model, llm = make(name, prefill_chunk_size=7, **options)
+    model, llm = make_llm(name, prefill_chunk_size=7, **options)
     for length in (75, 8):
-        prompt = prompt_of(length)
+        prompt = random_prompt(length)
         assert_greedy(model, prompt, texts(llm, [prompt])[0])
 
 
 @pytest.mark.sampled(7)  # half of the families, with each policy
-@pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, list(POLICIES)))
+@pytest.mark.parametrize(("name", "policy"), rotated_pairs(FAMILIES, list(POLICIES)))
 def test_sequences_that_leave_a_batch(name: str, policy: str) -> None:
     """The middle one of three slots becomes free, and a fourth prompt reuses it."""
-    _, llm = make(name, max_num_seqs=3, policy=policy, policy_options=POLICIES[policy])
-    prompts = [prompt_of(30 + i, seed=i) for i in range(4)]
+    _, llm = make_llm(name, max_num_seqs=3, policy=policy, policy_options=POLICIES[policy])
+    prompts = [random_prompt(30 + i, seed=i) for i in range(4)]
     params = [SamplingParams(max_tokens=n, temperature=0) for n in (8, 3, 8, 5)]
     alone = [texts(llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
     assert texts(llm, prompts, params) == alone
@@ -71,7 +71,7 @@ def test_the_host_does_not_wait_if_states_are_gathered() -> None:
     with simulated(Lazy()) as sim:
         model = architecture("lfm2").to("cuda")
         runner = LLM(model, policy="full", host_memory="8MiB", verify="off", enable_prefix_caching=False).runner
-        batch = [runner.new_sequence(prompt_of(22, seed=i), 22) for i in range(3)]
+        batch = [runner.new_sequence(random_prompt(22, seed=i), 22) for i in range(3)]
         for sequence in batch:
             runner.prefill(sequence, 20)
         runner.free(batch.pop(1))
@@ -86,8 +86,8 @@ def test_the_host_does_not_wait_if_states_are_gathered() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forks(name: str) -> None:
     """Parallel samples copy the state after the prompt. Beams copy it in every step."""
-    model, llm = make(name)
-    prompt = prompt_of(30)
+    model, llm = make_llm(name)
+    prompt = random_prompt(30)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=1, seed=0, n=3, logprobs=0))
     assert len({tuple(one.token_ids) for one in output.outputs}) == 3
     for one in output.outputs:
@@ -109,14 +109,14 @@ def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch
     options: dict[str, Any] = {"policy": policy}
     if policy != "full":
         options["policy_options"] = {"recent": 4, "budget": 0.3}
-    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    prompts = [random_prompt(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0)
-    _, roomy = make("qwen3_5", **options)
+    _, roomy = make_llm("qwen3_5", **options)
     states = roomy.runner.pool.states
     assert states is not None
     snapshots = max(1, slots * states.slot_bytes)
     memory = 3 * roomy.runner.pool.block_bytes + snapshots
-    _, tight = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **options)
+    _, tight = make_llm("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **options)
     engine = tight.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not engine.idle:
@@ -130,8 +130,8 @@ def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch
 
 def test_scores_equal_transformers() -> None:
     """Continuations of one prompt fork its state."""
-    model, llm = make("granite_hybrid")
-    prompt, ends = prompt_of(20), [prompt_of(n, seed=n) for n in (3, 5)]
+    model, llm = make_llm("granite_hybrid")
+    prompt, ends = random_prompt(20), [random_prompt(n, seed=n) for n in (3, 5)]
     for end, score in zip(ends, llm.score([prompt] * 2, ends), strict=True):
         logits = model(torch.tensor([prompt + end])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(end)[:, None])[:, 0]
@@ -141,7 +141,7 @@ def test_scores_equal_transformers() -> None:
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_transformers_generate(name: str) -> None:
     model = architecture(name)
-    ids = torch.tensor([prompt_of(30), prompt_of(30, seed=1)])
+    ids = torch.tensor([random_prompt(30), random_prompt(30, seed=1)])
     expected = model.generate(ids, max_new_tokens=6, do_sample=False), model(ids).logits
     with offload(model, policy="full", host_memory="8MiB", verify="off") as llm:
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected[0])
@@ -167,12 +167,12 @@ def test_streamed_weights(name: str, options: dict[str, Any], tmp_path: Path) ->
     assert llm.runner.weights is not None and llm.runner.weights.stream is not None
     streamed = set(llm.runner.weights.stream.layers)
     assert streamed & {*shape.geometry.attention_at} and streamed & {state.layer for state in shape.geometry.states}
-    prompt = prompt_of(40)
+    prompt = random_prompt(40)
     assert_greedy(model, prompt, texts(llm, [prompt])[0])
 
 
 def test_planned_state_is_the_state_in_use() -> None:
-    model, llm = make("granite_hybrid", dtype="float32")
+    model, llm = make_llm("granite_hybrid", dtype="float32")
     slots, geometry = llm.runner.states, llm.runner.adapter.geometry
     assert slots is not None
     costs = costs_for(EngineConfig(policy="full"), load_shape(model))
@@ -192,14 +192,14 @@ class TestFaults:
     """Faults that must be found: a layer that misses tokens, and a state that is not reset."""
 
     def test_a_layer_that_misses_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, llm = make("qwen3_5")
+        _, llm = make_llm("qwen3_5")
         monkeypatch.setattr(RecurrentState, "finish", lambda *_: None)
         with pytest.raises(Exception, match="recurrent layers saw"):
-            texts(llm, [prompt_of(9)])
+            texts(llm, [random_prompt(9)])
 
     def test_a_slot_that_is_not_reset(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, llm = make("qwen3_5")
-        texts(llm, [prompt_of(30)])
+        model, llm = make_llm("qwen3_5")
+        texts(llm, [random_prompt(30)])
         kept = {layer: states.clone() for layer, states in llm.runner.states.recurrent.items()}  # type: ignore[union-attr]
         own = StateSlots.allocate
 
@@ -210,7 +210,7 @@ class TestFaults:
             return slot
 
         monkeypatch.setattr(StateSlots, "allocate", take)
-        prompt = prompt_of(3, seed=1)
+        prompt = random_prompt(3, seed=1)
         with pytest.raises(AssertionError):
             assert_greedy(model, prompt, texts(llm, [prompt])[0])
 
@@ -240,8 +240,8 @@ def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_fork_without_device_memory_leaves_the_state_of_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = make("qwen3_5")[1].runner
-    sequence = runner.new_sequence(prompt_of(30), 40)
+    runner = make_llm("qwen3_5")[1].runner
+    sequence = runner.new_sequence(random_prompt(30), 40)
     runner.prefill(sequence, 29)
 
     def full(self: Runner) -> None:

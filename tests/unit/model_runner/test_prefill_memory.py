@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.allocations import count
+from support.allocations import count_device_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_rt import LLM
@@ -32,5 +32,5 @@ def test_prefill_memory_is_bounded() -> None:
         one_layer = geometry.kv_bytes(TOKENS, torch.float32) // geometry.layers
         return runner.model.weight_bytes + one_layer + 2 * TOKENS * WIDTH * 4
 
-    least, counted = count(make, lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr()}, prefill)
+    least, counted = count_device_bytes(make, lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr()}, prefill)
     assert least / 2 < counted.peak <= 1.2 * least

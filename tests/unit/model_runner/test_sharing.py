@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.outputs import completed
-from support.sharing import BLOCK_BYTES, LAYERS, ROW, greedy, make
+from support.sharing import BLOCK_BYTES, LAYERS, ROW, greedy, make_llm
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
@@ -67,7 +67,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 def test_prompts_with_shared_prefixes_get_the_tokens_of_each_alone(
     policy: str, options: dict[str, Any], staged: bool
 ) -> None:
-    llm = make(policy=policy, policy_options=options, staged=staged)
+    llm = make_llm(policy=policy, policy_options=options, staged=staged)
     prompts = tree(random.Random(3), 6)
     params = [greedy(4 + 2 * i) for i in range(6)]
     expected = alone(llm, prompts, params)
@@ -87,7 +87,7 @@ def test_prompts_with_shared_prefixes_get_the_tokens_of_each_alone(
 )
 def test_prompts_with_shared_prefixes_on_other_models(name: str, policy: str) -> None:
     """Cover sliding windows shorter than shared prefixes, learned positions, and QK-norm."""
-    llm = make(name, policy=policy, host_memory="64MiB")
+    llm = make_llm(name, policy=policy, host_memory="64MiB")
     prompts = tree(random.Random(4), 5)
     params = [greedy(8)] * 5
     expected = alone(llm, prompts, params, name)
@@ -96,7 +96,7 @@ def test_prompts_with_shared_prefixes_on_other_models(name: str, policy: str) ->
 
 
 def test_samples_and_beams_share_a_pool_with_others() -> None:
-    llm = make()
+    llm = make_llm()
     prompts = tree(random.Random(5), 4)
     params = [
         SamplingParams(max_tokens=20, seed=1, n=3),
@@ -113,9 +113,9 @@ def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
 
     With quantised KV or selection, decoded tokens are decoded again and not prefilled.
     """
-    roomy = make(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
+    roomy = make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     memory = 5 * roomy.runner.pool.block_bytes
-    tight = make(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
+    tight = make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     prompts, params = [tiny_prompt(120, seed=i) for i in range(4)], [greedy(12)] * 4
     engine = Engine(tight.runner, max_num_seqs=4)
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
@@ -131,7 +131,7 @@ def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
 
 def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
     """32 questions on a 2k prompt save at least 90 % of prefill, KV and transfers."""
-    llm = make(blocks=32 + 64 + 8)
+    llm = make_llm(blocks=32 + 64 + 8)
     pool, shared, batch = llm.runner.pool, 32 * BLOCK_SIZE, 32
     prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
     done = completed(llm.generate(prompts, greedy(16)))
@@ -148,7 +148,7 @@ def test_32_requests_compute_store_and_fetch_a_shared_prompt_once() -> None:
 
 
 def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
-    llm = make()
+    llm = make_llm()
     runner = llm.runner
     first = runner.new_sequence(tiny_prompt(5 * BLOCK_SIZE + 1), 6 * BLOCK_SIZE)
     runner.prefill(first, 5 * BLOCK_SIZE)
@@ -165,7 +165,7 @@ def test_short_shared_runs_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None
     """Cover a single sequence, no common block, and a short shared run. Logits are bit-identical to those without
     sharing.
     """
-    llm = make()
+    llm = make_llm()
     runner, prompts = llm.runner, [tiny_prompt(3 * BLOCK_SIZE + 9, seed=i) for i in range(3)]
     sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]
     for sequence in sequences:
@@ -190,7 +190,7 @@ def test_short_shared_runs_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None
 def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
     """Four equal forks select the same KV entries, which are copied once."""
     options = {"dense_layers": (), "sinks": 2, "recent": 8, "max_fraction": 0.3}
-    llm = make(policy="infinigen", policy_options=options, staged=staged)
+    llm = make_llm(policy="infinigen", policy_options=options, staged=staged)
     runner = llm.runner
     first = runner.new_sequence(tiny_prompt(4 * BLOCK_SIZE + 1), 5 * BLOCK_SIZE)
     runner.prefill(first, 4 * BLOCK_SIZE)
@@ -207,7 +207,7 @@ def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
 
 def test_a_request_that_exceeds_the_free_memory_is_refused() -> None:
     """A block table outside the engine occupies most of the pool."""
-    llm = make(blocks=6)
+    llm = make_llm(blocks=6)
     held = llm.runner.pool.new_block_table(4 * BLOCK_SIZE)
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(100), greedy(60))
@@ -225,7 +225,7 @@ def test_a_request_that_exceeds_the_free_memory_is_refused() -> None:
 def test_many_requests_in_a_pool_too_small_for_them() -> None:
     """Cover random lengths, sharing, cancellations and preemptions. `make stress` runs 500 requests."""
     rng = random.Random(7)
-    llm = make(blocks=16)
+    llm = make_llm(blocks=16)
     stems = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
     prompts = [rng.choice(stems) + tiny_prompt(rng.randint(1, 60), seed=i) for i in range(REQUESTS)]
     params = [greedy(rng.choice([1, 7, 20, 140])) for _ in prompts]
@@ -254,7 +254,7 @@ def test_many_requests_in_a_pool_too_small_for_them() -> None:
 @pytest.mark.parametrize(("policy", "beyond"), [("full", True), ("infinigen", False)])
 def test_decoded_kv_of_a_policy_is_never_reused_as_exact(policy: str, beyond: bool) -> None:
     options = {} if policy == "full" else {"recent": 8, "sinks": 2, "max_fraction": 0.1, "dense_layers": ()}
-    llm = make(policy=policy, policy_options=options)
+    llm = make_llm(policy=policy, policy_options=options)
     prompt = tiny_prompt(2 * BLOCK_SIZE + 5)
     [first] = completed(llm.generate([prompt], greedy(2 * BLOCK_SIZE)))
     [again] = completed(llm.generate([prompt + first.token_ids], greedy(1)))
@@ -265,11 +265,11 @@ def test_another_policy_reuses_prefilled_kv() -> None:
     """Two policies share weights and pool. The second one computes only the last partial block."""
     options = {"budget": 0.3, "recent": 8, "sinks": 2}
     prompt = tiny_prompt(3 * BLOCK_SIZE + 5)
-    first = make(policy="full")
+    first = make_llm(policy="full")
     first.generate([prompt], greedy(4))
     other = first.under("quest", options)
     [done] = completed(other.generate([prompt], greedy(24)))
-    [own] = completed(make(policy="quest", policy_options=options).generate([prompt], greedy(24)))
+    [own] = completed(make_llm(policy="quest", policy_options=options).generate([prompt], greedy(24)))
     assert done.token_ids == own.token_ids and done.stats.exact_fraction == own.stats.exact_fraction < 1
     assert (done.stats.reused_tokens, own.stats.reused_tokens) == (3 * BLOCK_SIZE, 0)
     assert other.config.policy == "quest" and first.config.policy == "full"
@@ -278,6 +278,6 @@ def test_another_policy_reuses_prefilled_kv() -> None:
     assert back.stats.reused_tokens == 3 * BLOCK_SIZE
     first.runner.check_integrity()
     with pytest.raises(ConfigError, match="planned for one policy"):
-        make(policy="full", device_memory="1GiB").under("quest", options)
+        make_llm(policy="full", device_memory="1GiB").under("quest", options)
     with pytest.raises(ConfigError, match="budgt"):
         first.under("quest", {"budgt": 0.3})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.architectures import VOCAB, architecture
 from support.cuda_simulator import Late, simulated
-from support.hybrids import FAMILIES, make, prompt_of
+from support.hybrids import FAMILIES, make_llm, random_prompt
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
@@ -44,12 +44,12 @@ def recomputed(output: RequestOutput) -> int:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_continue_at_snapshots(name: str) -> None:
     """Cover the same prompt, a longer one, and edits at the end, in the middle and at the beginning."""
-    model, llm = make(name, prefill_chunk_size=48)
-    stem = prompt_of(400)
+    model, llm = make_llm(name, prefill_chunk_size=48)
+    stem = random_prompt(400)
     run(llm, stem)
     for prompt, edit in (
-        (stem, 1), (stem + prompt_of(5, 1), 1), (stem[:390] + prompt_of(10, 2), 10),
-        (stem[:300] + prompt_of(100, 3), 100), (prompt_of(400, 4), 400),
+        (stem, 1), (stem + random_prompt(5, 1), 1), (stem[:390] + random_prompt(10, 2), 10),
+        (stem[:300] + random_prompt(100, 3), 100), (random_prompt(400, 4), 400),
     ):  # fmt: skip
         output = run(llm, prompt)
         assert_greedy(model, prompt, output.outputs[0].token_ids)
@@ -58,12 +58,12 @@ def test_prompts_continue_at_snapshots(name: str) -> None:
 
 def test_every_edit_recomputes_little() -> None:
     """An edit d tokens before the end of prompt and answer recomputes at most 2 d + 64 tokens."""
-    model, llm = make("granite_hybrid")
-    prompt = prompt_of(190)
+    model, llm = make_llm("granite_hybrid")
+    prompt = random_prompt(190)
     text = prompt + run(llm, prompt, SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)).outputs[0].token_ids
     text.pop()  # the last token was not computed
     for d in (1, 2, 64, 65, 130, 200, len(text) - 1):
-        edited = text[: len(text) - d] + prompt_of(d, d)
+        edited = text[: len(text) - d] + random_prompt(d, d)
         edited[len(text) - d] = (text[len(text) - d] + 1) % VOCAB
         output = run(llm, edited, SamplingParams(max_tokens=2, temperature=0))
         assert recomputed(output) <= 2 * d + BLOCK_SIZE, d
@@ -72,9 +72,9 @@ def test_every_edit_recomputes_little() -> None:
 
 def test_diverging_prompts_share_from_the_second_time_on() -> None:
     """The second prompt takes a snapshot where it diverges from the first one. Later prompts start there."""
-    _, llm = make("qwen3_5")
-    system = prompt_of(6 * BLOCK_SIZE)
-    outputs = [run(llm, system + prompt_of(500, seed)) for seed in (1, 2, 3)]
+    _, llm = make_llm("qwen3_5")
+    system = random_prompt(6 * BLOCK_SIZE)
+    outputs = [run(llm, system + random_prompt(500, seed)) for seed in (1, 2, 3)]
     assert outputs[1].outputs[0].stats is not None
     assert outputs[1].num_cached_tokens + outputs[1].outputs[0].stats.recomputed_tokens == len(system)
     assert outputs[2].num_cached_tokens == len(system)
@@ -84,30 +84,30 @@ def test_diverging_prompts_share_from_the_second_time_on() -> None:
 def test_approximate_states_are_not_shared() -> None:
     """Decoded tokens of a sparse policy have an approximate state. As a prompt, the same tokens are exact."""
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
-    _, llm = make("qwen3_5", **options)
-    prompt = prompt_of(200)
+    _, llm = make_llm("qwen3_5", **options)
+    prompt = random_prompt(200)
     text = prompt + run(llm, prompt, SamplingParams(max_tokens=70, temperature=0)).outputs[0].token_ids
     again = run(llm, text)
     assert again.num_cached_tokens <= len(prompt)
-    _, alone = make("qwen3_5", **options, enable_prefix_caching=False)
+    _, alone = make_llm("qwen3_5", **options, enable_prefix_caching=False)
     assert run(alone, text).outputs[0].token_ids == again.outputs[0].token_ids
 
 
 def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     """Return requests whose prompts continue, edit or truncate earlier texts. Some use n > 1 or beam search."""
-    texts, requests = [prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))], []
+    texts, requests = [random_prompt(rng.randrange(1, 300), rng.randrange(1 << 30))], []
     for _ in range(8 if STRESS else 4):
         text = list(rng.choice(texts))
         change = rng.choice(["same", "longer", "edit", "cut", "new"])
         if change == "longer":
-            text += prompt_of(rng.randrange(1, 150), rng.randrange(1 << 30))
+            text += random_prompt(rng.randrange(1, 150), rng.randrange(1 << 30))
         elif change == "edit":
             at = rng.randrange(len(text))
-            text = text[:at] + prompt_of(len(text) - at, rng.randrange(1 << 30))
+            text = text[:at] + random_prompt(len(text) - at, rng.randrange(1 << 30))
         elif change == "cut":
             text = text[: rng.randrange(1, len(text) + 1)]
         elif change == "new":
-            text = prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))
+            text = random_prompt(rng.randrange(1, 300), rng.randrange(1 << 30))
         texts.append(text)
         width = rng.choice([1, 1, 2, 3])
         kind: dict[str, Any] = (
@@ -130,12 +130,14 @@ def test_streams_of_prompts_give_the_tokens_of_each_alone(seed: int) -> None:
     """Cover random edits, forks and evictions with memory for few blocks and few snapshots."""
     rng = random.Random(seed)
     name = rng.choice(FAMILIES)
-    _, alone = make(name, enable_prefix_caching=False)
-    _, roomy = make(name)
+    _, alone = make_llm(name, enable_prefix_caching=False)
+    _, roomy = make_llm(name)
     assert roomy.runner.pool.states is not None
     snapshots = rng.choice([1, 3, 8]) * roomy.runner.pool.states.slot_bytes
     memory = snapshots + rng.choice([60, 100]) * roomy.runner.pool.block_bytes
-    _, tight = make(name, host_memory=memory, snapshot_memory=snapshots, prefill_chunk_size=rng.choice([40, 64, 512]))
+    _, tight = make_llm(
+        name, host_memory=memory, snapshot_memory=snapshots, prefill_chunk_size=rng.choice([40, 64, 512])
+    )
     requests = stream(rng)
     expected = [[one.token_ids for one in completed(alone.generate([prompt], params))] for prompt, params in requests]
     for llm, at_once in ((tight, 1), (tight, 3), (roomy, 2)):
@@ -151,21 +153,21 @@ def test_streams_of_prompts_give_the_tokens_of_each_alone(seed: int) -> None:
 
 
 def test_the_memory_of_snapshots_is_a_part_of_host_memory() -> None:
-    _, llm = make("qwen3_5", host_memory=1 << 20, snapshot_memory=100_000)
+    _, llm = make_llm("qwen3_5", host_memory=1 << 20, snapshot_memory=100_000)
     pool = llm.runner.pool
     assert pool.states is not None
     assert pool.states.limit_bytes <= 100_000 < pool.states.limit_bytes + pool.states.slot_bytes
     assert pool.block_count * pool.block_bytes + pool.states.limit_bytes <= 1 << 20
     with pytest.raises(MemoryLimitError, match="snapshot_memory"):
-        make("qwen3_5", host_memory=1 << 20, snapshot_memory=1 << 21)
+        make_llm("qwen3_5", host_memory=1 << 20, snapshot_memory=1 << 21)
     with pytest.raises(ConfigError, match="snapshot_memory"):
-        make("qwen3_5", snapshot_memory="much")
+        make_llm("qwen3_5", snapshot_memory="much")
 
 
 @pytest.mark.parametrize("options", [{"snapshot_memory": 1}, {"enable_prefix_caching": False}])
 def test_without_snapshots_nothing_is_shared(options: dict[str, Any]) -> None:
-    model, llm = make("qwen3_5", **options)
-    prompt = prompt_of(200)
+    model, llm = make_llm("qwen3_5", **options)
+    prompt = random_prompt(200)
     for _ in range(2):
         output = run(llm, prompt)
         assert output.num_cached_tokens == 0
@@ -174,13 +176,15 @@ def test_without_snapshots_nothing_is_shared(options: dict[str, Any]) -> None:
 
 def test_a_preempted_request_continues_at_a_snapshot() -> None:
     """Three growing prompts do not fit together."""
-    prompts = [prompt_of(310, seed=i) for i in range(3)]
+    prompts = [random_prompt(310, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
-    _, roomy = make("qwen3_5")
+    _, roomy = make_llm("qwen3_5")
     expected = [one.token_ids for one in completed(roomy.generate(prompts, params))]
     assert roomy.runner.pool.states is not None
     snapshots = 30 * roomy.runner.pool.states.slot_bytes
-    _, tight = make("qwen3_5", host_memory=snapshots + 19 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
+    _, tight = make_llm(
+        "qwen3_5", host_memory=snapshots + 19 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots
+    )
     engine = tight.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     restored: list[int] = []
@@ -203,10 +207,10 @@ def test_a_preempted_request_continues_at_a_snapshot() -> None:
 @pytest.mark.parametrize("failing", range(6))
 def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One lock fails in the prefill or in a decode step of two requests. Only this snapshot is missing."""
-    prompts = [prompt_of(180, seed) for seed in (1, 2)]
+    prompts = [random_prompt(180, seed) for seed in (1, 2)]
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    expected = [one.token_ids for one in completed(make("qwen3_5")[1].generate(prompts, params))]
-    _, llm = make("qwen3_5")
+    expected = [one.token_ids for one in completed(make_llm("qwen3_5")[1].generate(prompts, params))]
+    _, llm = make_llm("qwen3_5")
     states, table = llm.runner.pool.states, llm.runner.pool.cached.snapshots
     assert states is not None and table is not None
     locked: list[torch.Tensor] = []
@@ -225,9 +229,9 @@ def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch
 
 
 def test_a_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, llm = make("qwen3_5")
+    _, llm = make_llm("qwen3_5")
     runner = llm.runner
-    sequence = runner.new_sequence([*prompt_of(70), 5], 71)
+    sequence = runner.new_sequence([*random_prompt(70), 5], 71)
     runner.prefill(sequence, 70)
     assert runner.snapshots is not None and runner.pool.cached.snapshots is not None
     used = len(runner.pool.cached.snapshots)
@@ -267,14 +271,14 @@ class TestFaults:
     """A wrong snapshot must change the tokens, so that the tests above notice it."""
 
     def test_a_snapshot_one_block_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, llm = make("qwen3_5")
+        model, llm = make_llm("qwen3_5")
         own = StateCapture.__init__
 
         def init(self: StateCapture, slots: Any, slot: int, pool: Any, targets: Any) -> None:
             own(self, slots, slot, pool, {position - BLOCK_SIZE: target for position, target in targets.items()})
 
         monkeypatch.setattr(StateCapture, "__init__", init)
-        prompt = prompt_of(300)
+        prompt = random_prompt(300)
         run(llm, prompt)
         with pytest.raises(AssertionError):
             assert_greedy(model, prompt, run(llm, prompt).outputs[0].token_ids)

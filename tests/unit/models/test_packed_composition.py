@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.outputs import completed
-from support.sessions import answer
+from support.sessions import take_turn
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -80,10 +80,10 @@ def test_beams_equal_dequantised_weights(file: Path) -> None:
 def test_sessions_continue_after_a_restart(file: Path, tmp_path: Path) -> None:
     first, second = tiny_prompt(150), tiny_prompt(20, seed=5)
     session = runtime(file).session("s", tmp_path)
-    answer(session, first, GREEDY)
+    take_turn(session, first, GREEDY)
     session.close()
     again = runtime(file).session("s", tmp_path)
-    found = answer(again, second, GREEDY)
+    found = take_turn(again, second, GREEDY)
     assert again.loaded_tokens > 100
     [expected] = completed(runtime(file, quantize="none").generate([again.tokens[: -len(found)]], GREEDY))
     assert found == expected.token_ids

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.allocations import count
+from support.allocations import count_device_bytes
 from support.outputs import completed
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_checkpoint, tiny_prompt
@@ -265,7 +265,9 @@ def test_the_memory_for_quantisation_does_not_depend_on_the_weight(bits: int) ->
     extra = []
     for rows in (4096, 8192):
         weight = torch.randn(rows, 1024)
-        _, used = count(lambda w=weight: w, lambda w: set(), lambda w: quantize._quantized(w, form, w.device))
+        _, used = count_device_bytes(
+            lambda w=weight: w, lambda w: set(), lambda w: quantize._quantized(w, form, w.device)
+        )
         extra.append(used.peak - used.before - rows * form.row_bytes)
     assert extra[0] == extra[1] < 50 * quantize._WEIGHTS_AT_ONCE
 

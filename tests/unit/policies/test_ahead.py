@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import architecture
-from support.hybrids import make, prompt_of
+from support.hybrids import make_llm, random_prompt
 from support.outputs import completed
 from support.select_models import CPU, artifact, geometry
 from support.tiny_models import assert_greedy, tiny_model
@@ -57,7 +57,7 @@ def layer_inputs(model: Any, tokens: list[int]) -> list[torch.Tensor]:
 @torch.inference_mode()
 def test_queries_are_predicted_from_the_input_of_an_earlier_layer(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large `ahead` is, predictions start at the previous attention layer."""
-    model, llm = make("qwen3_5", overrides=LAYERS, policy="infinigen", policy_options=EVERYTHING | {"ahead": ahead})
+    model, llm = make_llm("qwen3_5", overrides=LAYERS, policy="infinigen", policy_options=EVERYTHING | {"ahead": ahead})
     guesses: list[torch.Tensor] = []
 
     def note(layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_queries_are_predicted_from_the_input_of_an_earlier_layer(ahead: int, mo
         return x
 
     monkeypatch.setattr(llm.runner.policy, "correct_prediction", note)
-    prompt = prompt_of(30)
+    prompt = random_prompt(30)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=5, temperature=0))
     text = [*prompt, *output.outputs[0].token_ids]
     assert_greedy(model, prompt, text[30:])
@@ -85,13 +85,15 @@ def test_tokens_on_a_device_equal_the_cpu_path() -> None:
     for device in ("cpu", "cuda"):
         model = architecture("lfm2", num_hidden_layers=4, layer_types=kinds).to(device)  # type: ignore[arg-type]
         llm = LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB", verify="off")
-        found.append([one.token_ids for one in completed(llm.generate([prompt_of(46), prompt_of(40, 1)], params))])
+        found.append(
+            [one.token_ids for one in completed(llm.generate([random_prompt(46), random_prompt(40, 1)], params))]
+        )
     assert found[0] == found[1]
 
 
 @torch.inference_mode()
 def test_corrections_are_fitted_for_each_layer_between() -> None:
-    model, tokens = architecture("qwen3_5", dtype=torch.float64, **LAYERS), prompt_of(80)
+    model, tokens = architecture("qwen3_5", dtype=torch.float64, **LAYERS), random_prompt(80)
     _, correction = measure(adapter_for(model), tokens)
     hidden, norm = layer_inputs(model, tokens), model.model.layers[5].input_layernorm
     truth = norm(hidden[5])
@@ -110,7 +112,7 @@ def test_corrections_are_fitted_for_each_layer_between() -> None:
 @pytest.mark.parametrize(("ahead", "source"), [(1, 1), (3, 3), (4, "normed_input"), (None, "attention_input")])
 def test_the_policy_corrects_with_the_source_of_the_layer(ahead: int | None, source: Any) -> None:
     adapter = adapter_for(architecture("qwen3_5", **LAYERS))
-    made = calibrate(adapter, prompt_of(80), method="svd", fingerprint="", calibration="")
+    made = calibrate(adapter, random_prompt(80), method="svd", fingerprint="", calibration="")
     options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}
     policy = InfiniGen(InfiniGenOptions(**options), adapter.geometry, made, CPU, torch.float32)
     x, s = torch.randn(2, 32), source_index(source)
@@ -198,7 +200,7 @@ def test_streamed_layers_are_copied_once_per_step(source: str, tmp_path: Path) -
     )  # fmt: skip
     assert llm.runner.weights is not None and llm.runner.weights.stream is not None
     assert llm.runner.weights.stream.layers == (0, 2, 3, 4)
-    [output] = llm.generate([prompt_of(30)], SamplingParams(max_tokens=9, temperature=0))
+    [output] = llm.generate([random_prompt(30)], SamplingParams(max_tokens=9, temperature=0))
     copied = output.outputs[0].stats.h2d_weight_bytes_steps  # type: ignore[union-attr]
     assert copied <= 8.5 * sum(sizes[layer] for layer in (0, 2, 3, 4))
 

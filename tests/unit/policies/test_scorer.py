@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda_cells import GRAPHS, captured
+from support.cuda_cells import GRAPHS, captured_graphs
 from support.cuda_simulator import Lazy, simulated
 from support.outputs import completed
 from support.select_models import CPU, as_sets, geometry, no_keys, pass_keys, tokens
@@ -84,7 +84,7 @@ def answers(device: str, name: str, head_dim: int, **settings: Any) -> tuple[lis
     done = completed(llm.generate(prompts, SamplingParams(max_tokens=10, temperature=0)))
     llm.runner.check_integrity()
     assert all(one.stats.exact_fraction < 0.8 for one in done)
-    return [one.token_ids for one in done], captured(llm)
+    return [one.token_ids for one in done], captured_graphs(llm)
 
 
 def test_a_policy_of_one_method_is_batched_and_captured_on_a_device() -> None:

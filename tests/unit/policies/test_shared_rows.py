@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import begun
-from support.sharing import make
+from support.batches import prefilled_sequence
+from support.sharing import make_llm
 from support.tiny_models import tiny_prompt
 
 from offload_rt.core import BLOCK_SIZE
@@ -21,7 +21,7 @@ COMMON = PAGE_TOKENS + 2 * BLOCK_SIZE
 
 def runner_of(**options: Any) -> Runner:
     tail = {"approximate_kv": "int2", "recent": 8, "budget": 0.3}
-    return make(policy="infinigen", policy_options=tail, missed_mass_every=0, **options).runner
+    return make_llm(policy="infinigen", policy_options=tail, missed_mass_every=0, **options).runner
 
 
 def prompts() -> list[list[int]]:
@@ -88,7 +88,7 @@ def test_low_bit_kv_of_a_shared_prefix_is_stored_once(learned: list[int]) -> Non
 def test_only_low_bit_kv_of_a_prefill_is_shared(learned: list[int]) -> None:
     """Low-bit KV of incomplete sequences or decoded tokens is not shared."""
     runner, prompt = runner_of(), tiny_prompt(4 * BLOCK_SIZE)
-    first = begun(runner, 3 * BLOCK_SIZE + 10)
+    first = prefilled_sequence(runner, 3 * BLOCK_SIZE + 10)
     assert first.tokens[: 3 * BLOCK_SIZE] == prompt[: 3 * BLOCK_SIZE]
     second = runner.new_sequence(prompt, 300, reuse=len(prompt))
     first.unobserved = 1

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.compilers import idle
+from support.compilers import fake_compiler
 from transformers.utils import is_kernels_available
 
 from offload_rt.utils import native_code, native_libraries
@@ -68,7 +68,7 @@ def out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
     compiler = native_code.find_compiler()
     if compiler is not None and not STRESS:
-        compiler = [str(idle(out / "quick"))]
+        compiler = [str(fake_compiler(out / "quick"))]
     build = (
         "import setuptools.build_meta as b, sys\n"
         "_, out, *kinds = sys.argv\n"

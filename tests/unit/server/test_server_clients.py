@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, reference_tokenizer, run_server, wait_until
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
@@ -208,7 +208,7 @@ class ToolCallingEngine(ScriptedEngine):
 
 @pytest.fixture(scope="module")
 def obeying_url() -> Iterator[str]:
-    with served(ToolCallingEngine()) as address:
+    with run_server(ToolCallingEngine()) as address:
         yield address
 
 
@@ -285,7 +285,7 @@ def test_no_request_is_lost(tmp_path: Path) -> None:
         async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
             await asyncio.gather(*(ask(http, numbers) for _ in range(CONNECTIONS)))
 
-    with served(engine) as url:
+    with run_server(engine) as url:
         asyncio.run(all_of_them(url))
         wait_until(lambda: engine.load().running == 0)
         assert engine.load().pool_used_bytes == 0

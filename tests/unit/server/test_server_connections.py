@@ -18,7 +18,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
-from support.serving import ScriptedEngine, answering, served, wait_until
+from support.serving import ScriptedEngine, run_asgi_app, run_server, wait_until
 from transformers import PreTrainedTokenizerBase
 from uvicorn.server import ServerState
 
@@ -88,7 +88,7 @@ def test_a_client_that_does_not_read_is_disconnected(
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 200)
     ask = post(ASK | {"stream": True, "n": 4})
     with (
-        served(engine, **{"timeout": 600, "send_timeout": 600, limit: 0.5}) as url,
+        run_server(engine, **{"timeout": 600, "send_timeout": 600, limit: 0.5}) as url,
         connect(url, ask, receive_buffer=4096),
     ):
         wait_until(lambda: engine.begun == 1)
@@ -100,7 +100,7 @@ def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> 
     """The response is complete, but in the buffer of the transport, so that close() would wait forever."""
     options = ServerOptions(port=0, timeout=0.2, send_timeout=60.0 if slowly else 0.3)
     ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
-    with answering(large, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
+    with run_asgi_app(large, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
         wait_until(lambda: len(server.server_state.connections) == 1)
         end = time.monotonic() + 6
         while server.server_state.connections and time.monotonic() < end:
@@ -115,7 +115,7 @@ def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> 
 
 @pytest.mark.parametrize("start", [b"", b"G", HALF])
 def test_a_head_has_a_deadline(tokenizer: PreTrainedTokenizerBase, start: bytes) -> None:
-    with served(ScriptedEngine(tokenizer, str), head_timeout=0.3) as url:
+    with run_server(ScriptedEngine(tokenizer, str), head_timeout=0.3) as url:
         begun = time.monotonic()
         connection = connect(url, start)
         answer = read_to_end(connection)
@@ -124,7 +124,7 @@ def test_a_head_has_a_deadline(tokenizer: PreTrainedTokenizerBase, start: bytes)
 
 
 def test_bytes_do_not_extend_the_deadline_of_a_head(tokenizer: PreTrainedTokenizerBase) -> None:
-    with served(ScriptedEngine(tokenizer, str), head_timeout=0.4) as url:
+    with run_server(ScriptedEngine(tokenizer, str), head_timeout=0.4) as url:
         connection = connect(url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" in connection.recv(1 << 16)
         connection.sendall(HALF)  # head of the next request on this connection
@@ -144,7 +144,7 @@ def test_health_answers_among_half_open_connections(
 ) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was.")
     descriptors = psutil.Process().num_fds()
-    with served(engine, max_connections=32) as url, httpx2.Client(base_url=url) as http, ExitStack() as stack:
+    with run_server(engine, max_connections=32) as url, httpx2.Client(base_url=url) as http, ExitStack() as stack:
         for _ in range(300):
             stack.callback(connect(url, HALF).close)
             if _ % 30 == 0:
@@ -159,7 +159,7 @@ def test_health_answers_among_half_open_connections(
 
 def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was.", pause=0.3)
-    with served(engine, max_connections=2) as url:
+    with run_server(engine, max_connections=2) as url:
         asking = [connect(url, post(ASK)) for _ in range(2)]
         wait_until(lambda: engine.begun == 2)
         refused = read_to_end(connect(url))
@@ -173,7 +173,7 @@ def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: 
 def test_a_response_that_is_being_read_is_not_cut(tokenizer: PreTrainedTokenizerBase) -> None:
     """The response is complete, and a new connection needs its place."""
     ask = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    with answering(large, ServerOptions(port=0, max_connections=1)) as (url, _), connect(url, ask, 4096) as slow:
+    with run_asgi_app(large, ServerOptions(port=0, max_connections=1)) as (url, _), connect(url, ask, 4096) as slow:
         begun = slow.recv(100)
         assert read_to_end(connect(url)).startswith(b"HTTP/1.1 503 ")
         assert len(begun + read_to_end(slow)) > 32 << 20
@@ -184,7 +184,7 @@ def test_a_shutdown_is_reported_to_clients(tokenizer: PreTrainedTokenizerBase, s
     """The grace period ends before the answer."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 1000, pause=0.1)
     options = ServerOptions(port=0, grace=1)
-    with answering(make_app(engine, options), options) as (url, server):  # type: ignore[arg-type]
+    with run_asgi_app(make_app(engine, options), options) as (url, server):  # type: ignore[arg-type]
         asking = connect(url, post(ASK | {"stream": stream}))
         wait_until(lambda: engine.begun == 1)
         if stream:
@@ -216,7 +216,7 @@ def test_small_writes_are_sent_at_once() -> None:
 def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
     """The client sends its request late. Closing the socket would reset the connection and lose the response."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 50, pause=0.1)
-    with served(engine, max_connections=4) as url, ExitStack() as stack:
+    with run_server(engine, max_connections=4) as url, ExitStack() as stack:
         for _ in range(4):
             stack.callback(connect(url, post(ASK)).close)
         wait_until(lambda: engine.begun == 4)
@@ -263,7 +263,7 @@ def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
         await send({"type": "http.response.body", "body": b""})
 
     options = ServerOptions(port=0, max_connections=most)
-    with answering(busy, options) as (url, _), ExitStack() as stack:
+    with run_asgi_app(busy, options) as (url, _), ExitStack() as stack:
         stack.callback(go.set)
         stack.callback(connect(url, b"GET /busy HTTP/1.1\r\nHost: x\r\n\r\n").close)
         assert begun.wait(20)
@@ -317,7 +317,7 @@ def test_garbage_in_a_body_that_was_refused_already(url: str, caplog: pytest.Log
 
 
 def test_incomplete_bodies_are_bounded_together(tokenizer: PreTrainedTokenizerBase) -> None:
-    with served(ScriptedEngine(tokenizer, str), max_body=1024) as address, ExitStack() as stack:
+    with run_server(ScriptedEngine(tokenizer, str), max_body=1024) as address, ExitStack() as stack:
         for _ in range(18):
             connection = connect(address, HALF + b"Content-Length: 1024\r\n\r\n" + b"x" * 1000)
             stack.callback(connection.close)

@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 from support.faults import fault
-from support.serving import TEMPLATE, served, wait_until
+from support.serving import TEMPLATE, run_server, wait_until
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
@@ -108,7 +108,7 @@ def test_an_answer_without_a_limit_ends_when_memory_is_full(engine: AsyncLLM) ->
     """Host memory has room for 128 of the model's 4,096 positions. A longer prompt is refused."""
     small = LLM(engine.llm.name, policy="full", verify="off", host_memory="128KiB")
     small.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
-    with served(AsyncLLM(small)) as url:
+    with run_server(AsyncLLM(small)) as url:
         assert httpx2.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 128
         asked: Any = {"messages": [{"role": "user", "content": "Who?"}], "temperature": 0, "ignore_eos": True}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=asked).json()
@@ -179,7 +179,7 @@ def test_a_model_without_tools_in_its_template_calls_one(tmp_path: Path) -> None
     )
     tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
     body = {"messages": [{"role": "user", "content": "Who?"}], "tools": [tool], "tool_choice": "required"}
-    with served(AsyncLLM(llm)) as url:
+    with run_server(AsyncLLM(llm)) as url:
         for stream in (False, True):
             asked = body | {"temperature": 0, "n": 2, "max_tokens": 600, "stream": stream}
             answer = httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=60)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from support.serving import ScriptedEngine, claude_client, reference_tokenizer, served
+from support.serving import ScriptedEngine, claude_client, reference_tokenizer, run_server
 from transformers import PreTrainedTokenizerBase
 
 PLAIN = (
@@ -53,7 +53,7 @@ def test_several_names_and_any_name(http: httpx2.Client, engine: ScriptedEngine)
             assert http.post(f"/v1/{path}", json=body | {"model": name}).json()["model"] == name
         answer = http.post(f"/v1/{path}", json=body | {"model": "third"})
         assert answer.status_code == 404 and "'first' and 'second'" in answer.text
-    with served(engine, accept_any_model=True) as url:
+    with run_server(engine, accept_any_model=True) as url:
         body = {"messages": [USER], "model": "gpt-5"}
         assert httpx2.post(f"{url}/v1/chat/completions", json=body).json()["model"] == "gpt-5"
 
@@ -106,12 +106,12 @@ def test_input_items(http: httpx2.Client) -> None:
 def test_fill_in_the_middle() -> None:
     tokenizer = reference_tokenizer()
     engine = ScriptedEngine(tokenizer, say)
-    with served(engine) as url:
+    with run_server(engine) as url:
         answer = httpx2.post(f"{url}/v1/completions", json={"prompt": "a", "suffix": "b"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    with served(engine) as url:
+    with run_server(engine) as url:
         body = {"prompt": "def f():", "suffix": "\n    return x", "stop_token_ids": [3], "stream": False}
         assert httpx2.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"] == "Yes."
         assert say.prompts[-1] == "<|fim_prefix|>def f():<|fim_suffix|>\n    return x<|fim_middle|>"
@@ -135,7 +135,7 @@ CALLS = '[{"name": "find", "arguments": {"q": "Dick"}}, {"name": "find", "argume
 def test_tools_of_a_model_without_tool_support() -> None:
     said = Recorder(CALLS)
     engine = ScriptedEngine(plain_tokenizer(), said)
-    with served(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with run_server(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": "scripted", "tools": [FIND]}
         system: Any = {"role": "system", "content": "Be brief."}
         for choice in ("auto", "required"):
@@ -185,7 +185,7 @@ def test_a_cut_off_call_in_every_protocol(stream: bool) -> None:
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: text)
     tool: Any = {"name": "find", "input_schema": {"type": "object"}}
     flat: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}}
-    with served(engine) as url:
+    with run_server(engine) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             options: Any = {"model": "scripted", "messages": [USER], "tools": [FIND], "max_tokens": 60}
             whole: Any = client.chat.completions.create(**options, stream=stream)

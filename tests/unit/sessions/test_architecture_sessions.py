@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import RECURRENT, RUNS, VOCAB, architecture
-from support.plain_decode import Kept, assert_evicts_oldest, plain_step
+from support.plain_decode import LayerKV, assert_evicts_oldest, plain_step
 from support.tiny_models import assert_greedy
 
 from offload_rt import LLM, ModelError, SamplingParams
@@ -62,7 +62,7 @@ def test_a_session_is_restored_and_truncated(name: str, tmp_path: Path) -> None:
             session.truncate(drop=CUT)
         session.close()
         return
-    rows: Kept = [[] for _ in range(geometry.layers)]
+    rows: LayerKV = [[] for _ in range(geometry.layers)]
     plain_step(runner.adapter, tokens[:computed], 0, rows)
     assert session.truncate(drop=CUT) == len(CUT)
     left, floor = [i for i in range(computed) if i not in CUT], session.history.floor

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from support.disk_blocks import named, open_store
+from support.disk_blocks import open_store, padded_name
 from support.outputs import completed
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams, StoreError
@@ -270,8 +270,8 @@ def test_a_document_is_intact_after_a_kill_at_any_point(
     for stop in range(20):
         folder = tmp_path / str(stop)
         store, count = open_store(folder), 0
-        store.documents.put(named("one"), b"first")
-        store.documents.put(named("one"), b"second")
+        store.documents.put(padded_name("one"), b"first")
+        store.documents.put(padded_name("one"), b"second")
         with monkeypatch.context() as patch:
             for name in calls:
                 real = refuse if name == "link" and not links else getattr(os, name)
@@ -286,18 +286,18 @@ def test_a_document_is_intact_after_a_kill_at_any_point(
                 patch.setattr(os, name, call)
             patch.setattr(Path, "unlink", lambda *args, **options: None)  # a killed process does not clean up
             try:
-                store.documents.put(named("one"), b"third")
+                store.documents.put(padded_name("one"), b"third")
                 finished = True
             except Killed:
                 finished = False
         store.close()
         found = open_store(folder)
-        assert found.documents.get(named("one")) in (Document(b"second"), Document(b"third"))
+        assert found.documents.get(padded_name("one")) in (Document(b"second"), Document(b"third"))
         assert not list(folder.rglob("*.tmp"))
         found.check_integrity()
-        found.documents.put(named("one"), b"fourth")
-        flip(file(folder, f"{named('one')}.doc"), 70)
-        last = found.documents.get(named("one"))
+        found.documents.put(padded_name("one"), b"fourth")
+        flip(file(folder, f"{padded_name('one')}.doc"), 70)
+        last = found.documents.get(padded_name("one"))
         assert last is not None and last.damage and last.data in (b"second", b"third")
         found.close()
         steps = stop
@@ -308,28 +308,28 @@ def test_a_document_is_intact_after_a_kill_at_any_point(
 
 def test_a_damaged_document_never_becomes_the_previous_one(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.documents.put(named("one"), b"first")
-    store.documents.put(named("one"), b"second")
-    flip(file(tmp_path, f"{named('one')}.doc"), 70)
-    store.documents.put(named("one"), b"third")
-    assert len(list(tmp_path.rglob(f"{named('one')}.damaged"))) == 1, "a person may still want it"
-    flip(file(tmp_path, f"{named('one')}.doc"), 70)
-    last = store.documents.get(named("one"))
+    store.documents.put(padded_name("one"), b"first")
+    store.documents.put(padded_name("one"), b"second")
+    flip(file(tmp_path, f"{padded_name('one')}.doc"), 70)
+    store.documents.put(padded_name("one"), b"third")
+    assert len(list(tmp_path.rglob(f"{padded_name('one')}.damaged"))) == 1, "a person may still want it"
+    flip(file(tmp_path, f"{padded_name('one')}.doc"), 70)
+    last = store.documents.get(padded_name("one"))
     assert last is not None and last.data == b"first"
     store.check_integrity()
     for _ in range(2):
-        store.documents.delete(named("one"))
-        assert store.documents.get(named("one")) is None and not list(tmp_path.rglob(f"{named('one')}.*"))
+        store.documents.delete(padded_name("one"))
+        assert store.documents.get(padded_name("one")) is None and not list(tmp_path.rglob(f"{padded_name('one')}.*"))
     store.close()
 
 
 def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.documents.put(named("one"), b"first")
-    with file(tmp_path, f"{named('one')}.doc").open("r+b") as sparse:
+    store.documents.put(padded_name("one"), b"first")
+    with file(tmp_path, f"{padded_name('one')}.doc").open("r+b") as sparse:
         sparse.truncate(1 << 40)
     with pytest.raises(StoreError, match=r"one-0+\.doc.* is damaged"):
-        store.documents.get(named("one"))
+        store.documents.get(padded_name("one"))
     assert list(store.documents.read_all().values()) == [None]
     store.close()
 
@@ -337,14 +337,16 @@ def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
 def test_a_crash_after_linking_leaves_no_stale_file(tmp_path: Path) -> None:
     """After a crash of `put`, `.doc` and `.before` may be links to the same file."""
     store = open_store(tmp_path)
-    store.documents.put(named("one"), b"first")
-    os.link(file(tmp_path, f"{named('one')}.doc"), file(tmp_path, f"{named('one')}.doc").with_suffix(".before"))
+    store.documents.put(padded_name("one"), b"first")
+    os.link(
+        file(tmp_path, f"{padded_name('one')}.doc"), file(tmp_path, f"{padded_name('one')}.doc").with_suffix(".before")
+    )
     store.close()
     store = open_store(tmp_path)
-    store.documents.put(named("one"), b"second")
+    store.documents.put(padded_name("one"), b"second")
     store.check_integrity()
-    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{named('one')}.*"))) == 2
-    flip(file(tmp_path, f"{named('one')}.doc"), 70)
-    last = store.documents.get(named("one"))
+    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{padded_name('one')}.*"))) == 2
+    flip(file(tmp_path, f"{padded_name('one')}.doc"), 70)
+    last = store.documents.get(padded_name("one"))
     assert last is not None and last.data == b"first"
     store.close()

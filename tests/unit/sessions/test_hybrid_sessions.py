@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.architectures import architecture
 from support.child_processes import fork_until_killed
-from support.hybrids import FAMILIES, answer, computed, make, prompt_of, rotated
+from support.hybrids import FAMILIES, computed_tokens, make_llm, random_prompt, rotated_pairs, take_turn
 from support.tiny_models import assert_greedy
 
 from offload_rt import AsyncLLM, ModelError, RequestOutput, SamplingParams
@@ -32,17 +32,21 @@ KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "16")) // 4
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("name", "restarts"), rotated(FAMILIES, (False, True)))
+@pytest.mark.parametrize(("name", "restarts"), rotated_pairs(FAMILIES, (False, True)))
 def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_path: Path) -> None:
-    model, llm = make(name)
+    model, llm = make_llm(name)
     session = llm.session("s", tmp_path)
-    for turn in (prompt_of(189, 1), prompt_of(20, 2), prompt_of(32, 3)):  # the first and last answer fill a block
+    for turn in (
+        random_prompt(189, 1),
+        random_prompt(20, 2),
+        random_prompt(32, 3),
+    ):  # the first and last answer fill a block
         before = session.tokens
-        assert_greedy(model, [*before, *turn], answer(session, turn))
-        assert computed(session) <= len(turn) + BLOCK_SIZE
+        assert_greedy(model, [*before, *turn], take_turn(session, turn))
+        assert computed_tokens(session) <= len(turn) + BLOCK_SIZE
         if restarts:
             session.close()
-            session = make(name)[1].session("s", tmp_path)
+            session = make_llm(name)[1].session("s", tmp_path)
     session.close()
 
 
@@ -53,13 +57,13 @@ def test_a_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_pa
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
     found = []
     for restarts in (False, True):
-        session = make(name, **options)[1].session("s", tmp_path / str(restarts))
+        session = make_llm(name, **options)[1].session("s", tmp_path / str(restarts))
         for seed, length in ((1, 120), (2, 100), (3, 100)):  # the first two answers fill a block
-            answer(session, prompt_of(length, seed), LONG)
-            assert seed == 1 or computed(session) <= 100 + BLOCK_SIZE
+            take_turn(session, random_prompt(length, seed), LONG)
+            assert seed == 1 or computed_tokens(session) <= 100 + BLOCK_SIZE
             if restarts:
                 session.close()
-                session = make(name, **options)[1].session("s", tmp_path / str(restarts))
+                session = make_llm(name, **options)[1].session("s", tmp_path / str(restarts))
         found.append(session.tokens)
         session.close()
     assert found[0] == found[1]
@@ -68,11 +72,11 @@ def test_a_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_pa
 @pytest.mark.parametrize("restarts", [False, True])
 def test_undone_and_regenerated_turns(restarts: bool, tmp_path: Path) -> None:
     """The store keeps no snapshot of undone tokens."""
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(200, 1), LONG)
+    take_turn(session, random_prompt(200, 1), LONG)
     first, states = session.tokens, set(session.history.states)
-    answer(session, prompt_of(300, 2), LONG)
+    take_turn(session, random_prompt(300, 2), LONG)
     later = set(session.history.states) - states
     session.undo()
     assert session.tokens == first and later
@@ -80,10 +84,10 @@ def test_undone_and_regenerated_turns(restarts: bool, tmp_path: Path) -> None:
     assert not any(bytes.fromhex(key) in session.context.storage for key in later)
     if restarts:
         session.close()
-        session = make("qwen3_5")[1].session("s", tmp_path)
-    turn = prompt_of(30, 3)
-    assert_greedy(model, [*first, *turn], answer(session, turn))
-    assert computed(session) <= len(turn) + BLOCK_SIZE
+        session = make_llm("qwen3_5")[1].session("s", tmp_path)
+    turn = random_prompt(30, 3)
+    assert_greedy(model, [*first, *turn], take_turn(session, turn))
+    assert computed_tokens(session) <= len(turn) + BLOCK_SIZE
     session.discard()
     assert not list(tmp_path.rglob("*.kv")), "the snapshots are deleted with the session"
 
@@ -91,15 +95,15 @@ def test_undone_and_regenerated_turns(restarts: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [0, 1, 12])
 def test_interrupted_turns(at: int, tmp_path: Path) -> None:
     """If the stream is closed, the session keeps the tokens so far. Then a decode step fails."""
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(130, 1))
-    events = session.send(prompt_of(112, 2), LONG)  # the answer fills a block
+    take_turn(session, random_prompt(130, 1))
+    events = session.send(random_prompt(112, 2), LONG)  # the answer fills a block
     for _ in range(at):
         next(events)
     events.close()  # type: ignore[attr-defined]
-    before, turn = session.tokens, prompt_of(10, 3)
-    assert_greedy(model, [*before, *turn], answer(session, turn))
+    before, turn = session.tokens, random_prompt(10, 3)
+    assert_greedy(model, [*before, *turn], take_turn(session, turn))
     with pytest.MonkeyPatch.context() as patch:
         calls, own = iter(range(1000)), session.kv.runner.steps.run
 
@@ -110,23 +114,23 @@ def test_interrupted_turns(at: int, tmp_path: Path) -> None:
 
         patch.setattr(session.kv.runner.steps, "run", run)
         with pytest.raises(KeyboardInterrupt):
-            list(session.send(prompt_of(40, 4), LONG))
+            list(session.send(random_prompt(40, 4), LONG))
     before = session.tokens
-    assert_greedy(model, [*before, *turn], answer(session, turn))
+    assert_greedy(model, [*before, *turn], take_turn(session, turn))
     session.close()
 
 
 def test_forks_and_evicted_sessions(tmp_path: Path) -> None:
     """Memory is sufficient for two sessions, so others are evicted to disk. A fork continues like its origin."""
-    model, roomy = make("qwen3_5")
+    model, roomy = make_llm("qwen3_5")
     assert roomy.runner.pool.states is not None
     snapshots = 6 * roomy.runner.pool.states.slot_bytes
-    _, llm = make("qwen3_5", host_memory=snapshots + 12 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
+    _, llm = make_llm("qwen3_5", host_memory=snapshots + 12 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
     sessions = {name: llm.session(name, tmp_path) for name in "abc"}
     for seed in range(3):
         for name, session in list(sessions.items()):
-            before, turn = session.tokens, prompt_of(100, seed + ord(name))
-            assert_greedy(model, [*before, *turn], answer(session, turn))
+            before, turn = session.tokens, random_prompt(100, seed + ord(name))
+            assert_greedy(model, [*before, *turn], take_turn(session, turn))
         if seed == 1:
             sessions["d"] = sessions["a"].fork("d")
     for session in sessions.values():
@@ -135,14 +139,14 @@ def test_forks_and_evicted_sessions(tmp_path: Path) -> None:
 
 
 def test_truncation_is_refused_and_overflow_computes_again(tmp_path: Path) -> None:
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(300, 1))
+    take_turn(session, random_prompt(300, 1))
     with pytest.raises(ModelError, match="recurrent layers"):
         session.truncate(keep_last=100)
     most = session.kv.runner.adapter.geometry.max_positions
     with pytest.warns(UserWarning, match="would outgrow"):
-        found = answer(session, prompt_of(most - 200, 2))
+        found = take_turn(session, random_prompt(most - 200, 2))
     assert len(session.tokens) <= most
     assert_greedy(model, session.tokens[: -len(found)], found)
     session.close()
@@ -150,10 +154,10 @@ def test_truncation_is_refused_and_overflow_computes_again(tmp_path: Path) -> No
 
 def test_quantised_kv_computes_all_turns_again(tmp_path: Path) -> None:
     """Snapshots would belong to KV before quantisation, so there are none."""
-    session = make("qwen3_5", kv_cache_dtype="int8")[1].session("s", tmp_path)
-    answer(session, prompt_of(100, 1))
-    answer(session, prompt_of(100, 2))
-    assert computed(session) == 206
+    session = make_llm("qwen3_5", kv_cache_dtype="int8")[1].session("s", tmp_path)
+    take_turn(session, random_prompt(100, 1))
+    take_turn(session, random_prompt(100, 2))
+    assert computed_tokens(session) == 206
     session.close()
 
 
@@ -166,12 +170,12 @@ def states_of(folder: Path, session: Session) -> list[Path]:
 
 def test_a_flipped_bit_in_a_state_is_never_a_wrong_token(tmp_path: Path) -> None:
     """Bits are flipped in the header and in the state of each snapshot on disk."""
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(1500, 1), LONG)
+    take_turn(session, random_prompt(1500, 1), LONG)
     session.close()
     before, files = session.tokens, states_of(tmp_path, session)
-    turn, rng = prompt_of(20, 2), random.Random(1)
+    turn, rng = random_prompt(20, 2), random.Random(1)
     assert len(files) >= 2
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
     for path in files:
@@ -181,18 +185,18 @@ def test_a_flipped_bit_in_a_state_is_never_a_wrong_token(tmp_path: Path) -> None
             damaged = bytearray(contents[path])
             damaged[place] ^= 1 << rng.randrange(8)
             path.write_bytes(damaged)
-            session = make("qwen3_5")[1].session("s", tmp_path)
-            assert_greedy(model, [*before, *turn], answer(session, turn))
+            session = make_llm("qwen3_5")[1].session("s", tmp_path)
+            assert_greedy(model, [*before, *turn], take_turn(session, turn))
             session.close()
 
 
 def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To read a state from disk, the snapshot of cached blocks is evicted. Then reading fails."""
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(300, 1), LONG)
+    take_turn(session, random_prompt(300, 1), LONG)
     session.close()
-    _, other = make("qwen3_5")
+    _, other = make_llm("qwen3_5")
     prefix = session.tokens[:130]
     other.generate([prefix], GREEDY)
     table = other.runner.pool.cached.snapshots
@@ -206,18 +210,18 @@ def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(table, "take", take)
     monkeypatch.setattr(StoredStates, "load", lambda *_: False)
-    session, turn = other.session("s", tmp_path), prompt_of(9, 2)
+    session, turn = other.session("s", tmp_path), random_prompt(9, 2)
     before = session.tokens
-    assert_greedy(model, [*before, *turn], answer(session, turn))
+    assert_greedy(model, [*before, *turn], take_turn(session, turn))
     assert evicted
     session.close()
 
 
 def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`flush` raises the error, and the thread writes the next snapshot."""
-    llm = make("qwen3_5")[1]
+    llm = make_llm("qwen3_5")[1]
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(300, 1))
+    take_turn(session, random_prompt(300, 1))
     context, snapshots = session.context, llm.runner.snapshots
     name = session.kv.blocks.names(BLOCK_SIZE)[0].state()
     assert context.states is not None and snapshots is not None and name.key not in context.storage
@@ -244,16 +248,16 @@ def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch
 def test_killed_while_states_are_written(tmp_path: Path) -> None:
     """A process is killed at random times. The session continues like a prompt of its tokens."""
     rng, model, continued = random.Random(2), architecture("qwen3_5"), 0
-    llm = make("qwen3_5")[1]
+    llm = make_llm("qwen3_5")[1]
     for i in range(KILLS):
         child = fork_until_killed(talk(tmp_path / str(i)))
         time.sleep(rng.random() * 0.6)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         session = llm.session("s", tmp_path / str(i))
-        before, turn = session.tokens, prompt_of(40, 999)
+        before, turn = session.tokens, random_prompt(40, 999)
         session.context.storage.check_integrity()
-        assert_greedy(model, [*before, *turn], answer(session, turn))
+        assert_greedy(model, [*before, *turn], take_turn(session, turn))
         continued += session.loaded_tokens > 0
         session.close()
     assert continued
@@ -261,9 +265,9 @@ def test_killed_while_states_are_written(tmp_path: Path) -> None:
 
 def talk(folder: Path) -> Iterator[None]:
     """Run turns. The first step ends after the first turn."""
-    session = make("qwen3_5")[1].session("s", folder)
+    session = make_llm("qwen3_5")[1].session("s", folder)
     for number in range(80):
-        list(session.send(prompt_of(90, number), GREEDY))
+        list(session.send(random_prompt(90, number), GREEDY))
         yield
 
 
@@ -278,20 +282,20 @@ def served(store: Path, name: str, prompts: list[list[int]], **options: Any) -> 
     """Run prompts one after another on a new engine with a store."""
 
     async def run() -> list[RequestOutput]:
-        async with AsyncLLM(make(name, **options)[1], store=store) as engine:
+        async with AsyncLLM(make_llm(name, **options)[1], store=store) as engine:
             return [await last(engine, ids) for ids in prompts]
 
     return asyncio.run(run())
 
 
 @pytest.mark.sampled(14)
-@pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, ("full", "infinigen")))
+@pytest.mark.parametrize(("name", "policy"), rotated_pairs(FAMILIES, ("full", "infinigen")))
 def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, tmp_path: Path) -> None:
     """A prompt is answered again, continued, and edited in its last message, each time after a restart."""
     model = architecture(name)
-    stem, edit = prompt_of(1500, 1), prompt_of(100, 3)
+    stem, edit = random_prompt(1500, 1), random_prompt(100, 3)
     edited = stem[: -len(edit)] + edit
-    for prompt, cached in ((stem, 0), (stem, 1472), (stem + prompt_of(30, 2), 1472), (edited, None)):
+    for prompt, cached in ((stem, 0), (stem, 1472), (stem + random_prompt(30, 2), 1472), (edited, None)):
         [output] = served(tmp_path, name, [prompt], policy=policy)
         if policy == "full":
             assert_greedy(model, prompt, output.outputs[0].token_ids)
@@ -309,9 +313,9 @@ def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, 
 class TestFaults:
     def test_a_state_of_another_position(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The tests above fail if a restored snapshot belongs to another position."""
-        model, llm = make("qwen3_5")
+        model, llm = make_llm("qwen3_5")
         session = llm.session("s", tmp_path)
-        answer(session, prompt_of(1500, 1))
+        take_turn(session, random_prompt(1500, 1))
         session.close()
 
         def zeros(self: StoredStates, name: Any, slot: int) -> bool:
@@ -319,8 +323,8 @@ class TestFaults:
             return True
 
         monkeypatch.setattr(StoredStates, "load", zeros)
-        session, turn = make("qwen3_5")[1].session("s", tmp_path), prompt_of(9, 2)
+        session, turn = make_llm("qwen3_5")[1].session("s", tmp_path), random_prompt(9, 2)
         before = session.tokens
         with pytest.raises(AssertionError):
-            assert_greedy(model, [*before, *turn], answer(session, turn, LONG))
+            assert_greedy(model, [*before, *turn], take_turn(session, turn, LONG))
         session.close()

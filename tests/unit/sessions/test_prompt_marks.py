@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.disk_blocks import LAYER_BYTES, block_files, block_name, blocks_of, fill, load, open_store, save
+from support.disk_blocks import LAYER_BYTES, block_data, block_files, block_name, fill, load, open_store, save
 
 from offload_rt.sessions.deletion import remove_prompt_blocks, remove_session
 from offload_rt.sessions.history import History, document_name
@@ -131,7 +131,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
             return
         assert {number for number in range(8) if self.key(number) in self.store} == self.stored
         assert block_files(self.home) == len(self.stored)
-        assert all(load(self.store, number) == blocks_of(number) for number in self.stored)
+        assert all(load(self.store, number) == block_data(number) for number in self.stored)
         files = {path.stem: read_prompt_mark(path) for path in self.home.rglob("*.kv")}
         assert {number for number in self.stored if files[self.key(number).hex()]} == self.marked
         if not self.writing:
@@ -160,9 +160,9 @@ def test_a_store_of_an_earlier_version_has_no_claims(tmp_path: Path) -> None:
     history = History("kept", "model", keys=[block_name(store, 2).key.hex()])
     store.documents.put(history.document, history.to_bytes())
     assert all(path.read_bytes()[4096 - len(PROMPT_MARK) : 4096] == bytes(8) for path in tmp_path.rglob("*.kv"))
-    assert load(store, 1) == blocks_of(1)
+    assert load(store, 1) == block_data(1)
     remove_session(store, store.root.hex(), document_name("gone"))
-    assert load(store, 1) is None and load(store, 2) == blocks_of(2)
+    assert load(store, 1) is None and load(store, 2) == block_data(2)
 
 
 def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:

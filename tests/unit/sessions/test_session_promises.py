@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_blocks import FILE_BYTES, block_name, load, named, open_store, save
+from support.disk_blocks import FILE_BYTES, block_name, load, open_store, padded_name, save
 from support.outputs import completed
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
@@ -156,8 +156,8 @@ def test_the_size_limit_is_enforced_at_start(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(6):
         save(store, number)
-    store.documents.put(named("one"), bytes(500))
-    store.documents.put(named("one"), bytes(600))
+    store.documents.put(padded_name("one"), bytes(500))
+    store.documents.put(padded_name("one"), bytes(600))
     there = store.bytes_used
     store.close()
     next(tmp_path.rglob("*.kv")).with_suffix(".7.1.tmp").write_bytes(bytes(5000))
@@ -165,7 +165,7 @@ def test_the_size_limit_is_enforced_at_start(tmp_path: Path) -> None:
     assert again.bytes_used == there == sum(path.stat().st_size for path in tmp_path.glob("*/**/*.*") if path.is_file())
     again.close()
     limited = open_store(tmp_path, 3 * FILE_BYTES)
-    assert limited.bytes_used <= 3 * FILE_BYTES and limited.documents.get(named("one")) is not None
+    assert limited.bytes_used <= 3 * FILE_BYTES and limited.documents.get(padded_name("one")) is not None
     limited.check_integrity()
     limited.close()
 
@@ -175,7 +175,7 @@ def test_an_entry_above_the_limit_evicts_nothing(tmp_path: Path, monkeypatch: py
     assert save(store, 1) and save(store, 2)
     assert store.begin(block_name(store, 9), 4 * FILE_BYTES) is None
     with pytest.raises(StoreError, match="is full"):
-        store.documents.put(named("huge"), bytes(4 * FILE_BYTES))
+        store.documents.put(padded_name("huge"), bytes(4 * FILE_BYTES))
     assert load(store, 1) and load(store, 2)
     with monkeypatch.context() as patch:  # files that cannot be removed free no space
         patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))

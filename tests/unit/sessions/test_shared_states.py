@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hybrids import answer, computed, make, prompt_of
+from support.hybrids import computed_tokens, make_llm, random_prompt, take_turn
 from support.tiny_models import assert_greedy
 
 from offload_rt import AsyncLLM, RequestOutput, SamplingParams
@@ -17,53 +17,53 @@ from offload_rt.kv_cache.snapshot_table import SnapshotTable
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.stored_states import StoredStates
 
-TEXT, TURN = prompt_of(300, 1), prompt_of(20, 9)
+TEXT, TURN = random_prompt(300, 1), random_prompt(20, 9)
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
 def assert_continues(folder: Path, name: str) -> None:
     """Continue a session after a restart. Check its tokens, and that only the last block is recomputed."""
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     with llm.session(name, folder) as session:
         before = session.tokens
-        assert_greedy(model, [*before, *TURN], answer(session, TURN))
-        assert computed(session) <= len(TURN) + BLOCK_SIZE
+        assert_greedy(model, [*before, *TURN], take_turn(session, TURN))
+        assert computed_tokens(session) <= len(TURN) + BLOCK_SIZE
 
 
 def grow(session: Session) -> None:
     """Run turns until the session no longer needs its present snapshots."""
     before = set(session.history.states)
     for seed in (2, 3):
-        answer(session, prompt_of(200, seed))
+        take_turn(session, random_prompt(200, seed))
     assert before and not before & set(session.history.states)
 
 
 def test_a_session_that_grows_keeps_the_states_of_another_one(tmp_path: Path) -> None:
-    _, llm = make("qwen3_5")
+    _, llm = make_llm("qwen3_5")
     with llm.session("a", tmp_path) as grown:
         with llm.session("b", tmp_path) as other:
-            assert answer(grown, TEXT) == answer(other, TEXT)
+            assert take_turn(grown, TEXT) == take_turn(other, TEXT)
         grow(grown)
     assert_continues(tmp_path, "b")
 
 
 def test_a_session_that_grows_keeps_the_states_of_a_prompt(tmp_path: Path) -> None:
     async def serve(*prompts: tuple[list[int], str | None]) -> RequestOutput:
-        async with AsyncLLM(make("qwen3_5")[1], store=tmp_path) as engine:
+        async with AsyncLLM(make_llm("qwen3_5")[1], store=tmp_path) as engine:
             for ids, session in prompts:
                 output = [one async for one in engine.generate(ids, GREEDY, session=session)][-1]
             return output
 
-    longer = [TEXT + prompt_of(200 * turns, 2) for turns in (1, 2, 3)]
+    longer = [TEXT + random_prompt(200 * turns, 2) for turns in (1, 2, 3)]
     asyncio.run(serve((TEXT, None), (TEXT, "a"), *((ids, "a") for ids in longer)))
     assert asyncio.run(serve((TEXT, None))).num_cached_tokens == len(TEXT) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_an_undone_turn_keeps_the_states_of_a_fork(tmp_path: Path) -> None:
-    _, llm = make("qwen3_5")
+    _, llm = make_llm("qwen3_5")
     with llm.session("a", tmp_path) as session:
-        answer(session, TEXT)
-        answer(session, prompt_of(200, 2))
+        take_turn(session, TEXT)
+        take_turn(session, random_prompt(200, 2))
         with session.fork("b"):
             session.undo()
     assert_continues(tmp_path, "b")
@@ -79,9 +79,9 @@ def test_a_fork_owns_the_newest_state(tmp_path: Path, monkeypatch: pytest.Monkey
         own(*given, **named)
 
     monkeypatch.setattr(StoredStates, "_write", write)
-    _, llm = make("qwen3_5")
+    _, llm = make_llm("qwen3_5")
     session = llm.session("a", tmp_path)
-    answer(session, TEXT)
+    take_turn(session, TEXT)
     fork = session.fork("b")
     session.discard()
     fork.close()
@@ -89,14 +89,14 @@ def test_a_fork_owns_the_newest_state(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_state_without_a_free_slot_is_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     with llm.session("a", tmp_path) as session:
-        answer(session, TEXT)
-    with make("qwen3_5")[1].session("a", tmp_path) as session:
+        take_turn(session, TEXT)
+    with make_llm("qwen3_5")[1].session("a", tmp_path) as session:
         for reused in (False, True):
             with monkeypatch.context() as patch:
                 if not reused:
                     patch.setattr(SnapshotTable, "take", lambda _: None)
                 before = session.tokens
-                assert_greedy(model, [*before, *TURN], answer(session, TURN))
-            assert (computed(session) < len(TEXT)) is reused
+                assert_greedy(model, [*before, *TURN], take_turn(session, TURN))
+            assert (computed_tokens(session) < len(TEXT)) is reused

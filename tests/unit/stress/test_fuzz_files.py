@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.damage import altered, change, memory_limit
+from support.damage import altered_json, damage_file, memory_limit
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
@@ -64,7 +64,7 @@ def damaged(whole: Path, place: Path, seed: int, spread: int = 400) -> list[str]
     """Copy the folder and damage one or two files. Return a description of the damage."""
     rng, files = random.Random(seed), copied(whole, place)
     return [
-        f"{path.name}: {change(path, rng, files, spread)}"
+        f"{path.name}: {damage_file(path, rng, files, spread)}"
         for path in rng.sample(files, min(len(files), rng.choice((1, 1, 2))))
     ]
 
@@ -107,7 +107,7 @@ def test_a_history_with_arbitrary_values(tmp_path: Path) -> None:
     for _ in range(CASES // 4 or 300):
         text = data
         for _ in range(rng.choice((1, 2, 3))):
-            text = altered(json.loads(text), rng)
+            text = altered_json(json.loads(text), rng)
             if History.from_bytes(text) is None:
                 break
         history = History.from_bytes(text)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import OPTIONS, begun, make
+from support.batches import OPTIONS, make_runner, prefilled_sequence
 from support.outputs import completed
 from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
@@ -48,7 +48,7 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
             raise AssertionError("captured")
 
     def decode(runner: Runner, steps: int, share: bool = False, recorder: Any = None) -> None:
-        first = begun(runner, 70)
+        first = prefilled_sequence(runner, 70)
         first.trace.recorder = recorder
         batch = [first, runner.fork(first, 110)] if share else [first]
         runner.steps = GraphSteps(runner.eager, Never)  # type: ignore[arg-type]
@@ -59,16 +59,16 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
         def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
             """Ignore the selection. Any recorder makes the step eager."""
 
-    decode(make(), 3, recorder=Deaf())
-    decode(make(preset="paper"), 3)
-    decode(make(False), 3)
+    decode(make_runner(), 3, recorder=Deaf())
+    decode(make_runner(preset="paper"), 3)
+    decode(make_runner(False), 3)
     measuring = staged(LLM(tiny_model("llama"), policy_options=OPTIONS, host_memory="4MiB", missed_mass_every=1))
     policy: Any = measuring.runner.policy
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
     decode(measuring.runner, 3)
     for share in (False, True):
         with pytest.raises(AssertionError, match="captured"):
-            decode(make(), 2, share=share)
+            decode(make_runner(), 2, share=share)
 
 
 def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,9 +81,13 @@ def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture
             tried.append(self)
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    eager, runner = make(), make()
+    eager, runner = make_runner(), make_runner()
     runner.steps = GraphSteps(runner.eager, Breaks)  # type: ignore[arg-type]
-    want, got = ([one.decode([sequence]) for _ in range(6)] for one in (eager, runner) for sequence in [begun(one, 61)])
+    want, got = (
+        [one.decode([sequence]) for _ in range(6)]
+        for one in (eager, runner)
+        for sequence in [prefilled_sequence(one, 61)]
+    )
     torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-5)
     assert len(tried) == 1
     assert [record.getMessage().endswith("stream is capturing") for record in caplog.records] == [True]
@@ -93,7 +97,7 @@ def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("fits", [False, True], ids=["never", "alone"])
 def test_a_capture_without_memory_drops_the_other_graphs(fits: bool, caplog: pytest.LogCaptureFixture) -> None:
     """If a graph fits alone, it replaces the others. If not, only its steps are eager."""
-    eager, runner, made, tried = make(), make(), [], []
+    eager, runner, made, tried = make_runner(), make_runner(), [], []
 
     class Small(Repeating):
         """Graph in memory for one graph, or for no graph of two sequences."""
@@ -115,7 +119,7 @@ def test_a_capture_without_memory_drops_the_other_graphs(fits: bool, caplog: pyt
     runner.steps = steps = GraphSteps(runner.eager, Small)
     runs = []
     for one in (eager, runner):
-        batch = [begun(one, 20), begun(one, 21, seed=1)]
+        batch = [prefilled_sequence(one, 20), prefilled_sequence(one, 21, seed=1)]
         logits = [one.decode(batch[:1]) for _ in range(3)] + [one.decode(batch) for _ in range(5)]
         runs.append([*logits, *(one.decode(batch[1:]) for _ in range(3))])
         one.check_integrity()
@@ -130,7 +134,7 @@ def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     monkeypatch.setattr(cuda_graphs, "_Captured", lambda graph, batch, inputs: graph)
-    steps: Any = GraphSteps(make().eager, Repeating, max_graphs=4)
+    steps: Any = GraphSteps(make_runner().eager, Repeating, max_graphs=4)
     inputs = [Inputs() for _ in range(6)]
     for captured, one in enumerate(inputs, start=1):
         steps._capture(None, one)
@@ -154,7 +158,7 @@ def test_a_module_that_asks_the_device_something_is_not_captured(caplog: pytest.
 
 
 def test_graphs_need_a_cuda_device() -> None:
-    runner = make()
+    runner = make_runner()
     with pytest.raises(ConfigError, match="cuda_graphs=True needs a CUDA device"):
         Runner(runner.model, runner.policy, runner.pool, runner.transfer, EngineConfig(cuda_graphs=True))
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.architectures import VOCAB, architecture
 from support.cuda_cells import BY_NAME, CELLS, LOW_BITS, SCHEDULES, Cell, single
-from support.cuda_figures import launches_of_a_layer, layer_bytes, staged_bytes
+from support.cuda_figures import count_layer_launches, decode_peak_bytes, layer_kv_bytes
 from support.cuda_simulator import Late, Lazy, simulated
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
@@ -177,7 +177,7 @@ matrix products, norms, positions and the MLP. Dense layers add a copy for K and
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_layer_launches_no_more_than_it_may(name: str) -> None:
-    launched = launches_of_a_layer(name)
+    launched = count_layer_launches(name)
     assert 15 < launched.total() <= LAUNCHES[name] <= 45, launched
 
 
@@ -225,9 +225,9 @@ def test_staging_memory_does_not_depend_on_how_far_the_host_is_ahead(policy: str
     The staged memory of two layers equals that of four, except for 2 KB per layer of pending write-backs and positions.
     One layer stages 120 KB.
     """
-    extra = [staged_bytes(policy, options, layers) for layers in (2, 4)]
+    extra = [decode_peak_bytes(policy, options, layers) for layers in (2, 4)]
     assert extra[1] - extra[0] < (4 - 2) * 20 * 1024
-    assert extra[0] > 0.8 * 0.9 * layer_bytes(), "nothing was staged"
+    assert extra[0] > 0.8 * 0.9 * layer_kv_bytes(), "nothing was staged"
 
 
 @pytest.mark.sampled(2)

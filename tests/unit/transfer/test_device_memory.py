@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.allocations import count
+from support.allocations import count_device_bytes
 from support.outputs import completed
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
@@ -159,7 +159,7 @@ def test_device_memory_before_a_run_equals_the_plan(folder: Any) -> None:
     """Weights on the device are exactly the embeddings, head, resident layers and two buffers."""
     costs = costs_of(folder("qwen2"), "full", {})
     limit = streaming_limit(costs, [CONTEXT])
-    llm, counted = count(
+    llm, counted = count_device_bytes(
         lambda: limited(folder("qwen2"), "full", {}, limit),
         lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr(), *blocks_of(llm)},
         lambda llm: (torch.zeros(1), llm)[1],

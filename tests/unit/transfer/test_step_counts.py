@@ -6,7 +6,7 @@ import os
 from dataclasses import astuple
 
 import pytest
-from support.step_counts import CASES, PAGE, Case, count_step, on_page
+from support.step_counts import CASES, PAGE, Case, count_step, documented_counts
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 DAILY = ("default", "working set")
@@ -15,10 +15,10 @@ DAILY = ("default", "working set")
 @pytest.mark.parametrize("case", [case for case in CASES if ALL or case.name in DAILY], ids=str)
 def test_a_step_costs_no_more_than_on_the_page(case: Case) -> None:
     """The step replays a graph if the table says so. `make stress PART=cuda` runs all cases."""
-    page, found = on_page()[case.name], count_step(case)
+    page, found = documented_counts()[case.name], count_step(case)
     assert found.replayed is page.replayed
     assert all(now <= stated for now, stated in zip(astuple(found), astuple(page), strict=True)), (found, page)
 
 
 def test_every_case_is_on_the_page() -> None:
-    assert list(on_page()) == [case.name for case in CASES], PAGE
+    assert list(documented_counts()) == [case.name for case in CASES], PAGE
