@@ -1,1 +1,1 @@
-"""Randomised adversary tests: cases are checked against independent oracles and reproducible from their seeds."""
+"""Randomised tests: independent references check each case, and its seed repeats it."""
