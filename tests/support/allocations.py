@@ -22,16 +22,16 @@ from offload_rt.kernels import selection
 
 @contextmanager
 def device_selection() -> Iterator[None]:
-    """Select tokens with torch, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "select_tokens", selection.select_tokens_reference)
         yield
 
 
 def live_storages() -> dict[int, int]:
-    """Return sizes of tensor storages in bytes by address, without those that existed before the module of the test.
+    """Return sizes of tensor storages in bytes by address.
 
-    If a new tensor reuses the memory of an excluded tensor, the sum may be too high.
+    Tensors that existed before the test's module are excluded. If a new tensor reuses the memory of such a tensor, the
+    sum may be too high.
     """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
@@ -40,23 +40,20 @@ def live_storages() -> dict[int, int]:
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes in use before a run and their peak during the run."""
-
     before: int
     peak: int
 
 
 def count_device_bytes(
-    make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callable[[Any], Any]
+    make: Callable[[], Any], host_addresses: Callable[[Any], set[int]], run: Callable[[Any], Any]
 ) -> tuple[Any, DeviceBytes]:
-    """Return the result of `run(make())` and the bytes in use.
+    """Return the result of `run(make())`, and the device memory in use before and during `run`.
 
-    Memory that `make` allocates counts, except at the addresses of host memory, which `host` returns. The peak of
-    `make` is not measured.
+    Tensors that `make` creates count, except those at `host_addresses`.
     """
     earlier = live_storages()
     made = make()
-    outside = host(made) | earlier.keys()
+    outside = host_addresses(made) | earlier.keys()
     before = sum(size for address, size in live_storages().items() if address not in outside)
     # Not torch.profiler, which creates a Python object for each of 100,000 operations.
     with profile(profile_memory=True) as recorded:

@@ -1,4 +1,4 @@
-"""Create runners of a tiny Llama with batched selection, and sequences that are prefilled."""
+"""Create runners of a tiny Llama with batched selection, and prefilled sequences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prefilled_sequence(runner: Runner, length: int, seed: int = 0) -> Sequence:
 
 
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use Triton kernels for all operations, in the interpreter."""
+    """Use Triton's interpreter for all operations."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled on this machine")

@@ -1,6 +1,6 @@
-"""Open the server's page in Chromium: errors of the page, screenshots, accessibility checks.
+"""Open the server's page in Chromium, take screenshots, and check its accessibility.
 
-Import this only if playwright and a Chromium are installed.
+Import this only if playwright and Chromium are installed.
 """
 
 from __future__ import annotations
@@ -39,23 +39,22 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def open_page(browser: Browser, url: str, *, allowed: str = "\0", **context: Any) -> Iterator[Page]:
-    """Open the page. Fail if it logs an error to the console that does not contain `allowed`."""
-    said: list[str] = []
+    """Open the page. Fail if the console logs an error that does not contain `allowed`."""
+    errors: list[str] = []
     with browser.new_context(**(DESKTOP | context)) as opened:
         page = opened.new_page()
         page.set_default_timeout(TIMEOUT_MS)
-        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(url)
         yield page
-    assert not [line for line in said if allowed not in line]
+    assert not [line for line in errors if allowed not in line]
 
 
-def send_message(page: Page, text: str, most: int | None = None) -> None:
-    """Send a message. `most`: maximum number of new tokens."""
-    if most is not None:
+def send_message(page: Page, text: str, max_tokens: int | None = None) -> None:
+    if max_tokens is not None:
         page.click("#settings-open")
-        page.fill("#most", str(most))
+        page.fill("#most", str(max_tokens))
         page.click("#settings-close")
     page.fill("#text", text)
     page.press("#text", "Enter")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def unoptimised_compiler(compiler: Sequence[str], folder: Path) -> Path:
-    """Write a compiler wrapper to `folder` that disables optimisation, to halve the time."""
+    """Write a compiler wrapper that disables optimisation, which halves the time."""
     return _script(folder, f'exec {shlex.join(compiler)} "$@" -O0')
 
 
 def fake_compiler(folder: Path) -> Path:
-    """Write a fake compiler to `folder`. Its output files are empty."""
+    """Write a compiler whose output files are empty."""
     return _script(folder, 'while [ "$1" != -o ]; do shift; done; : > "$2"')
 
 

@@ -24,7 +24,6 @@ KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "20"))
 
 
 def padded_name(kind: str) -> str:
-    """Return a document name that begins with `kind`."""
     return f"{kind}-{'0' * 32}"
 
 
@@ -77,7 +76,7 @@ def open_store(
 
 
 def fork_saver(folder: Path, start: int) -> int:
-    """Fork a process that saves blocks from `start` on until it is killed. Return its id after the store is open."""
+    """Save blocks in a forked process until it is killed. Return its id after the store is open."""
 
     def steps() -> Iterator[None]:
         store = open_store(folder, 40 * FILE_BYTES)

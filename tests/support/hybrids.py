@@ -30,7 +30,7 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def rotated_pairs(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return all pairs of names and values. Of these, `sampled(len(values))` keeps one pair per name."""
+    """Return all pairs of names and values, so that `sampled(len(values))` keeps one pair per name."""
     return [(name, values[(i + k) % len(values)]) for i, name in enumerate(names) for k in range(len(values))]
 
 
@@ -40,11 +40,11 @@ def make_llm(name: str, *, overrides: dict[str, Any] | None = None, **options: A
 
 
 def take_turn(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    """Return the tokens of an answer. Check that the session then has no state on the device."""
-    found = sessions.take_turn(session, turn, params)
+    """Check that the idle session has no state on the device."""
+    answer = sessions.take_turn(session, turn, params)
     states = session.kv.runner.states
     assert states is not None and states.used == 0, "an idle session holds no state on the device"
-    return found
+    return answer
 
 
 def computed_tokens(session: Session) -> int:

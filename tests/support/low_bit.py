@@ -13,16 +13,16 @@ from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, Pag
 
 
 def approximate_only(
-    asked: LowBitQuery | NativeQuery, skip: torch.Tensor, softcap: float | None = None
+    query: LowBitQuery | NativeQuery, skip: torch.Tensor, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of approximate KV alone, without the change of basis."""
-    q = asked.q if isinstance(asked, LowBitQuery) else asked.inputs[0]
+    """Return output `[Hkv, G, d]` and logsumexp `[Hkv, G]` of approximate KV, without the change of basis."""
+    q = query.q if isinstance(query, LowBitQuery) else query.inputs[0]
     nothing, identity = (torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)), torch.eye(q.shape[2])
-    return asked.merge(nothing, skip, (identity, identity), softcap)
+    return query.merge(nothing, skip, (identity, identity), softcap)
 
 
 def random_pages(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
-    """Return pages of random low-bit KV in the second of two layers. The first layer contains garbage."""
+    """Return pages of the second of two layers. The first layer contains garbage."""
     count = -(-tokens // PAGE_TOKENS)
     tensors = torch.randint(0, 256, (count, 2, heads, PAGE_BLOCKS, layout.block_bytes), dtype=torch.uint8)
     blocks, slots = tensors[:, 1].transpose(0, 1).flatten(1, 2).clone(), torch.arange(tokens)

@@ -29,7 +29,7 @@ from offload_rt.transfer.plan import attended_tokens
 
 @dataclass(frozen=True)
 class PlainScore:
-    """Results of `plain_scores`. Fractions and missed masses are listed by scored position and layer."""
+    """Results of `plain_scores`. Fractions and missed masses are listed by position and layer."""
 
     logprobs: list[float]
     is_greedy: list[bool]

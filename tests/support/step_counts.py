@@ -137,7 +137,7 @@ def _measure(case: Case, layers: int) -> StepCounts:
 
 
 def count_step(case: Case) -> StepCounts:
-    """Return the counts of a step of `case`. Launches are measured with two periods of layers."""
+    """Measure launches with two periods of layers."""
     one, two = (_measure(case, case.period * periods) for periods in (1, 2))
     assert one.replayed == two.replayed
     return replace(two, nodes=round((two.nodes - one.nodes) / case.period))

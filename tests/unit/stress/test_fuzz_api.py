@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.call_machine import Calls
+from support.call_machine import ApiMachine
 from support.odd_values import ANYTHING
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import AutoTokenizer
@@ -165,7 +165,7 @@ def test_any_argument_value_raises_only_offload_error(api: ApiObjects, argument:
 
 # -------------------------------------------------------------------------------------------------------------- calls
 
-TestCalls = pytest.mark.filterwarnings("ignore:session .* would outgrow")(Calls.TestCase)
+TestCalls = pytest.mark.filterwarnings("ignore:session .* would outgrow")(ApiMachine.TestCase)
 TestCalls.settings = settings(
     max_examples=CASES // 150 or 10,
     stateful_step_count=30 if CASES else 8,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.damage import altered_json, damage_file, memory_limit
+from support.damage import change_json, damage_file, memory_limit
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
@@ -103,7 +103,7 @@ def test_history_with_arbitrary_values_is_refused_or_consistent(tmp_path: Path) 
     for _ in range(CASES // 4 or 300):
         text = data
         for _ in range(rng.choice((1, 2, 3))):
-            text = altered_json(json.loads(text), rng)
+            text = change_json(json.loads(text), rng)
             if History.from_bytes(text) is None:
                 break
         history = History.from_bytes(text)
