@@ -157,9 +157,9 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    from support.interpreter import interpreted_quickly
+    from support.interpreter import fast_interpreter
 
-    with nullcontext() if has_cuda() else interpreted_quickly():
+    with nullcontext() if has_cuda() else fast_interpreter():
         yield
 
 

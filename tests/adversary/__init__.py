@@ -1,1 +1,1 @@
-"""Randomised tests: independent references check each case, and its seed repeats it."""
+"""Randomised tests. Each case is compared with an independent reference and can be repeated with its seed."""

@@ -25,8 +25,8 @@ def is_compiled(device: torch.device) -> bool:
 
 
 @contextmanager
-def interpreted_quickly() -> Iterator[None]:
-    """Speed up interpreted kernels until the block ends. Has no effect if Triton is not installed."""
+def fast_interpreter() -> Iterator[None]:
+    """Speed up interpreted kernels during the block. Has no effect if Triton is not installed."""
     try:
         from triton.runtime import interpreter
     except ImportError:

@@ -16,7 +16,7 @@ import pytest
 
 
 class Diverged(BaseException):
-    """Raised if programs take different branches. The interpreter would wrap an Exception.
+    """Raised if programs take different branches. A BaseException, because the interpreter wraps each Exception.
 
     Attributes:
         first: Mask of the programs that take the first branch.
@@ -124,18 +124,18 @@ def _common_value(values: Lanes) -> Any:
     return first[0]
 
 
-def run_programs(builder: Any, function: Any, arguments: dict[str, Any], places: np.ndarray[Any, Any]) -> None:
+def run_programs(builder: Any, function: Any, arguments: dict[str, Any], program_ids: np.ndarray[Any, Any]) -> None:
     """Run the programs at `places` int32 `[P, 3]` in groups that take the same branches.
 
     Raises OneByOne if an operation does not support several programs.
     """
-    indices = (column if (column == column[0]).all() else column[:, None].view(Lanes) for column in places.T)
+    indices = (column if (column == column[0]).all() else column[:, None].view(Lanes) for column in program_ids.T)
     builder.grid_idx = tuple(x if isinstance(x, Lanes) else int(x[0]) for x in indices)
     try:
         function(**arguments)
     except Diverged as parted:
         for group in (parted.first, ~parted.first):
-            run_programs(builder, function, arguments, places[group])
+            run_programs(builder, function, arguments, program_ids[group])
 
 
 def lane_range(*arguments: Any) -> Iterable[Any]:

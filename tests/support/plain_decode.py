@@ -15,7 +15,7 @@ LayerKV = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
 
 
 def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kv: LayerKV) -> torch.Tensor:
-    """Append the KV of `tokens` to `kept`. Return the logits `[V]` of the last token, with exact attention."""
+    """Append the KV of `tokens` to `kv`. Return the logits `[V]` of the last token, with exact attention."""
     geometry, at = adapter.geometry, torch.arange(position, position + len(tokens))
     ids = torch.tensor(tokens)
     x = adapter.embed(ids, at)

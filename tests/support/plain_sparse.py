@@ -165,9 +165,7 @@ def _step(
 
 
 def _select(state: PolicyState, layer: int, q: torch.Tensor, guess: torch.Tensor, slots: _Slots) -> torch.Tensor:
-    """Return the slots `[Hkv, n]` selected with the predicted query `guess`, plus those added for the true query q `[H,
-    d]`.
-    """
+    """Return the slots `[Hkv, n]` selected with the predicted query `guess`, and those added for the true query."""
     selection = state.select(layer, guess, slots.visible).known()
     slots.selected(selection.tokens)
     extra = state.repair(layer, q, slots.visible, selection)
