@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "project"))
 
-from test_layering import EVAL_ORDER, ORDER, files, imported  # noqa: E402
+from test_layering import EVAL_ORDER, ORDER, imported_modules, python_files  # noqa: E402
 
 EVAL = [[f"eval/{folder}" for folder in rank.split()] for rank in EVAL_ORDER]
 """Layers of the folders of `eval`."""
@@ -42,12 +42,12 @@ def folders() -> tuple[Counter[str], dict[str, set[str]]]:
     """Return the lines of every folder, and the folders that it imports."""
     lines: Counter[str] = Counter()
     uses: dict[str, set[str]] = defaultdict(set)
-    for path in files():
+    for path in python_files():
         if path.parts[0] != "offload_rt":
             continue
         folder, text = folder_of(path.with_suffix("").parts[1:]), (ROOT / path).read_text(encoding="utf-8")
         lines[folder] += text.count("\n")
-        for parts in imported(text, path.parent.parts):
+        for parts in imported_modules(text, path.parent.parts):
             if parts[0] == "offload_rt" and len(parts) > 1 and (other := folder_of(parts[1:])) != folder:
                 uses[folder].add(other)
     return lines, uses

@@ -24,10 +24,10 @@ from offload_rt.utils import native_code
 if TYPE_CHECKING:
     import torch
 
-EVERY = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
+ALL_SCHEDULES = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 """Whether all `gpu` tests run on a simulated device, not only those marked `simulated` (`make stress PART=gpu`)."""
 
-CELLS = "OFFLOAD_RT_CELLS" in os.environ
+ALL_CASES = "OFFLOAD_RT_CELLS" in os.environ
 """Whether tests marked `sampled` run all their cases (`make stress`)."""
 
 QUICK = os.environ.get("OFFLOAD_RT_QUICK") == "1"
@@ -76,12 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         first = list(reversed(cases.values()))
         config.hook.pytest_deselected(items=list(set(items).difference(first)))
         items[:] = first
-    if not CELLS:
+    if not ALL_CASES:
         _sample(config, items)
     if has_cuda():
         return
     for item in items:
-        simulated = not item.get_closest_marker("hardware") if EVERY else item.get_closest_marker("simulated")
+        simulated = not item.get_closest_marker("hardware") if ALL_SCHEDULES else item.get_closest_marker("simulated")
         if item.get_closest_marker("gpu") and not simulated:
             item.add_marker(NO_CUDA)
 
@@ -105,7 +105,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def older_objects_apart() -> None:
+def freeze_existing_objects() -> None:
     """Exclude existing objects from garbage collection and counts of tensors, because scans of them are slow."""
     gc.collect()
     gc.freeze()
@@ -114,7 +114,7 @@ def older_objects_apart() -> None:
 @pytest.fixture(autouse=True)
 def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
     markers = [request.node.get_closest_marker(name) for name in ("gpu", "simulated")]
-    if has_cuda() or not (all(markers) or (EVERY and markers[0])):
+    if has_cuda() or not (all(markers) or (ALL_SCHEDULES and markers[0])):
         yield
         return
     from support.cuda_simulator import Seeded, simulated
@@ -133,7 +133,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest) -> torch.device:
-    """Device of Triton kernels: CUDA if available, else the CPU, where the interpreter runs them."""
+    """Device of Triton kernels: CUDA if available, else the CPU with Triton's interpreter."""
     import torch
 
     pytest.importorskip("triton", reason="triton is not installed")
@@ -146,10 +146,7 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Store skew artifacts and sessions of tests in temporary folders.
-
-    All workers use one cache, so that each model is verified and calibrated once.
-    """
+    """All workers use one cache, so that each model is verified and calibrated once."""
     base = tmp_path_factory.getbasetemp()
     shared = base if os.environ.get("PYTEST_XDIST_WORKER") is None else base.parent
     with pytest.MonkeyPatch.context() as patch:
@@ -160,15 +157,15 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    from support.interpreter import interpreted_quickly
+    from support.interpreter import fast_interpreter
 
-    with nullcontext() if has_cuda() else interpreted_quickly():
+    with nullcontext() if has_cuda() else fast_interpreter():
         yield
 
 
 @pytest.fixture(scope="session")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the first 4,000 tokens of the packaged book, because tokenizing the whole book takes half a second."""
+def short_book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizing the whole book takes half a second."""
     text = (Path(offload_rt.__file__).parent / "data" / "black_arrow.txt").read_text(encoding="utf-8")
     file = tmp_path_factory.mktemp("book") / "pages.txt"
     file.write_text(text[:12_000], encoding="utf-8")
@@ -177,7 +174,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=native_code.available_levels())
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run a test at each instruction set level that this processor supports."""
+    """Run a test at each instruction set level of this processor."""
     from support.levels import unload
 
     monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)

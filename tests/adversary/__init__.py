@@ -1,1 +1,1 @@
-"""Randomised adversary tests: cases are checked against independent oracles and reproducible from their seeds."""
+"""Randomised tests. Each case is compared with an independent reference and can be repeated with its seed."""

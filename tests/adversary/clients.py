@@ -1,9 +1,12 @@
 """Test a real server with random limits against hostile and normal HTTP clients.
 
-Hostile clients send broken requests over raw sockets, or disconnect at any point. Oracles: a normal request gets the
-same text as without other clients, or a documented refusal. The server never answers 500 and logs no exception. At the
-end no request runs, the pool is empty, and no descriptor or thread is left. The seed determines everything except the
-timing.
+Hostile clients send broken requests over raw sockets, or disconnect at any point. Each case checks:
+
+* a normal request gets the same text as without other clients, or a documented refusal;
+* the server never answers 500 and logs no exception;
+* at the end no request runs, the pool is empty, and no descriptor or thread is left.
+
+The seed determines everything except the timing.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from support.serving import TEMPLATE, answering, wait_until
+from support.serving import TEMPLATE, run_asgi_app, wait_until
 from support.tiny_models import tiny_checkpoint
 from transformers.utils import logging as transformers_logging
 
-from adversary.hostile import SESSIONS, Hostile
+from adversary.hostile import SESSIONS, HostileClient
 from offload_rt import LLM, AsyncLLM, SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
@@ -46,13 +49,12 @@ LOGGERS = ("offload_rt", "uvicorn", "asyncio")
 
 @functools.cache
 def checkpoint() -> str:
-    """Return a folder with the model of all cases. It is deleted when the process ends."""
     place = tempfile.TemporaryDirectory()
     atexit.register(place.cleanup)
     return tiny_checkpoint(Path(place.name), "llama", num_hidden_layers=2)
 
 
-def make() -> LLM:
+def make_llm() -> LLM:
     llm = LLM(checkpoint(), dtype="float32", policy="full", verify="off", host_memory="32MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     return llm
@@ -60,12 +62,12 @@ def make() -> LLM:
 
 @functools.cache
 def runtime() -> LLM:
-    return make()
+    return make_llm()
 
 
 @functools.cache
-def alone(prompt: str, max_tokens: int) -> str:
-    """Return the text of a request without other clients."""
+def expected_text(prompt: str, max_tokens: int) -> str:
+    """Generate without other clients."""
     ids = runtime().tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
     return runtime().generate(ids, SamplingParams(max_tokens=max_tokens, temperature=0))[0].outputs[0].text
 
@@ -94,7 +96,7 @@ class Log(logging.Handler):
         self.records.append(record)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def capture(self) -> Iterator[None]:
         levels = {name: logging.getLogger(name).level for name in LOGGERS}
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self)
@@ -119,8 +121,8 @@ class Log(logging.Handler):
         return {fields["id"]: fields for fields in found}
 
 
-class Normal:
-    """A client that sends valid requests and checks the answers.
+class NormalClient:
+    """Send valid requests and check the responses.
 
     Attributes:
         tries: Maximum number of connections per request. A server with few connections may drop a connection before its
@@ -130,7 +132,7 @@ class Normal:
     def __init__(self, url: str, rng: random.Random, tries: int = 1) -> None:
         self.port, self.rng, self.tries, self.counts = urlsplit(url).port, rng, tries, Counter[str]()
 
-    def ask(self, path: str, body: dict[str, Any], method: str = "POST") -> tuple[int, bytes]:
+    def call(self, path: str, body: dict[str, Any], method: str = "POST") -> tuple[int, bytes]:
         """Send a request over a new connection. Return the status and the body of the response."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         for tries in range(1, self.tries + 1):
@@ -148,7 +150,7 @@ class Normal:
                     return answer.status, answer.read()
         raise AssertionError
 
-    def once(self) -> int:
+    def send_request(self) -> int:
         rng = self.rng
         words, max_tokens = f"{rng.choice(WORDS)} {rng.randrange(5)}", rng.choice((1, 8, 30))
         chat, stream = rng.random() < 0.5, rng.random() < 0.5
@@ -156,11 +158,11 @@ class Normal:
         body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream}
         body |= {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
         path = "/v1/chat/completions" if chat else "/v1/completions"
-        status, data = self.ask(path, body)
+        status, data = self.call(path, body)
         if status == 200:
-            error, text = read_events(data) if stream else (None, text_of(json.loads(data)))
+            error, text = read_events(data) if stream else (None, response_text(json.loads(data)))
             assert error is None or error["type"] in ("timeout_error", "overloaded_error"), error
-            expected = alone(prompt, max_tokens)
+            expected = expected_text(prompt, max_tokens)
             assert text == expected if error is None else expected.startswith(text), (prompt, text, expected)
             status = 200 if error is None else 408
         else:
@@ -169,39 +171,39 @@ class Normal:
         return status
 
 
-def text_of(answer: dict[str, Any]) -> str:
+def response_text(answer: dict[str, Any]) -> str:
     found = ""
     for choice in answer["choices"]:
-        said = choice.get("message") or choice.get("delta") or choice
-        found += said.get("text") or said.get("content") or ""
+        message = choice.get("message") or choice.get("delta") or choice
+        found += message.get("text") or message.get("content") or ""
     return found
 
 
 def read_events(data: bytes) -> tuple[dict[str, Any] | None, str]:
-    """Return the error that ended a stream (or None) and the stream's text."""
+    """Return the error that ended a stream (or None) and the text of the stream."""
     lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     error = next((event["error"] for event in events if "error" in event), None)
     assert error is not None or lines[-1] == "[DONE]", data[-200:]
-    return error, "".join(text_of(event) for event in events if "error" not in event)
+    return error, "".join(response_text(event) for event in events if "error" not in event)
 
 
-def attack(url: str, hostile: list[Hostile], seed: int, tries: int) -> Counter[str]:
-    normal = [Normal(url, random.Random(seed * 100 + 50 + i), tries) for i in range(2)]
-    over = threading.Event()
+def attack(url: str, hostile: list[HostileClient], seed: int, tries: int) -> Counter[str]:
+    normal = [NormalClient(url, random.Random(seed * 100 + 50 + i), tries) for i in range(2)]
+    attack_ended = threading.Event()
 
-    def ask(client: Normal) -> None:
-        asked = 0
-        while asked < 3 or not over.is_set():
-            client.once()
-            asked += 1
+    def send_requests(client: NormalClient) -> None:
+        sent = 0
+        while sent < 3 or not attack_ended.is_set():
+            client.send_request()
+            sent += 1
 
     with ThreadPoolExecutor(len(hostile) + len(normal)) as threads:
-        attacking = [threads.submit(enemy.run) for enemy in hostile]
-        asking = [threads.submit(ask, client) for client in normal]
-        wait(attacking)
-        over.set()
-        for one in (*attacking, *asking):
+        attacks = [threads.submit(client.run) for client in hostile]
+        requests = [threads.submit(send_requests, client) for client in normal]
+        wait(attacks)
+        attack_ended.set()
+        for one in (*attacks, *requests):
             one.result()
     return sum((client.counts for client in (*hostile, *normal)), Counter[str]())
 
@@ -220,41 +222,41 @@ def check_empty(engine: AsyncLLM) -> None:
 def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:
     rng = random.Random(seed)
     options = random_options(rng, store)
-    engine = AsyncLLM(make(), max_waiting=options.max_waiting, store=None if store is None else store / "kv")
-    with ExitStack() as ends, answering(make_app(engine, options), options) as (url, server):
+    engine = AsyncLLM(make_llm(), max_waiting=options.max_waiting, store=None if store is None else store / "kv")
+    with ExitStack() as ends, run_asgi_app(make_app(engine, options), options) as (url, server):
         clients = range(rng.randint(2, 5))
-        hostile = [Hostile(url, options, KEY, random.Random(seed * 100 + i)) for i in clients]
+        hostile = [HostileClient(url, options, KEY, random.Random(seed * 100 + i)) for i in clients]
         for client in hostile:
-            ends.callback(client.leave)
+            ends.callback(client.disconnect)
         few = options.max_connections is not None and options.max_connections <= FEW_CONNECTIONS
         counts = attack(url, hostile, seed, 5 if few else 1)
         stay = rng.random() < 0.3
         if not stay:
             for client in hostile:
-                client.leave()
+                client.disconnect()
             wait_until(lambda: not server.server_state.connections, IDLE_SECONDS)
             wait_idle(engine)
-            last = Normal(url, random.Random(seed))
-            assert last.once() == 200
+            last = NormalClient(url, random.Random(seed))
+            assert last.send_request() == 200
             for name in SESSIONS:
-                status, data = last.ask(f"/v1/sessions/{name}", {}, "DELETE")
+                status, data = last.call(f"/v1/sessions/{name}", {}, "DELETE")
                 assert status == 404 or (store is not None and status == 200), (status, data)
             wait_idle(engine)
             check_empty(engine)
     wait_idle(engine)
     check_empty(engine)
     for client in hostile:
-        client.check(log.requests())
+        client.check_abandoned(log.requests())
     return counts + Counter(stayed=int(stay), servers=1)
 
 
 @functools.cache
 def warm_up() -> None:
     options = ServerOptions(port=0, api_keys=(KEY,))
-    with answering(make_app(AsyncLLM(make()), options), options) as (url, _):
-        client = Normal(url, random.Random(0))
+    with run_asgi_app(make_app(AsyncLLM(make_llm()), options), options) as (url, _):
+        client = NormalClient(url, random.Random(0))
         for _ in range(3):
-            client.once()
+            client.send_request()
     gc.collect()
 
 
@@ -262,13 +264,13 @@ def run_case(seed: int) -> Counter[str]:
     transformers_logging.disable_progress_bar()
     warm_up()
     log = Log()
-    with log.kept():
+    with log.capture():
         threads, descriptors = set(threading.enumerate()), psutil.Process().num_fds()
         with tempfile.TemporaryDirectory() as place:
             counts = serve_case(seed, Path(place) if seed % 3 == 0 else None, log)
         gc.collect()
     log.check()
-    left = [thread for thread in threading.enumerate() if thread not in threads]
-    assert not left, left
+    leaked = [thread for thread in threading.enumerate() if thread not in threads]
+    assert not leaked, leaked
     assert psutil.Process().num_fds() <= descriptors, (psutil.Process().num_fds(), descriptors)
     return counts

@@ -2,11 +2,11 @@
 
 A case builds a random tiny model and a runtime with random options. It generates batches of prompts with shared
 prefixes, several samples of a prompt, and turns of sessions, with edits, forks, truncations and restarts. Half of the
-cases use the GPU's copy path on the CPU. The oracles:
+cases use the GPU's copy path on the CPU. Each case checks:
 
 * if the options are exact, every token is the greedy token of transformers' forward pass over the whole text;
-* only subclasses of OffloadError escape, each with a message, and no EngineError;
-* `check_integrity` holds, and at the end the pool is empty and no thread is left.
+* only subclasses of OffloadError are raised, each with a message, and no EngineError;
+* `check_integrity` passes, and at the end the pool is empty and no thread is left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from offload_rt.sessions.request_factory import StoredRequestFactory
 
 LENGTHS = (1, 2, 30, 63, 64, 65, 100, 127, 128, 129, 192, 200, 300, 600)
 STEPS = 6
-NEAR = 1e-4
+TIE_TOLERANCE = 1e-4
 """Tolerance for near ties, relative to the largest logit: norms and routers compute in float32."""
 
 
@@ -85,24 +85,24 @@ def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bo
 
 class Case:
     def __init__(self, rng: random.Random, folder: Path) -> None:
-        self.rng, self.folder, self.done = rng, folder, Counter[str]()
-        self.about, self.model = random_model(rng)
+        self.rng, self.folder, self.counts = rng, folder, Counter[str]()
+        self.description, self.model = random_model(rng)
         self.options, self.exact = random_options(rng, folder)
         self.seen: list[list[int]] = []
         """Earlier texts, which new prompts may share a prefix with."""
-        self.copies, self.small = rng.random() < 0.5, rng.random() < 0.3
+        self.use_copies, self.use_small_pool = rng.random() < 0.5, rng.random() < 0.3
 
-    def open(self, ends: ExitStack) -> LLM:
+    def make_runtime(self, ends: ExitStack) -> LLM:
         llm = self._runtime(ends, "64MiB")
         pool = llm.runner.pool
-        if self.small and pool.file is None:
+        if self.use_small_pool and pool.file is None:
             llm = self._runtime(ends, pool.bytes_for(self.rng.choice((128, 256, 640))) + pool.block_bytes)
         return llm
 
     def _runtime(self, ends: ExitStack, memory: int | str) -> LLM:
         llm = LLM(self.model, dtype=self.model.dtype, verify="off", host_memory=memory, **self.options)
         ends.callback(llm.close)
-        if self.copies and llm.runner.pool.file is None and self.options["working_set"] == 0:
+        if self.use_copies and llm.runner.pool.file is None and self.options["working_set"] == 0:
             llm = staged(llm)
             ends.callback(llm.close)
         return llm
@@ -119,7 +119,7 @@ class Case:
     def params(self, **fields: Any) -> SamplingParams:
         return SamplingParams(max_tokens=self.rng.choice((1, 3, 8)), temperature=0, **fields)
 
-    def compare(self, prompt: list[int], tokens: list[int]) -> None:
+    def check_tokens(self, prompt: list[int], tokens: list[int]) -> None:
         self.seen.append([*prompt, *tokens])
         assert all(0 <= token < self.model.get_output_embeddings().weight.shape[0] for token in tokens)
         if not self.exact:
@@ -128,26 +128,26 @@ class Case:
             logits = self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
         below = (logits.amax(-1) - chosen) / logits.abs().amax()
-        wrong = [i for i, share in enumerate(below.tolist()) if share > NEAR]
+        wrong = [i for i, share in enumerate(below.tolist()) if share > TIE_TOLERANCE]
         assert not wrong, f"{len(prompt)} tokens: new tokens {wrong} are {below.max():.2g} below the model's"
-        self.done["tokens compared"] += len(tokens)
+        self.counts["tokens compared"] += len(tokens)
 
     def batch(self, llm: LLM) -> None:
         prompts = [self.prompt() for _ in range(self.rng.randint(1, 4))]
         params = [self.params() for _ in prompts]
-        self.done["prompts"] += len(prompts)
+        self.counts["prompts"] += len(prompts)
         found = llm.generate(prompts, params)
         for prompt, one in zip(prompts, completed(found), strict=True):
-            self.compare(prompt, one.token_ids)
+            self.check_tokens(prompt, one.token_ids)
 
     def samples(self, llm: LLM) -> None:
         prompt, beams = self.prompt(), self.rng.random() < 0.3
-        self.done["prompts"] += 1
+        self.counts["prompts"] += 1
         if beams:
             llm.generate([prompt], self.params(num_beams=2))
             return
         for one in completed(llm.generate([prompt], self.params(n=3))):
-            self.compare(prompt, one.token_ids)
+            self.check_tokens(prompt, one.token_ids)
 
     def stop_early(self, llm: LLM) -> None:
         stream = llm.stream(self.prompt(), self.params())
@@ -164,19 +164,19 @@ class Case:
         try:
             for _ in range(rng.randint(1, 4)):
                 event = rng.choice(("send", "send", "send", "reopen", "fork", "truncate"))
-                self.done[event] += 1
+                self.counts[event] += 1
                 if event == "send":
                     before = [*session.tokens, *self.prompt()[:600]]
                     added = before[len(session.tokens) :]
                     self.exact = exact and not session.history.truncation_id
                     answer = [one.token_id for one in session.send(added, self.params())]
-                    self.compare(before, answer)
+                    self.check_tokens(before, answer)
                 elif event == "reopen":
                     session.close()
                     session = llm.session(name, store)
                 elif event == "fork":
-                    twin = session.fork(f"{name}{len(self.seen)}{self.done['fork']}")
-                    twin.close()
+                    fork = session.fork(f"{name}{len(self.seen)}{self.counts['fork']}")
+                    fork.close()
                 elif len(session.tokens) > 20:
                     session.truncate(keep_last=rng.randint(1, len(session.tokens)))
                 session.check_integrity()
@@ -187,40 +187,42 @@ class Case:
     def edits(self, llm: LLM) -> None:
         """Send whole prompts to a session. Each one changes, repeats or continues the previous text."""
         rng, store = self.rng, llm.session_store(self.folder / "edits")
-        whole, engine, prompt = StoredRequestFactory(store, [].append), llm.make_engine(), self.prompt()
+        factory, engine, prompt = StoredRequestFactory(store, [].append), llm.make_engine(), self.prompt()
         try:
             for number in range(rng.randint(2, 4)):
-                self.done["edits"] += 1
-                turn = whole.turn("s", number, prompt, self.params())
+                self.counts["edits"] += 1
+                turn = factory.turn("s", number, prompt, self.params())
                 try:
                     engine.submit(turn)
                     while not engine.idle:
                         engine.step()
                 finally:
                     engine.cancel(turn)
-                    whole.ended("s")
-                self.compare(prompt, turn.new_tokens)
+                    factory.ended("s")
+                self.check_tokens(prompt, turn.new_tokens)
                 engine.check_integrity()
                 text = [*prompt, *turn.new_tokens]
-                again = rng.choice((prompt, [*text, *self.prompt()[:200]], [*text[: rng.randint(0, len(text))], 1, 2]))
-                prompt = again[:1200]
+                next_prompt = rng.choice(
+                    (prompt, [*text, *self.prompt()[:200]], [*text[: rng.randint(0, len(text))], 1, 2])
+                )
+                prompt = next_prompt[:1200]
         finally:
-            whole.close()
+            factory.close()
 
     # ---------------------------------------------------------------------------------------------------------- case
 
     def attempt(self, action: Callable[[LLM], None], llm: LLM) -> None:
-        """Run `action`. OffloadError counts as a refusal, except EngineError, which wraps an unexpected exception."""
+        """Count OffloadError as a refusal, except EngineError, which wraps an unexpected exception."""
         try:
             action(llm)
         except EngineError:
             raise
         except OffloadError as error:
             check_message(error)
-            self.done["full" if isinstance(error, PoolFullError) else "refusals"] += 1
+            self.counts["full" if isinstance(error, PoolFullError) else "refusals"] += 1
 
-    def transformers_runs_it(self) -> bool:
-        """Return whether transformers can compute the model. Some widths of experts are not supported."""
+    def transformers_supports_model(self) -> bool:
+        """Return whether transformers can compute the model. It does not support some widths of experts."""
         try:
             self.model(torch.tensor([[1, 2, 3]]))
         except RuntimeError:
@@ -228,17 +230,17 @@ class Case:
         return True
 
     def run(self) -> None:
-        if not self.transformers_runs_it():
-            self.done["models that transformers does not run"] += 1
+        if not self.transformers_supports_model():
+            self.counts["models that transformers does not run"] += 1
             return
         with ExitStack() as ends:
             try:
-                llm = self.open(ends)
+                llm = self.make_runtime(ends)
             except OffloadError as error:
                 check_message(error)
-                self.done["refused configurations"] += 1
+                self.counts["refused configurations"] += 1
                 return
-            self.done["configurations"] += 1
+            self.counts["configurations"] += 1
             runner = llm.runner
             for _ in range(STEPS):
                 action = self.rng.choice(
@@ -254,7 +256,6 @@ class Case:
 
 
 def run_case(seed: int) -> Counter[str]:
-    """Run one case. Add a note of its model and options to any exception."""
     rng, threads = random.Random(seed), set(threading.enumerate())
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as place, patch.dict("os.environ", OFFLOAD_RT_CACHE=f"{place}/cache"):
@@ -264,12 +265,11 @@ def run_case(seed: int) -> Counter[str]:
                 warnings.simplefilter("ignore")  # truncated sessions, stores that could not save
                 case.run()
         except BaseException as error:
-            error.add_note(
-                f"{case.about}\n{case.options} copies={case.copies} small={case.small} done={dict(case.done)}"
-            )
+            flags = f"copies={case.use_copies} small={case.use_small_pool} counts={dict(case.counts)}"
+            error.add_note(f"{case.description}\n{case.options} {flags}")
             raise
     check_threads(threads)
-    return case.done
+    return case.counts
 
 
 def check_threads(before: set[threading.Thread]) -> None:

@@ -1,9 +1,10 @@
 """Fuzz the files of a session store: damage never gives a wrong token, and never affects more than the damaged data.
 
-A case runs a few sessions in a new store, and damages, moves or deletes files between turns and restarts. The oracles:
+A case runs a few sessions in a new store, and damages, moves or deletes files between turns and restarts. Each case
+checks:
 
 * a session opens with tokens that it had before, or raises StoreError; its next answer equals the model's;
-* no other exception escapes, `check_integrity` holds, and nothing outside the folder changes;
+* no other exception is raised, `check_integrity` passes, and nothing outside the folder changes;
 * no file of the store contains tokens of a deleted session, except damaged document files that the deletion reported.
 """
 
@@ -20,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from support.leftovers import leftovers
+from support.leftovers import find_leftovers
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -43,7 +44,7 @@ def runtime() -> LLM:
 
 @cache
 def model_answer(tokens: tuple[int, ...]) -> list[int]:
-    """Return the model's answer to `tokens` from an engine that shares no state with the sessions."""
+    """Generate with an engine that shares no state with the sessions."""
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
     with LLM(model, dtype="float32", host_memory="4MiB", policy="full", enable_prefix_caching=False) as llm:
         return completed(llm.generate([list(tokens)], PARAMS))[0].token_ids
@@ -87,26 +88,26 @@ def chmod(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
     rng.choice((path, path.parent)).chmod(rng.choice((0o000, 0o444, 0o777)))
 
 
-def link(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+def replace_by_link(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
     path.unlink()
     path.symlink_to(rng.choice((outside / "victim", other, path, Path("/nowhere"), Path("/dev/zero"))))
 
 
-def fifo(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+def replace_by_fifo(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-def folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+def replace_by_folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-def stale(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+def add_temporary_file(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
     shutil.copyfile(path, path.with_name(f"{path.stem}.{rng.randrange(1, 99999)}.{rng.randrange(99)}.tmp"))
 
 
-def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
+def link_folder_outside(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
     """Replace a folder of the store with a link to a folder outside that contains the same file names."""
     if path.parent.name == "store":
         return
@@ -122,46 +123,59 @@ def linked_folder(rng: random.Random, path: Path, other: Path, outside: Path) ->
         path.parent.symlink_to(target)
 
 
-DAMAGES = (truncate, flip, rename, swap, delete, duplicate, chmod, link, fifo, folder, stale, linked_folder)
+DAMAGES = (
+    truncate,
+    flip,
+    rename,
+    swap,
+    delete,
+    duplicate,
+    chmod,
+    replace_by_link,
+    replace_by_fifo,
+    replace_by_folder,
+    add_temporary_file,
+    link_folder_outside,
+)
 
 
 class Case:
-    def __init__(self, rng: random.Random, place: Path) -> None:
-        self.rng, self.place, self.store = rng, place, place / "store"
-        self.been: dict[str, list[list[int]]] = {name: [[]] for name in NAMES}
-        self.done = Counter[str]()
-        (place / "outside").mkdir()
-        (place / "outside" / "victim").write_text("the user's own")
+    def __init__(self, rng: random.Random, base: Path) -> None:
+        self.rng, self.base, self.store = rng, base, base / "store"
+        self.known_states: dict[str, list[list[int]]] = {name: [[]] for name in NAMES}
+        self.counts = Counter[str]()
+        (base / "outside").mkdir()
+        (base / "outside" / "victim").write_text("the user's own")
 
     def outside(self) -> dict[Path, tuple[int, bytes]]:
-        files = [path for path in (self.place / "outside").rglob("*") if path.is_file()]
+        files = [path for path in (self.base / "outside").rglob("*") if path.is_file()]
         return {path: (path.stat().st_mode, path.read_bytes()) for path in files}
 
     def turn(self, name: str) -> None:
         try:
             session = runtime().session(name, self.store)
         except StoreError:
-            self.done["refused"] += 1
+            self.counts["refused"] += 1
             return
         try:
-            assert session.tokens in self.been[name], f"{name!r} was never this"
+            assert session.tokens in self.known_states[name], f"{name!r} never had these tokens"
             self.answer(session)
             if self.rng.random() < 0.2 and len(session.tokens) > 100:
                 session.truncate(keep_last=70)
                 # From now on positions differ from those of a fresh prompt, so the session restarts without its
                 # history.
                 session.discard()
-                self.been[name] = [[]]
+                self.known_states[name] = [[]]
                 return
-            self.been[name].append(session.tokens)
+            self.known_states[name].append(session.tokens)
         except StoreError:
-            self.done["refused"] += 1
-            self.been[name].append(session.tokens)
+            self.counts["refused"] += 1
+            self.known_states[name].append(session.tokens)
         finally:
             try:
                 session.close()
             except StoreError:
-                self.done["refused"] += 1
+                self.counts["refused"] += 1
 
     def answer(self, session: Session) -> None:
         prompt = tiny_prompt(self.rng.choice((5, 70, 140)), seed=self.rng.randrange(5))
@@ -172,10 +186,10 @@ class Case:
                 events.append(event.token_id)
             if self.rng.random() < 0.05:
                 self.damage()
-        self.been[session.name].append(session.tokens)
-        assert events == model_answer((*before, *prompt)), "a wrong token"
+        self.known_states[session.name].append(session.tokens)
+        assert events == model_answer((*before, *prompt)), "the answer differs from the model's"
         session.check_integrity()
-        self.done["answers"] += 1
+        self.counts["answers"] += 1
 
     def damage(self) -> None:
         files = sorted(path for path in self.store.rglob("*") if path.is_file() and not path.is_symlink())
@@ -185,32 +199,32 @@ class Case:
         path, other = self.rng.choice(files), self.rng.choice(files)
         # The open store has just renamed the file, or earlier damage has put a folder in the place of the new name.
         with suppress(FileNotFoundError, IsADirectoryError):
-            kind(self.rng, path, other, self.place / "outside")
-        self.done[kind.__name__] += 1
+            kind(self.rng, path, other, self.base / "outside")
+        self.counts[kind.__name__] += 1
 
     def delete(self, name: str) -> None:
         try:
             removed = delete_stored(self.store, name).removed
         except (StoreError, LookupError, ValueError):
-            self.done["not deleted"] += 1
+            self.counts["not deleted"] += 1
             return
-        gone = max(self.been[name], key=len)
-        kept = [tokens for other, all in self.been.items() if other != name for tokens in all]
-        left = leftovers(self.store, gone, kept)
+        deleted_tokens = max(self.known_states[name], key=len)
+        remaining_tokens = [tokens for other, all in self.known_states.items() if other != name for tokens in all]
+        left = find_leftovers(self.store, deleted_tokens, remaining_tokens)
         # A file renamed to a non-document name belongs to the user. A file renamed to another session's name and then
         # damaged has no known owner, so the deletion must report that it keeps it.
         missed = [path for path in left if DOCUMENT_FILE.fullmatch(path.name) and path.name not in removed.kept]
         assert not missed, left
-        self.done["searched"] += 1
-        self.done["left, and named or renamed"] += len(left)
-        self.been[name] = [[]]
+        self.counts["searched"] += 1
+        self.counts["left, and named or renamed"] += len(left)
+        self.known_states[name] = [[]]
 
 
 def run_case(seed: int) -> Counter[str]:
     rng = random.Random(seed)
-    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as base, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        case = Case(rng, Path(place))
+        case = Case(rng, Path(base))
         for name in NAMES:
             case.turn(name)
         for _ in range(ROUNDS):
@@ -223,5 +237,5 @@ def run_case(seed: int) -> Counter[str]:
                 case.turn(rng.choice(NAMES))
             read_catalog(case.store)
             now = case.outside()
-            assert all(now.get(path) == known for path, known in before.items()), "something outside was touched"
-        return case.done
+            assert all(now.get(path) == known for path, known in before.items()), "a file outside the store changed"
+        return case.counts

@@ -35,18 +35,18 @@ GARBAGE = [
 ]  # fmt: skip
 SESSIONS = ("s0", "s1", "s2")
 ACTIONS = (
-    "bytewise", "half_heads", "garbage", "wrong_length", "chunked", "oversized", "cut_request", "cut_answer",
-    "stop_reading", "pipelined", "nested", "invalid_text", "leave_stream", "session",
+    "bytewise", "half_heads", "garbage", "wrong_length", "chunked", "oversized", "cut_request", "cut_response",
+    "stop_reading", "pipelined", "nested", "invalid_text", "abandon_stream", "session",
 )  # fmt: skip
 
 
-class Hostile:
+class HostileClient:
     def __init__(self, url: str, options: ServerOptions, key: str, rng: random.Random) -> None:
-        self.where = ("127.0.0.1", urlsplit(url).port)
+        self.address = ("127.0.0.1", urlsplit(url).port)
         self.options, self.key, self.rng = options, key, rng
         self.counts = Counter[str]()
         self.open: list[socket.socket] = []
-        self.left: list[str] = []
+        self.abandoned: list[str] = []
         """Ids of long streaming requests that were abandoned at their start."""
 
     def run(self) -> None:
@@ -56,13 +56,13 @@ class Hostile:
             with suppress(OSError):  # the server may close, reset or not respond
                 getattr(self, action)()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         for connection in self.open:
             connection.close()
         self.open.clear()
 
-    def check(self, requests: dict[str, dict[str, Any]]) -> None:
-        for request_id in self.left:
+    def check_abandoned(self, requests: dict[str, dict[str, Any]]) -> None:
+        for request_id in self.abandoned:
             ended = requests[request_id]
             late = ended["finish"] == "timeout" and self.options.timeout < 10
             assert late or (ended["finish"] == "abort" and ended.get("client") == "gone"), ended
@@ -76,7 +76,7 @@ class Hostile:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         found.settimeout(3)
         self.open.append(found)
-        found.connect(self.where)
+        found.connect(self.address)
         return found
 
     def close(self, connection: socket.socket) -> None:
@@ -90,7 +90,6 @@ class Hostile:
             self.open.remove(connection)
 
     def head(self, path: str, *lines: str) -> bytes:
-        """Return a request head without the empty line at its end."""
         given = ["Host: localhost", "Content-Type: application/json", f"Authorization: Bearer {self.key}", *lines]
         return "\r\n".join([f"POST {path} HTTP/1.1", *given, ""]).encode()
 
@@ -98,10 +97,10 @@ class Hostile:
         return self.head(path, f"Content-Length: {len(content)}", *lines) + b"\r\n" + content
 
     def body(self, **fields: Any) -> bytes:
-        asked = {"prompt": f"It was {self.rng.randrange(9)}", "max_tokens": self.rng.choice((1, 20, 200))}
-        return json.dumps(asked | {"stream": self.rng.random() < 0.5} | fields).encode()
+        body_data = {"prompt": f"It was {self.rng.randrange(9)}", "max_tokens": self.rng.choice((1, 20, 200))}
+        return json.dumps(body_data | {"stream": self.rng.random() < 0.5} | fields).encode()
 
-    def valid(self) -> bytes:
+    def valid_request(self) -> bytes:
         return self.post("/v1/completions", self.body())
 
     def exchange(self, data: bytes) -> None:
@@ -117,7 +116,7 @@ class Hostile:
     # -------------------------------------------------------------------------------------------------------- actions
 
     def bytewise(self) -> None:
-        connection, data = self.connect(), self.valid()
+        connection, data = self.connect(), self.valid_request()
         for i in range(self.rng.randint(1, len(data))):
             connection.sendall(data[i : i + 1])
             time.sleep(self.rng.choice((0, 0, 0, 0.01)))
@@ -132,7 +131,7 @@ class Hostile:
     def garbage(self) -> None:
         rng = self.rng
         kind = rng.randrange(3)
-        data = bytearray(self.valid())
+        data = bytearray(self.valid_request())
         for _ in range(rng.randint(1, 5)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         self.exchange([rng.choice(GARBAGE), rng.randbytes(rng.randint(1, 3000)), bytes(data)][kind])
@@ -148,8 +147,10 @@ class Hostile:
         while content:
             size = rng.randint(1, len(content))
             part, content = content[:size], content[size:]
-            said = f"{size:x}" if rng.random() < 0.8 else rng.choice(("", "-1", "zz", "f" * 40, "0", f"{size + 3:x}"))
-            parts.append(said.encode() + rng.choice((b"", b"", b";x=y")) + b"\r\n" + part + b"\r\n")
+            size_line = (
+                f"{size:x}" if rng.random() < 0.8 else rng.choice(("", "-1", "zz", "f" * 40, "0", f"{size + 3:x}"))
+            )
+            parts.append(size_line.encode() + rng.choice((b"", b"", b";x=y")) + b"\r\n" + part + b"\r\n")
         end = rng.choice((b"0\r\n\r\n", b"0\r\nx: y\r\n\r\n", b"", b"0\r\n" + b"x: y\r\n" * 9000, b"\r\n"))
         coding = rng.choice(("chunked", "chunked", "gzip", "chunked, chunked", "identity"))
         self.exchange(self.head("/v1/completions", f"Transfer-Encoding: {coding}") + b"\r\n" + b"".join(parts) + end)
@@ -170,14 +171,14 @@ class Hostile:
             self.exchange(self.post("/v1/completions", self.body(prompt=[1] * (size // 3), max_tokens=10**9)))
 
     def cut_request(self) -> None:
-        data = self.valid()
+        data = self.valid_request()
         connection = self.connect()
         connection.sendall(data[: self.rng.randrange(len(data))])
         self.close(connection)
 
-    def cut_answer(self) -> None:
+    def cut_response(self) -> None:
         connection = self.connect()
-        connection.sendall(self.valid())
+        connection.sendall(self.valid_request())
         left = self.rng.randint(0, 3000)
         while left > 0 and (got := connection.recv(min(left, 100))):
             left -= len(got)
@@ -185,14 +186,14 @@ class Hostile:
 
     def stop_reading(self) -> None:
         connection = self.connect(receive_buffer=2048)
-        asked = self.body(stream=True, n=self.rng.choice((1, 4)), max_tokens=LONG_ANSWER, ignore_eos=True)
-        connection.sendall(self.post("/v1/completions", asked))
+        body_data = self.body(stream=True, n=self.rng.choice((1, 4)), max_tokens=LONG_ANSWER, ignore_eos=True)
+        connection.sendall(self.post("/v1/completions", body_data))
         time.sleep(self.rng.random())
         if self.rng.random() < 0.5:
             self.close(connection)
 
     def pipelined(self) -> None:
-        requests = [self.valid() for _ in range(self.rng.randint(2, 6))]
+        requests = [self.valid_request() for _ in range(self.rng.randint(2, 6))]
         if self.rng.random() < 0.5:
             requests.insert(self.rng.randrange(len(requests)), self.rng.choice(GARBAGE))
         self.exchange(b"".join(requests))
@@ -213,14 +214,14 @@ class Hostile:
         kind = self.rng.choice(("Accept: */*", "Content-Type: text/plain", "Content-Encoding: gzip"))
         self.exchange(self.post(self.rng.choice(PATHS), hole.replace(b"%s", text * 3), kind))
 
-    def leave_stream(self, **fields: Any) -> None:
-        """Disconnect at the start of a long stream. `check` later requires that the request ended."""
+    def abandon_stream(self, **fields: Any) -> None:
+        """Disconnect at the start of a long stream. `check_abandoned` requires that the request ended."""
         connection = self.connect()
-        asked = self.body(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True, temperature=0, **fields)
-        connection.sendall(self.post("/v1/completions", asked))
+        body_data = self.body(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True, temperature=0, **fields)
+        connection.sendall(self.post("/v1/completions", body_data))
         data = connection.recv(4096)
         if data.startswith(b"HTTP/1.1 200") and (found := re.search(rb"x-request-id: (\w+)", data)):
-            self.left.append(found[1].decode())
+            self.abandoned.append(found[1].decode())
             self.counts["streams left"] += 1
         connection.close()
         self.open.remove(connection)
@@ -229,6 +230,6 @@ class Hostile:
         if self.options.documents is None:
             return
         name = self.rng.choice(SESSIONS)
-        self.leave_stream(session=name)
+        self.abandon_stream(session=name)
         data = self.head(f"/v1/sessions/{name}", "Connection: close").replace(b"POST", b"DELETE", 1) + b"\r\n"
         self.exchange(data)

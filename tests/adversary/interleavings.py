@@ -1,7 +1,7 @@
 """Test random interleavings of requests on engines that share a small pool: each gives the same tokens as alone.
 
 Even seeds drive engines step by step, so that a case repeats exactly. Odd seeds use `AsyncLLM` with sessions, clients
-that disconnect, and a second policy in another thread; their timing varies.
+that disconnect, and a second policy in another thread, so that their timing varies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.request import Request
 from offload_rt.engine.swap import Swap
 
-Asked = tuple[tuple[int, ...], SamplingParams]
+RequestSpec = tuple[tuple[int, ...], SamplingParams]
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -44,40 +44,40 @@ LONGEST_PROMPT, MOST_TOKENS, WIDEST = 200, 24, 3
 
 
 @functools.cache
-def model(name: str) -> Any:
-    """Return a tiny model that C kernels support."""
+def make_model(name: str) -> Any:
+    """The C kernels support these shapes."""
     if name == "gemma3":
         return architecture("gemma3", dtype=torch.float32)
     return tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, vocab_size=97)
 
 
-def make(name: str, policy: str, **options: Any) -> LLM:
+def make_llm(name: str, policy: str, **options: Any) -> LLM:
     return LLM(
-        model(name), policy=policy, policy_options=POLICIES[policy], dtype="float32", verify="off",
+        make_model(name), policy=policy, policy_options=POLICIES[policy], dtype="float32", verify="off",
         **({"host_memory": "64MiB"} | options),
     )  # fmt: skip
 
 
 @functools.cache
-def roomy(name: str, policy: str) -> LLM:
-    return make(name, policy, enable_prefix_caching=False)
+def large_pool_llm(name: str, policy: str) -> LLM:
+    return make_llm(name, policy, enable_prefix_caching=False)
 
 
-def alone(name: str, policy: str, asked: Asked) -> list[list[int]]:
-    """Return the tokens of each completion of a request on a separate engine. Not for use while a fault is injected."""
-    return [one.token_ids for one in completed(roomy(name, policy).generate([list(asked[0])], asked[1]))]
+def expected_tokens(name: str, policy: str, spec: RequestSpec) -> list[list[int]]:
+    """Generate on a separate engine. Not for use while a fault is injected."""
+    return [one.token_ids for one in completed(large_pool_llm(name, policy).generate([list(spec[0])], spec[1]))]
 
 
 def tight_memory(name: str, rng: random.Random) -> int:
-    """Return a pool size in bytes that holds most requests, but not two of the larger ones."""
-    pool = roomy(name, "full").runner.pool
+    """Return a pool size in bytes that holds most requests, but not two large ones."""
+    pool = large_pool_llm(name, "full").runner.pool
     blocks = pool.groups.blocks(LONGEST_PROMPT + MOST_TOKENS) + rng.randint(0, 8) * pool.groups.blocks_at_once
     return int(blocks * pool.block_bytes)
 
 
-def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:
+def fits_pool(name: str, policy: str, spec: RequestSpec, memory: int) -> bool:
     try:
-        make(name, policy, host_memory=memory).generate([list(asked[0])], asked[1])
+        make_llm(name, policy, host_memory=memory).generate([list(spec[0])], spec[1])
     except PoolFullError:
         return False
     return True
@@ -85,9 +85,9 @@ def fits_alone(name: str, policy: str, asked: Asked, memory: int) -> bool:
 
 def random_prompt(rng: random.Random, longest: int = LONGEST_PROMPT) -> tuple[int, ...]:
     whole = tiny_prompt(LONGEST_PROMPT, seed=rng.randrange(3))
-    tail = tiny_prompt(20, seed=rng.randrange(50))
+    suffix = tiny_prompt(20, seed=rng.randrange(50))
     count = rng.randint(1, longest)
-    return tuple(token % 96 + 1 for token in [*whole[: max(0, count - len(tail))], *tail][:count])
+    return tuple(token % 96 + 1 for token in [*whole[: max(0, count - len(suffix))], *suffix][:count])
 
 
 def random_params(rng: random.Random, kinds: str = "greedy sampled several beams") -> SamplingParams:
@@ -102,7 +102,7 @@ def random_params(rng: random.Random, kinds: str = "greedy sampled several beams
 
 @contextmanager
 def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
-    """Inject an exception into one engine call, with a probability of one half. Yield the exception or None."""
+    """Raise an exception in one engine call, with a probability of one half. Yield the exception or None."""
     if rng.random() < 0.5:
         yield None
         return
@@ -112,11 +112,12 @@ def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
 
 
 @contextmanager
-def swapping(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield options that enable swapping at random. With swapping, preempted requests always go to disk."""
+def random_swap(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield options that enable swapping with a probability of one half."""
     if rng.random() < 0.5:
         yield {}
         return
+    # Preempted requests always go to disk.
     with patch.object(Swap, "_recompute_seconds", lambda *_: math.inf):
         yield {"swap": folder / "swap"}
 
@@ -130,36 +131,36 @@ class Engines:
     rng: random.Random
     engines: list[Engine] = field(default_factory=list)
     policies: list[str] = field(default_factory=list)
-    asked: dict[Request, tuple[Engine, str, Asked]] = field(default_factory=dict)
+    requests: dict[Request, tuple[Engine, str, RequestSpec]] = field(default_factory=dict)
     failed: dict[Request, Exception] = field(default_factory=dict)
     aborted: set[Request] = field(default_factory=set)
     full: set[Request] = field(default_factory=set)
 
-    def join(self, llm: LLM, policy: str) -> None:
-        self.engines.append(llm.make_engine(on_failure=self._fail))
+    def add_engine(self, llm: LLM, policy: str) -> None:
+        self.engines.append(llm.make_engine(on_failure=self._record_failure))
         self.policies.append(policy)
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _record_failure(self, request: Request, error: Exception) -> None:
         self.failed[request] = error
         for engine in self.engines:
-            if any(request in known.samples for known, (own, _, _) in self.asked.items() if own is engine):
-                [first] = [known for known in self.asked if request in known.samples]
+            if any(request in known.samples for known, (own, _, _) in self.requests.items() if own is engine):
+                [first] = [known for known in self.requests if request in known.samples]
                 self.failed[first] = error
                 engine.cancel(first)
 
-    def act(self) -> None:
+    def add_or_cancel_request(self) -> None:
         rng, kind = self.rng, self.rng.random()
         if kind < 0.3:
             at = rng.randrange(len(self.engines))
-            asked = random_prompt(rng), random_params(rng)
-            request = self.engines[at].add(list(asked[0]), asked[1])
-            self.asked[request] = self.engines[at], self.policies[at], asked
-        elif kind < 0.33 and self.asked:
-            request = rng.choice(list(self.asked))
+            spec = random_prompt(rng), random_params(rng)
+            request = self.engines[at].add(list(spec[0]), spec[1])
+            self.requests[request] = self.engines[at], self.policies[at], spec
+        elif kind < 0.33 and self.requests:
+            request = rng.choice(list(self.requests))
             if any(sample.finish_reason is None for sample in request.samples):
                 self.aborted.add(request)
                 try:
-                    self.asked[request][0].cancel(request)
+                    self.requests[request][0].cancel(request)
                 except EngineError as error:
                     self.failed[request] = error
 
@@ -168,26 +169,28 @@ class Engines:
             engine.check_integrity()
 
     def verify(self, injected: Exception | None) -> Counter[str]:
-        counts = Counter(requests=len(self.asked), aborted=len(self.aborted), failed=len(self.failed))
+        counts = Counter(requests=len(self.requests), aborted=len(self.aborted), failed=len(self.failed))
         for request in [request for request, error in self.failed.items() if isinstance(error, PoolFullError)]:
-            if request in self.asked:
-                assert not fits_alone(self.name, *self.asked[request][1:], self.engines[0].runner.pool.limit_bytes)
+            if request in self.requests:
+                assert not fits_pool(self.name, *self.requests[request][1:], self.engines[0].runner.pool.limit_bytes)
             del self.failed[request]
             self.full.add(request)
         counts["full"] = len(self.full)
-        for request, (_, policy, asked) in self.asked.items():
-            expected = alone(self.name, policy, asked)
+        for request, (_, policy, spec) in self.requests.items():
+            expected = expected_tokens(self.name, policy, spec)
             found = [one.token_ids for one in request.completions()]
             if request in self.failed or request in self.aborted or request in self.full:
-                if asked[1].num_beams == 1:
-                    assert all(right[: len(one)] == one for one, right in zip(found, expected, strict=True))
+                if spec[1].num_beams == 1:
+                    assert all(
+                        expected_ids[: len(one)] == one for one, expected_ids in zip(found, expected, strict=True)
+                    )
             else:
-                assert found == expected, (policy, asked, found, expected)
+                assert found == expected, (policy, spec, found, expected)
                 counts["tokens"] += sum(map(len, found))
         causes = {id(error.__cause__) for error in self.failed.values()}
         assert all(isinstance(error, EngineError) for error in self.failed.values()), self.failed
         assert causes <= {id(injected)}, self.failed
-        assert sum(request in self.asked for request in self.failed) <= 1, "one exception, several failed requests"
+        assert sum(request in self.requests for request in self.failed) <= 1, "one exception, several failed requests"
         counts["preemptions"] = sum(engine.scheduler.preemptions for engine in self.engines)
         counts["restored"] = sum(engine.scheduler.restored for engine in self.engines)
         return counts
@@ -199,33 +202,33 @@ def run_engines(seed: int, folder: Path) -> Counter[str]:
     state = Engines(name, rng)
     with ExitStack() as ends:
         ends.enter_context(patch.object(pool_order, "RECHECK_SECONDS", 0.0))
-        options = ends.enter_context(swapping(rng, folder))
+        options = ends.enter_context(random_swap(rng, folder))
         batch = {"max_num_seqs": rng.randint(3, 6), "max_num_batched_tokens": rng.choice((32, 512))}
         policy = rng.choice(list(POLICIES))
-        llm = make(name, policy, host_memory=tight_memory(name, rng), **options, **batch)
+        llm = make_llm(name, policy, host_memory=tight_memory(name, rng), **options, **batch)
         ends.callback(llm.close)
-        state.join(llm, policy)
+        state.add_engine(llm, policy)
         others = [rng.choice(list(POLICIES)) for _ in range(rng.randint(0, 2))]
         for other in others:
-            beside = llm.under(other, POLICIES[other])
-            ends.callback(beside.close)
-            state.join(beside, other)
+            second_policy = llm.under(other, POLICIES[other])
+            ends.callback(second_policy.close)
+            state.add_engine(second_policy, other)
         with random_fault(llm, rng) as injected:
-            while not state.asked:
-                state.act()
+            while not state.requests:
+                state.add_or_cancel_request()
 
             def after_step() -> None:
                 state.check()
-                if len(state.asked) < 10:
-                    state.act()
+                if len(state.requests) < 10:
+                    state.add_or_cancel_request()
 
             steps = run_in_rounds(state.engines, seed, 3000, after_step)
         counts = state.verify(injected)
         assert llm.runner.pool.sequence_bytes == 0
         assert not any(engine.runner._open for engine in state.engines)
-        following: Asked = random_prompt(rng), random_params(rng, "greedy sampled")
+        following: RequestSpec = random_prompt(rng), random_params(rng, "greedy sampled")
         [output] = llm.generate([list(following[0])], following[1])
-        assert [one.token_ids for one in output.outputs] == alone(name, policy, following)
+        assert [one.token_ids for one in output.outputs] == expected_tokens(name, policy, following)
     return counts + Counter(rounds=steps)
 
 
@@ -241,14 +244,14 @@ class Clients:
     counts: Counter[str] = field(default_factory=Counter)
     histories: dict[str, tuple[int, ...]] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
-    full: list[tuple[str, Asked]] = field(default_factory=list)
-    answers: list[tuple[str, Asked, list[list[int]], bool]] = field(default_factory=list)
+    full: list[tuple[str, RequestSpec]] = field(default_factory=list)
+    answers: list[tuple[str, RequestSpec, list[list[int]], bool]] = field(default_factory=list)
 
     async def run(self, number: int, rng: random.Random) -> None:
         for turn in range(rng.randint(2, 5)):
-            await self.once(f"{number}-{turn}", rng)
+            await self.run_random_action(f"{number}-{turn}", rng)
 
-    async def once(self, request_id: str, rng: random.Random) -> None:
+    async def run_random_action(self, request_id: str, rng: random.Random) -> None:
         kind = rng.random()
         try:
             if kind < 0.1:
@@ -257,8 +260,8 @@ class Clients:
             elif kind < 0.5:
                 await self.turn(request_id, rng)
             else:
-                asked = random_prompt(rng), random_params(rng)
-                await self.ask(request_id, asked, rng)
+                spec = random_prompt(rng), random_params(rng)
+                await self.generate(request_id, spec, rng)
         except SessionBusyError:
             self.counts["busy"] += 1
         except EngineError as error:
@@ -274,20 +277,20 @@ class Clients:
     async def turn(self, request_id: str, rng: random.Random) -> None:
         name = rng.choice("ab")
         before = self.histories.get(name, ())
-        kept = before if rng.random() < 0.6 else before[: rng.randint(0, len(before))]
-        prompt = (*kept, *random_prompt(rng, 60))[:LONGEST_PROMPT]
+        prefix = before if rng.random() < 0.6 else before[: rng.randint(0, len(before))]
+        prompt = (*prefix, *random_prompt(rng, 60))[:LONGEST_PROMPT]
         params = random_params(rng, "greedy sampled")
-        said = await self.ask(request_id, (prompt, params), rng, session=name)
-        self.histories[name] = (*prompt, *said[0])[: LONGEST_PROMPT - 20]
+        completions = await self.generate(request_id, (prompt, params), rng, session=name)
+        self.histories[name] = (*prompt, *completions[0])[: LONGEST_PROMPT - 20]
 
-    async def ask(self, request_id: str, asked: Asked, rng: random.Random, **more: Any) -> list[list[int]]:
+    async def generate(self, request_id: str, spec: RequestSpec, rng: random.Random, **more: Any) -> list[list[int]]:
         leaves = rng.randint(1, 6) if rng.random() < 0.2 else 1000
         aborts = rng.randint(1, 6) if rng.random() < 0.1 else 1000
         pause = rng.choice((0, 0, 0.004))
         found: list[list[int]] = []
         outputs, reasons = 0, list[Any]()
         try:
-            async with aclosing(self.engine.generate(list(asked[0]), asked[1], request_id, **more)) as answer:
+            async with aclosing(self.engine.generate(list(spec[0]), spec[1], request_id, **more)) as answer:
                 async for output in answer:
                     found = [one.token_ids for one in output.outputs]
                     reasons = [one.finish_reason for one in output.outputs]
@@ -298,35 +301,35 @@ class Clients:
                         await self.engine.abort(request_id)
                     await asyncio.sleep(pause)
         except PoolFullError:
-            self.full.append(("full", asked))
+            self.full.append(("full", spec))
             return [[]]
         whole = all(reason in ("stop", "length") for reason in reasons)
-        self.answers.append(("full", asked, found, whole))
+        self.answers.append(("full", spec, found, whole))
         return found
 
-    def beside(self, llm: LLM, policy: str, rng: random.Random) -> None:
+    def run_second_policy(self, llm: LLM, policy: str, rng: random.Random) -> None:
         for _ in range(rng.randint(0, 3)):
-            asked: Asked = random_prompt(rng), random_params(rng)
+            spec: RequestSpec = random_prompt(rng), random_params(rng)
             try:
-                [output] = llm.generate([list(asked[0])], asked[1])
-                self.answers.append((policy, asked, [one.token_ids for one in output.outputs], True))
+                [output] = llm.generate([list(spec[0])], spec[1])
+                self.answers.append((policy, spec, [one.token_ids for one in output.outputs], True))
             except EngineError as error:
                 self.errors.append(error)
             except PoolFullError:
-                self.full.append((policy, asked))
+                self.full.append((policy, spec))
 
     def verify(self) -> Counter[str]:
-        for policy, asked, found, whole in self.answers:
-            expected = alone(self.name, policy, asked)
+        for policy, spec, found, whole in self.answers:
+            expected = expected_tokens(self.name, policy, spec)
             if whole:
-                assert found == expected, (policy, asked, found, expected)
+                assert found == expected, (policy, spec, found, expected)
                 self.counts["tokens"] += sum(map(len, found))
-            elif asked[1].num_beams == 1:
-                assert all(right[: len(one)] == one for one, right in zip(found, expected, strict=False))
+            elif spec[1].num_beams == 1:
+                assert all(expected_ids[: len(one)] == one for one, expected_ids in zip(found, expected, strict=False))
             self.counts["whole" if whole else "left"] += 1
         memory = self.engine.llm.runner.pool.limit_bytes
-        for policy, asked in self.full:
-            assert not fits_alone(self.name, policy, asked, memory), asked
+        for policy, spec in self.full:
+            assert not fits_pool(self.name, policy, spec, memory), spec
         causes = {id(error.__cause__) for error in self.errors}
         assert causes <= {id(self.injected)} and len(self.errors) <= 1, self.errors
         return self.counts + Counter(failed=len(self.errors), full=len(self.full))
@@ -336,8 +339,8 @@ async def run_clients(seed: int, folder: Path) -> Counter[str]:
     """Run several clients, a second policy and a fault on one `AsyncLLM`, which may be closed early."""
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
-    with swapping(rng, folder) as options:
-        llm = make(name, "full", host_memory=tight_memory(name, rng), max_num_seqs=rng.randint(3, 6), **options)
+    with random_swap(rng, folder) as options:
+        llm = make_llm(name, "full", host_memory=tight_memory(name, rng), max_num_seqs=rng.randint(3, 6), **options)
         policy = rng.choice(list(POLICIES))
         other = llm.under(policy, POLICIES[policy])
         engine = AsyncLLM(llm, store=folder / "store")
@@ -346,7 +349,9 @@ async def run_clients(seed: int, folder: Path) -> Counter[str]:
             tasks = [
                 asyncio.create_task(clients.run(i, random.Random(seed * 100 + i))) for i in range(rng.randint(2, 5))
             ]
-            beside = asyncio.create_task(asyncio.to_thread(clients.beside, other, policy, random.Random(seed + 7)))
+            second_policy = asyncio.create_task(
+                asyncio.to_thread(clients.run_second_policy, other, policy, random.Random(seed + 7))
+            )
             if rng.random() < 0.3:
                 await asyncio.sleep(rng.random() * 0.2)
                 rng.choice(tasks).cancel()
@@ -354,12 +359,12 @@ async def run_clients(seed: int, folder: Path) -> Counter[str]:
                 await asyncio.sleep(rng.random() * 0.2)
                 clients.closing = True
             else:
-                await asyncio.wait([*tasks, beside])
-                last: Asked = random_prompt(rng), random_params(rng, "greedy sampled")
+                await asyncio.wait([*tasks, second_policy])
+                last: RequestSpec = random_prompt(rng), random_params(rng, "greedy sampled")
         if not clients.closing:
-            await clients.ask("last", last, random.Random(1))
+            await clients.generate("last", last, random.Random(1))
         await engine.close()
-        found = await asyncio.gather(*tasks, beside, return_exceptions=True)
+        found = await asyncio.gather(*tasks, second_policy, return_exceptions=True)
         other.close()
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError):

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from support.leftovers import leftovers
+from support.leftovers import find_leftovers
 from support.tiny_models import tiny_model
 
 from offload_rt import LLM, InputError, SamplingParams
@@ -43,7 +43,7 @@ def runtime() -> LLM:
 
 
 def random_name(rng: random.Random, known: list[str]) -> str:
-    """Return a new name, often one that a file system or parser could confuse with a known one."""
+    """Return a new name. File systems and parsers may confuse it with a known name."""
     if known and rng.random() < 0.5:
         name = rng.choice(known)
         changes = [
@@ -82,16 +82,16 @@ class Sessions:
                 self.expected[new] = list(self.expected[name])
 
     def delete(self, name: str) -> None:
-        how = self.rng.randrange(3)
-        if how == 0:
+        method = self.rng.randrange(3)
+        if method == 0:
             runtime().session(name, self.folder).discard()
-        elif how == 1:
+        elif method == 1:
             delete_stored(self.folder, name)
-        elif command("delete", name, self.folder) != 0:
+        elif run_sessions_command("delete", name, self.folder) != 0:
             assert name.startswith("-"), "only names that look like options are refused"
             delete_stored(self.folder, name)
-        gone = self.expected.pop(name)
-        assert leftovers(self.folder, gone, self.expected.values()) == {}
+        deleted_tokens = self.expected.pop(name)
+        assert find_leftovers(self.folder, deleted_tokens, self.expected.values()) == {}
 
     def check(self) -> None:
         if not self.folder.exists():
@@ -100,14 +100,14 @@ class Sessions:
         catalog = read_catalog(self.folder)
         assert {one.history.name: one.history.tokens for one in catalog.sessions} == self.expected
         assert len(catalog.sessions) == len(self.expected) and not catalog.damaged
-        assert command("list", None, self.folder) == 0
+        assert run_sessions_command("list", None, self.folder) == 0
         for name in self.expected:
             assert find_stored(self.folder, name).history.name == name
             export_text(find_stored(self.folder, name).history)
 
 
-def command(action: str, name: str | None, folder: Path) -> int:
-    """Run `offload-rt sessions` and return its status. No control character of a name may reach the terminal."""
+def run_sessions_command(action: str, name: str | None, folder: Path) -> int:
+    """Return the exit status. Fail if a control character of a name reaches the terminal."""
     arguments = ["sessions", action, *(() if name is None else (name,)), "--store", str(folder)]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -126,10 +126,10 @@ def run_case(seed: int) -> Counter[str]:
         sessions = Sessions(rng, Path(place) / "store")
         for _ in range(STEPS):
             known = list(sessions.expected)
-            kind = rng.choice(("turn", "turn", "again", "fork", "delete")) if known else "turn"
+            kind = rng.choice(("turn", "turn", "repeat", "fork", "delete")) if known else "turn"
             if kind == "turn":
                 sessions.turn(random_name(rng, known) or "x")
-            elif kind == "again":
+            elif kind == "repeat":
                 sessions.turn(rng.choice(known))
             elif kind == "fork":
                 sessions.fork(rng.choice(known), random_name(rng, known) or "x")

@@ -69,7 +69,7 @@ def record_failure(part: str, seed: int) -> None:
 
 
 def run_part(part: str, seeds: Iterator[int], seconds: float) -> tuple[Counter[str], list[int]]:
-    """Run cases until `seconds` have passed or `seeds` ends. Return the summed counts and the seeds that failed."""
+    """Run cases until `seconds` have passed or `seeds` ends. Return the summed counts and the failed seeds."""
     case, done, failed = load(part), Counter[str](), list[int]()
     end, reported = time.monotonic() + seconds, time.monotonic()
     for seed in seeds:

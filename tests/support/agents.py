@@ -31,7 +31,7 @@ class AgentRequest:
 Sequence = Iterator[AgentRequest]
 
 
-def _say(role: str, content: str, **more: Any) -> dict[str, Any]:
+def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content} | more
 
 
@@ -44,68 +44,76 @@ def _tool(name: str, *parameters: str) -> dict[str, Any]:
 TOOLS = [_tool("read", "path"), _tool("write", "path", "content"), _tool("find", "q"), _tool("run", "command")]
 
 
-def _called(name: str, number: int, q: str) -> dict[str, Any]:
+def _tool_call(name: str, number: int, q: str) -> dict[str, Any]:
     call = {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": f'{{"q": "{q}"}}'}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def opencode() -> Sequence:
-    """Use tools with growing results, and request a title after the first message."""
-    system = _say("system", f"You are a coding agent. {RULES * 4}Working directory: /src. Date: 2026-11-24.")
-    messages = [system, _say("user", f"Make the archer miss at long distances.\n{PROSE * 2}")]
+    """Tool results grow, and the first message is followed by a request for a title."""
+    system = _message("system", f"You are a coding agent. {RULES * 4}Working directory: /src. Date: 2026-11-24.")
+    messages = [system, _message("user", f"Make the archer miss at long distances.\n{PROSE * 2}")]
     yield AgentRequest("turn", {"messages": list(messages), "tools": TOOLS})
-    title = [_say("system", f"Write a title of at most five words. {RULES}"), messages[1]]
+    title = [_message("system", f"Write a title of at most five words. {RULES}"), messages[1]]
     yield AgentRequest("title", {"messages": title})
     for number in range(1, 6):
-        messages.append(_called("read", number, f"file {number}"))
-        messages.append(_say("tool", SOURCE * (2 * number), tool_call_id=f"call_{number}"))
+        messages.append(_tool_call("read", number, f"file {number}"))
+        messages.append(_message("tool", SOURCE * (2 * number), tool_call_id=f"call_{number}"))
         yield AgentRequest("turn", {"messages": list(messages), "tools": TOOLS})
-    messages += [_say("assistant", "The archer misses now."), _say("user", "Add a test.")]
+    messages += [_message("assistant", "The archer misses now."), _message("user", "Add a test.")]
     yield AgentRequest("turn", {"messages": list(messages), "tools": TOOLS})
 
 
 def aider() -> Sequence:
-    """Change files in an early message with each edit, and repeat reminders at the end of each request."""
-    head = [_say("system", f"Act as an expert programmer. {RULES * 5}"), _say("user", f"Map:\n{PROSE * 4}")]
+    """Each edit changes files in an early message. Reminders are repeated at the end of each request."""
+    head = [_message("system", f"Act as an expert programmer. {RULES * 5}"), _message("user", f"Map:\n{PROSE * 4}")]
     talk: list[dict[str, Any]] = []
     for number in range(1, 5):
-        files = _say("user", f"Files:\n{SOURCE * 6}# edit {number - 1}\n{SOURCE * 2}")
-        talk.append(_say("user", f"Change {number}: rename the arrow."))
-        reminder = _say("system", f"Answer with edit blocks. {RULES}")
-        messages = [*head, _say("assistant", "Ok."), *talk[:-1], files, _say("assistant", "Ok."), talk[-1], reminder]
+        files = _message("user", f"Files:\n{SOURCE * 6}# edit {number - 1}\n{SOURCE * 2}")
+        talk.append(_message("user", f"Change {number}: rename the arrow."))
+        reminder = _message("system", f"Answer with edit blocks. {RULES}")
+        messages = [
+            *head,
+            _message("assistant", "Ok."),
+            *talk[:-1],
+            files,
+            _message("assistant", "Ok."),
+            talk[-1],
+            reminder,
+        ]
         yield AgentRequest("turn", {"messages": messages})
-        talk.append(_say("assistant", f"Edit {number}: {SOURCE}"))
-    commit = [_say("system", "Write a commit message."), _say("user", SOURCE * 3)]
+        talk.append(_message("assistant", f"Edit {number}: {SOURCE}"))
+    commit = [_message("system", "Write a commit message."), _message("user", SOURCE * 3)]
     yield AgentRequest("commit message", {"messages": commit})
 
 
 def cline() -> Sequence:
-    """Describe tools in a long system prompt, send the time in each message, and drop old messages."""
-    system = _say("system", f"You have tools, written as XML: <read><path>…</path></read>. {RULES * 10}")
+    """The long system prompt describes tools, each message contains the time, and old messages are dropped."""
+    system = _message("system", f"You have tools, written as XML: <read><path>…</path></read>. {RULES * 10}")
     messages = [system]
     for number in range(1, 6):
         results = f"[read] Result:\n{SOURCE * (2 * number)}" if number > 1 else f"<task>{PROSE * 2}</task>"
-        messages.append(_say("user", f"{results}\n<environment>Time: 10:{number:02d}. Open: a.py</environment>"))
+        messages.append(_message("user", f"{results}\n<environment>Time: 10:{number:02d}. Open: a.py</environment>"))
         if number == 5:  # the oldest exchange after the task is dropped to make room
-            messages = [*messages[:2], _say("assistant", "[earlier messages removed]"), *messages[5:]]
+            messages = [*messages[:2], _message("assistant", "[earlier messages removed]"), *messages[5:]]
         yield AgentRequest("turn", {"messages": list(messages)})
-        messages.append(_say("assistant", f"<read><path>file{number}.py</path></read>"))
+        messages.append(_message("assistant", f"<read><path>file{number}.py</path></read>"))
 
 
 def open_webui() -> Sequence:
-    """Return requests like Open WebUI's: the date in the system prompt changes, and titles or tags follow each turn."""
+    """The date in the system prompt changes, and requests for titles or tags follow each turn."""
     talk: list[dict[str, Any]] = []
     for number in range(1, 4):
         date = "Monday" if number < 3 else "Tuesday"
-        system = _say("system", f"You are helpful. {RULES * 2}Today is {date}.")
-        talk.append(_say("user", f"{PROSE * 6}Question {number}?"))
+        system = _message("system", f"You are helpful. {RULES * 2}Today is {date}.")
+        talk.append(_message("user", f"{PROSE * 6}Question {number}?"))
         yield AgentRequest("turn", {"messages": [system, *talk]})
-        talk.append(_say("assistant", f"Answer {number}. {PROSE}"))
+        talk.append(_message("assistant", f"Answer {number}. {PROSE}"))
         history = "\n".join(f"{message['role'].upper()}: {message['content']}" for message in talk)
         for kind in ("title", "tags", "follow-ups")[: 3 if number == 1 else 1]:
             task = f"### Task:\nWrite the {kind} of the chat, as JSON.\n### Chat:\n{history}"
-            yield AgentRequest(kind, {"messages": [_say("user", task)]})
-    edited = [system, *talk[:2], _say("user", f"{PROSE * 6}Another question?")]  # the second message is edited
+            yield AgentRequest(kind, {"messages": [_message("user", task)]})
+    edited = [system, *talk[:2], _message("user", f"{PROSE * 6}Another question?")]  # the second message is edited
     yield AgentRequest("turn", {"messages": edited})
 
 

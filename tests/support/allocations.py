@@ -22,16 +22,16 @@ from offload_rt.kernels import selection
 
 @contextmanager
 def device_selection() -> Iterator[None]:
-    """Select tokens with torch, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "select_tokens", selection.select_tokens_reference)
         yield
 
 
 def live_storages() -> dict[int, int]:
-    """Return sizes of tensor storages in bytes by address, without those that `conftest.older_objects_apart` excluded.
+    """Return sizes of tensor storages in bytes by address.
 
-    If a new tensor reuses the memory of an excluded tensor, the sum may be too high.
+    Tensors that existed before the test's module are excluded. If a new tensor reuses the memory of such a tensor, the
+    sum may be too high.
     """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
@@ -39,22 +39,21 @@ def live_storages() -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Count:
-    """Bytes in use before a run and their peak during the run."""
-
+class DeviceBytes:
     before: int
     peak: int
 
 
-def count(make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callable[[Any], Any]) -> tuple[Any, Count]:
-    """Return the result of `run(make())` and the bytes in use.
+def count_device_bytes(
+    make: Callable[[], Any], host_addresses: Callable[[Any], set[int]], run: Callable[[Any], Any]
+) -> tuple[Any, DeviceBytes]:
+    """Return the result of `run(make())`, and the device memory in use before and during `run`.
 
-    Memory that `make` allocates counts, except at the addresses of host memory, which `host` returns. The peak of
-    `make` is not measured.
+    Tensors that `make` creates count, except those at `host_addresses`.
     """
     earlier = live_storages()
     made = make()
-    outside = host(made) | earlier.keys()
+    outside = host_addresses(made) | earlier.keys()
     before = sum(size for address, size in live_storages().items() if address not in outside)
     # Not torch.profiler, which creates a Python object for each of 100,000 operations.
     with profile(profile_memory=True) as recorded:
@@ -66,4 +65,4 @@ def count(make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callabl
     for block in sorted(blocks, key=lambda event: event.start_ns()):
         alive += block.nbytes()
         peak = max(peak, alive)
-    return result, Count(before, peak)
+    return result, DeviceBytes(before, peak)

@@ -1,6 +1,6 @@
-"""Tiny random models of all supported architectures, and of some that are refused: `architecture("gemma3")`.
+"""Tiny random models of supported and of unsupported architectures: `architecture("gemma3")`.
 
-The models are smaller than the models of `tiny_models`. Their sliding windows have 12 tokens, and every test is longer.
+The models are smaller than those of `tiny_models`. Their sliding windows have 12 tokens, and every test is longer.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ _GEMMA4_E4B = _GEMMA4_SMALL | {
     "num_hidden_layers": 7,
     "layer_types": [*_KINDS, *_KINDS, "full_attention"],
 }
-_SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-_PICTURE = {"image_size": 14, "patch_size": 7}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_IMAGE = {"image_size": 14, "patch_size": 7}
 _IMAGE_TOKEN = {"image_token_index": 90}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
@@ -292,14 +292,14 @@ RUNS: dict[str, Architecture] = {
     "gemma4_e4b": Architecture("Gemma4Text", _GEMMA4 | _GEMMA4_E4B, "as Gemma 4 E2B, with equal MLPs"),
     "gemma3_multimodal": Architecture(
         "Gemma3",
-        _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _SIGHT, **_IMAGE_TOKEN),
+        _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _VISION, **_IMAGE_TOKEN),
         "language model: Gemma 3's, tied head",
     ),
     "gemma4_multimodal": Architecture(
         "Gemma4",
         _multimodal(
             _GEMMA4 | {"final_logit_softcapping": 5.0, "use_bidirectional_attention": "vision", "pad_token_id": 0},
-            _SIGHT | {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
+            _VISION | {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
             audio_config=None,
             **{f"{kind}_token_id": VOCAB for kind in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")},
         ),
@@ -309,7 +309,7 @@ RUNS: dict[str, Architecture] = {
         "Gemma4",
         _multimodal(
             _GEMMA4 | _GEMMA4_E2B | {"use_bidirectional_attention": "vision", "pad_token_id": 0},
-            _SIGHT | {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
+            _VISION | {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
             audio_config=None,
             **{f"{kind}_token_id": VOCAB for kind in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")},
         ),
@@ -319,7 +319,7 @@ RUNS: dict[str, Architecture] = {
         "Llava",
         _multimodal(
             {"model_type": "llama", "rope_parameters": _LLAMA3},
-            {"model_type": "clip_vision_model", **_SIGHT, **_PICTURE},
+            {"model_type": "clip_vision_model", **_VISION, **_IMAGE},
             **_IMAGE_TOKEN,
         ),
         "language model: Llama's",
@@ -328,7 +328,7 @@ RUNS: dict[str, Architecture] = {
         "Mistral3",
         _multimodal(
             {"model_type": "mistral", "sliding_window": WINDOW},
-            {"model_type": "pixtral", **_SIGHT, **_PICTURE},
+            {"model_type": "pixtral", **_VISION, **_IMAGE},
             **_IMAGE_TOKEN,
         ),
         "language model: Mistral's",
@@ -467,7 +467,7 @@ RUNS: dict[str, Architecture] = {
                 | _MSCALE
                 | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
             },
-            {"model_type": "pixtral", **_SIGHT, **_PICTURE},
+            {"model_type": "pixtral", **_VISION, **_IMAGE},
             **_IMAGE_TOKEN,
         ),
         "language model: Mistral 4's, as DeepSeek V3; attention temperature scaling",
@@ -538,7 +538,7 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
 
 
 def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """Return the tiny random model `name` of `RUNS` in eval mode."""
+    """Return the random model `name` of `RUNS` in eval mode."""
     kind = RUNS[name]
     return build(kind.config, dtype, **(kind.options | overrides))
 

@@ -1,4 +1,4 @@
-"""Create runners of a tiny Llama with batched selection, and sequences that are prefilled."""
+"""Create runners of a tiny Llama with batched selection, and prefilled sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
 """Options without approximate KV, which tests enable where needed."""
 
 
-def make(counted: bool = True, **options: Any) -> Runner:
+def make_runner(counted: bool = True, **options: Any) -> Runner:
     model = tiny_model("llama", num_hidden_layers=2)
     llm = staged(LLM(model, policy_options=OPTIONS | options, host_memory="4MiB", missed_mass_every=0))
     policy = llm.runner.policy
@@ -31,14 +31,14 @@ def make(counted: bool = True, **options: Any) -> Runner:
     return llm.runner
 
 
-def begun(runner: Runner, length: int, seed: int = 0) -> Sequence:
+def prefilled_sequence(runner: Runner, length: int, seed: int = 0) -> Sequence:
     sequence = runner.new_sequence(tiny_prompt(length + 40, seed=seed), length + 40)
     runner.prefill(sequence, length)
     return sequence
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use Triton kernels for all operations, in the interpreter."""
+def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use Triton's interpreter for all operations."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled on this machine")

@@ -1,6 +1,6 @@
-"""Open the server's page in Chromium: errors of the page, screenshots, accessibility checks.
+"""Open the server's page in Chromium, take screenshots, and check its accessibility.
 
-Import this only if playwright and a Chromium are installed.
+Import this only if playwright and Chromium are installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 PICTURES = Path(__file__).parents[2] / "out" / "page"
 """Folder of the screenshots. No test reads them."""
 
-PATIENCE = 60_000
+TIMEOUT_MS = 60_000
 """Milliseconds. High, because the machine may be busy."""
 
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
@@ -30,7 +30,7 @@ NAME = "e => e.ariaLabel || e.labels?.[0]?.textContent || e.textContent || ''"
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    expect.set_options(timeout=PATIENCE)
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
@@ -38,39 +38,38 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def page_of(browser: Browser, url: str, *, allowed: str = "\0", **context: Any) -> Iterator[Page]:
-    """Open the page. Fail if it logs an error to the console that does not contain `allowed`."""
-    said: list[str] = []
+def open_page(browser: Browser, url: str, *, allowed: str = "\0", **context: Any) -> Iterator[Page]:
+    """Open the page. Fail if the console logs an error that does not contain `allowed`."""
+    errors: list[str] = []
     with browser.new_context(**(DESKTOP | context)) as opened:
         page = opened.new_page()
-        page.set_default_timeout(PATIENCE)
-        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page.set_default_timeout(TIMEOUT_MS)
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(url)
         yield page
-    assert not [line for line in said if allowed not in line]
+    assert not [line for line in errors if allowed not in line]
 
 
-def ask(page: Page, text: str, most: int | None = None) -> None:
-    """Send a message. `most`: maximum number of new tokens."""
-    if most is not None:
+def send_message(page: Page, text: str, max_tokens: int | None = None) -> None:
+    if max_tokens is not None:
         page.click("#settings-open")
-        page.fill("#most", str(most))
+        page.fill("#most", str(max_tokens))
         page.click("#settings-close")
     page.fill("#text", text)
     page.press("#text", "Enter")
 
 
-def done(page: Page) -> None:
+def wait_for_answer(page: Page) -> None:
     expect(page.locator("#stop")).to_be_hidden()
     expect(page.locator("#status")).to_contain_text("Done")
 
 
-def action(page: Page, role: str, name: str, index: int = -1) -> None:
+def click_action(page: Page, role: str, name: str, index: int = -1) -> None:
     page.locator(f"article.{role}").nth(index).get_by_role("button", name=name).click()
 
 
-def picture(page: Page, name: str) -> None:
+def take_screenshot(page: Page, name: str) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=PICTURES / f"{name}.png")
 

@@ -45,95 +45,95 @@ def make_llm(model: PreTrainedModel, size: str) -> LLM:
 
 
 @dataclass
-class Answer:
+class PendingAnswer:
     """An answer that is being read.
 
     Attributes:
         before: Tokens of the session before the turn.
-        taken: Tokens read so far.
+        received: Tokens read so far.
     """
 
     events: Iterator[Any]
     before: list[int]
     prompt: list[int]
     count: int
-    taken: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
 
 
 @dataclass
-class Talk:
+class SessionRecord:
     """The calls on a session.
 
     Attributes:
         log: (prompt, max_tokens, answer) of turns and (kept tokens,) of truncations, in order.
-        cut: Whether the session was truncated.
+        truncated: Whether the session was truncated.
     """
 
     session: Session | None
     log: list[tuple[Any, ...]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    cut: bool = False
-    answer: Answer | None = None
+    truncated: bool = False
+    answer: PendingAnswer | None = None
 
 
-class Calls(RuleBasedStateMachine):
-    """Make random calls on a runtime with room for 1,024 tokens, three sessions, and partly read streams."""
+class ApiMachine(RuleBasedStateMachine):
+    """Make random calls on a runtime with memory for 1,024 tokens, with three sessions and partly read streams."""
 
     @initialize(overflow=st.sampled_from(["truncate", "error"]))
     def start(self, overflow: str) -> None:
         self.threads, self.files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        self.home = tempfile.TemporaryDirectory()
-        self.overflow, self.talks = overflow, {name: Talk(None) for name in NAMES}
-        self.streams: list[Answer] = []
+        self.temporary_folder = tempfile.TemporaryDirectory()
+        self.overflow, self.records = overflow, {name: SessionRecord(None) for name in NAMES}
+        self.streams: list[PendingAnswer] = []
         self.llm = make_llm(MODEL, "1MiB")
 
     def folder(self) -> Path:
-        return Path(self.home.name) / "store"
+        return Path(self.temporary_folder.name) / "store"
 
-    def opened(self, name: str) -> Session:
-        talk = self.talks[name]
-        if talk.session is None:
-            talk.session = self.llm.session(name, self.folder(), overflow=self.overflow)
-            assert talk.session.tokens == talk.tokens
-        return talk.session
+    def open_session(self, name: str) -> Session:
+        record = self.records[name]
+        if record.session is None:
+            record.session = self.llm.session(name, self.folder(), overflow=self.overflow)
+            assert record.session.tokens == record.tokens
+        return record.session
 
     # ------------------------------------------------------------------------------------------------ without a session
 
-    @rule(asked=st.lists(prompts, min_size=1, max_size=3), count=counts)
-    def generate(self, asked: list[list[int]], count: int) -> None:
+    @rule(inputs=st.lists(prompts, min_size=1, max_size=3), count=counts)
+    def generate(self, inputs: list[list[int]], count: int) -> None:
         with suppress(PoolFullError):
-            for prompt, done in zip(asked, self.llm.generate(asked, greedy(count)), strict=True):
+            for prompt, done in zip(inputs, self.llm.generate(inputs, greedy(count)), strict=True):
                 assert_greedy(MODEL, prompt, done.outputs[0].token_ids)
 
-    @rule(asked=prompts, then=st.lists(st.integers(1, 198), min_size=1, max_size=5))
-    def score(self, asked: list[int], then: list[int]) -> None:
+    @rule(inputs=prompts, continuation=st.lists(st.integers(1, 198), min_size=1, max_size=5))
+    def score(self, inputs: list[int], continuation: list[int]) -> None:
         with suppress(PoolFullError):
-            [found] = self.llm.score([asked], [then])
-            logits = MODEL(torch.tensor([asked + then])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
-            expected = [float(logits[i, token]) for i, token in enumerate(then)]
+            [found] = self.llm.score([inputs], [continuation])
+            logits = MODEL(torch.tensor([inputs + continuation])).logits[0, len(inputs) - 1 : -1].log_softmax(-1)
+            expected = [float(logits[i, token]) for i, token in enumerate(continuation)]
             assert torch.allclose(torch.tensor(found.logprobs), torch.tensor(expected), atol=1e-6)
 
     @precondition(lambda self: len(self.streams) < 2)
     @rule(prompt=prompts, count=counts)
     def stream(self, prompt: list[int], count: int) -> None:
-        self.streams.append(Answer(self.llm.stream(prompt, greedy(count)), [], prompt, count))
+        self.streams.append(PendingAnswer(self.llm.stream(prompt, greedy(count)), [], prompt, count))
 
     @precondition(lambda self: self.streams)
     @rule(at=st.integers(0, 1), events=st.integers(0, 4), end=st.booleans())
     def read_stream(self, at: int, events: int, end: bool) -> None:
         one = self.streams[at % len(self.streams)]
         ended = self.read(one, events)
-        assert_greedy(MODEL, one.prompt, one.taken) if one.taken else None
+        assert_greedy(MODEL, one.prompt, one.received) if one.received else None
         if ended or end:
             one.events.close()  # type: ignore[attr-defined]
             self.streams.remove(one)
 
     @staticmethod
-    def read(one: Answer, events: int) -> bool:
+    def read(one: PendingAnswer, events: int) -> bool:
         """Read up to `events` tokens. Return whether the answer has ended."""
         try:
             for _ in range(events):
-                one.taken.append(next(one.events).token_id)
+                one.received.append(next(one.events).token_id)
         except (StopIteration, PoolFullError):
             return True
         return False
@@ -142,185 +142,187 @@ class Calls(RuleBasedStateMachine):
 
     @rule(name=names, prompt=prompts, count=counts, events=st.integers(0, 9))
     def send(self, name: str, prompt: list[int], count: int, events: int) -> None:
-        session, talk = self.opened(name), self.talks[name]
-        if talk.answer is not None:
+        session, record = self.open_session(name), self.records[name]
+        if record.answer is not None:
             try:
                 list(session.send(prompt, greedy(count)))
             except InputError:
                 return
-            assert not talk.answer.taken, "a turn was begun while another one was answered"
-            self.end(name, Answer(iter(()), talk.tokens, prompt, count))
-            talk.answer.before = talk.tokens
+            assert not record.answer.received, "a turn began during another turn"
+            self.end_turn(name, PendingAnswer(iter(()), record.tokens, prompt, count))
+            record.answer.before = record.tokens
             return
         try:
-            talk.answer = Answer(session.send(prompt, greedy(count)), talk.tokens, prompt, count)
+            record.answer = PendingAnswer(session.send(prompt, greedy(count)), record.tokens, prompt, count)
         except OffloadError:
-            assert session.tokens == talk.tokens
+            assert session.tokens == record.tokens
             return
         self.read_answer(name, events, end=False)
 
     @rule(name=names, events=st.integers(0, 9), end=st.booleans())
     def read_answer(self, name: str, events: int, end: bool) -> None:
-        talk = self.talks[name]
-        if (answer := talk.answer) is None:
+        record = self.records[name]
+        if (answer := record.answer) is None:
             return
         if self.read(answer, events) or end:
             answer.events.close()  # type: ignore[attr-defined]
-            talk.answer = None
-            self.end(name, answer)
+            record.answer = None
+            self.end_turn(name, answer)
 
-    def end(self, name: str, answer: Answer) -> None:
-        talk = self.talks[name]
-        assert talk.session is not None
-        now, prompt = talk.session.tokens, answer.prompt
+    def end_turn(self, name: str, answer: PendingAnswer) -> None:
+        record = self.records[name]
+        assert record.session is not None
+        now, prompt = record.session.tokens, answer.prompt
         before = answer.before
-        if now[: len(before)] != before or (talk.session.history.shift and not talk.cut):
-            assert self.overflow == "truncate", "nothing is forgotten unasked"
-            talk.cut = True
+        if now[: len(before)] != before or (record.session.history.shift and not record.truncated):
+            assert self.overflow == "truncate", "only overflow='truncate' removes tokens"
+            record.truncated = True
         if now == before:
-            assert not answer.taken
+            assert not answer.received
             return
-        if talk.cut:
+        if record.truncated:
             start = next(
                 i for i in range(len(now), -1, -1) if now[i : i + len(prompt)] == prompt and i + len(prompt) <= len(now)
             )
-            said = now[start + len(prompt) :]
+            answer_tokens = now[start + len(prompt) :]
         else:
             assert now[len(before) : len(before) + len(prompt)] == prompt
-            said = now[len(before) + len(prompt) :]
-            if said:
-                assert_greedy(MODEL, before + prompt, said)
-        assert said[: len(answer.taken)] == answer.taken and len(said) <= answer.count
-        talk.log.append((prompt, answer.count, said))
-        talk.tokens = now
+            answer_tokens = now[len(before) + len(prompt) :]
+            if answer_tokens:
+                assert_greedy(MODEL, before + prompt, answer_tokens)
+        assert answer_tokens[: len(answer.received)] == answer.received and len(answer_tokens) <= answer.count
+        record.log.append((prompt, answer.count, answer_tokens))
+        record.tokens = now
 
     @rule(name=names, keep=st.integers(1, 200))
     def truncate(self, name: str, keep: int) -> None:
-        session, talk = self.opened(name), self.talks[name]
+        session, record = self.open_session(name), self.records[name]
         try:
-            gone = session.truncate(keep_last=keep)
+            removed = session.truncate(keep_last=keep)
         except OffloadError:
-            assert session.tokens == talk.tokens or talk.answer
+            assert session.tokens == record.tokens or record.answer
             return
-        if gone:
-            assert session.tokens[-min(keep, len(session.tokens)) :] == talk.tokens[-min(keep, len(session.tokens)) :]
-            talk.log.append((keep,))
-            talk.tokens, talk.cut = session.tokens, True
+        if removed:
+            assert session.tokens[-min(keep, len(session.tokens)) :] == record.tokens[-min(keep, len(session.tokens)) :]
+            record.log.append((keep,))
+            record.tokens, record.truncated = session.tokens, True
 
     @rule(name=names, other=names, prompt=prompts)
     def fork(self, name: str, other: str, prompt: list[int]) -> None:
-        session, talk, target = self.opened(name), self.talks[name], self.talks[other]
+        session, record, target = self.open_session(name), self.records[name], self.records[other]
         try:
-            twin = session.fork(other)
+            forked = session.fork(other)
         except OffloadError:
             return
         assert target.session is None and not target.tokens and not target.log and other != name
-        self.talks[other] = Talk(twin, list(talk.log), list(twin.tokens), talk.cut)
-        assert twin.tokens == talk.tokens
+        self.records[other] = SessionRecord(forked, list(record.log), list(forked.tokens), record.truncated)
+        assert forked.tokens == record.tokens
 
-    @rule(name=names, what=st.sampled_from(["save", "prefetch", "close", "discard"]))
-    def other_calls(self, name: str, what: str) -> None:
-        session, talk = self.opened(name), self.talks[name]
-        if what == "discard" and talk.answer is not None:
+    @rule(name=names, method=st.sampled_from(["save", "prefetch", "close", "discard"]))
+    def other_calls(self, name: str, method: str) -> None:
+        session, record = self.open_session(name), self.records[name]
+        if method == "discard" and record.answer is not None:
             self.read_answer(name, 0, end=True)
         with suppress(InputError, PoolFullError):
-            getattr(session, what)()
-        if what == "close":
-            self.closed(name)
-        elif what == "discard":
-            self.talks[name] = Talk(None)
+            getattr(session, method)()
+        if method == "close":
+            self.mark_closed(name)
+        elif method == "discard":
+            self.records[name] = SessionRecord(None)
 
-    def closed(self, name: str) -> None:
-        talk = self.talks[name]
-        if talk.answer is not None and talk.session is not None:
-            answer, talk.answer = talk.answer, None
-            self.end(name, answer)
-        talk.session = None
+    def mark_closed(self, name: str) -> None:
+        record = self.records[name]
+        if record.answer is not None and record.session is not None:
+            answer, record.answer = record.answer, None
+            self.end_turn(name, answer)
+        record.session = None
 
     @rule(turns=st.lists(st.tuples(names, prompts, counts), min_size=1, max_size=4), steps=st.integers(0, 30))
     def queue(self, turns: list[tuple[str, list[int], int]], steps: int) -> None:
         for name in NAMES:
             self.read_answer(name, 0, end=True)
-            self.opened(name)
+            self.open_session(name)
         queue = self.llm.turns(self.folder())
         added = [
-            (name, Answer(iter(()), [], prompt, count), queue.add(name, prompt, greedy(count)))
+            (name, PendingAnswer(iter(()), [], prompt, count), queue.add(name, prompt, greedy(count)))
             for name, prompt, count in turns
         ]
         for _ in range(steps):
             with suppress(OffloadError):
                 queue.step()
-        sessions = {name: talk.session for name, talk in self.talks.items()}
+        sessions = {name: record.session for name, record in self.records.items()}
         queue.cancel()
         for name in dict.fromkeys(name for name, _, _ in added):
-            self.end_queued(name, [(answer, queued) for one, answer, queued in added if one == name])
+            self.end_queued_turns(name, [(answer, queued) for one, answer, queued in added if one == name])
         queue.close()
         for name in dict.fromkeys(name for name, _, _ in added):
             assert sessions[name] is not None
-            self.talks[name].session = None
+            self.records[name].session = None
 
-    def end_queued(self, name: str, turns: list[tuple[Answer, Any]]) -> None:
-        talk, text = self.talks[name], list(self.talks[name].tokens)
-        assert talk.session is not None
+    def end_queued_turns(self, name: str, turns: list[tuple[PendingAnswer, Any]]) -> None:
+        record, text = self.records[name], list(self.records[name].tokens)
+        assert record.session is not None
         for answer, queued in turns:
             if queued.turn is None or not queued.token_ids:
                 continue
-            said = queued.token_ids
-            if talk.session.history.shift == 0:
-                assert_greedy(MODEL, text + answer.prompt, said)
-                text += answer.prompt + said
-            talk.log.append((answer.prompt, answer.count, said))
-        now = talk.session.tokens
-        if talk.session.history.shift:
-            talk.cut = True
+            answer_tokens = queued.token_ids
+            if record.session.history.shift == 0:
+                assert_greedy(MODEL, text + answer.prompt, answer_tokens)
+                text += answer.prompt + answer_tokens
+            record.log.append((answer.prompt, answer.count, answer_tokens))
+        now = record.session.tokens
+        if record.session.history.shift:
+            record.truncated = True
         else:
             assert now[: len(text)] == text
             extra = now[len(text) :]  # prompt of a turn that ended before its first token
             if extra:
-                talk.log.append((extra, 1, []))
-        talk.tokens = now
+                record.log.append((extra, 1, []))
+        record.tokens = now
 
     # ---------------------------------------------------------------------------------------------------- whole runtime
 
-    @rule(asked=st.lists(prompts, min_size=3, max_size=3), turn=st.tuples(names, prompts), count=counts)
-    def from_several_threads(self, asked: list[list[int]], turn: tuple[str, list[int]], count: int) -> None:
+    @rule(inputs=st.lists(prompts, min_size=3, max_size=3), turn=st.tuples(names, prompts), count=counts)
+    def from_several_threads(self, inputs: list[list[int]], turn: tuple[str, list[int]], count: int) -> None:
         name, prompt = turn
         self.read_answer(name, 0, end=True)
-        session, talk = self.opened(name), self.talks[name]
+        session, record = self.open_session(name), self.records[name]
 
         def attempt(call: Any) -> Any:
             with suppress(PoolFullError):
                 return call()
 
-        def said() -> list[int]:
+        def send_turn() -> list[int]:
             return [event.token_id for event in session.send(prompt, greedy(count))]
 
-        before = talk.tokens
+        before = record.tokens
         with ThreadPoolExecutor(3) as threads:
             calls = [
-                threads.submit(attempt, lambda: self.llm.generate(asked[:2], greedy(count))),
-                threads.submit(attempt, lambda: [event.token_id for event in self.llm.stream(asked[2], greedy(count))]),
-                threads.submit(said),
+                threads.submit(attempt, lambda: self.llm.generate(inputs[:2], greedy(count))),
+                threads.submit(
+                    attempt, lambda: [event.token_id for event in self.llm.stream(inputs[2], greedy(count))]
+                ),
+                threads.submit(send_turn),
             ]
             found = [call.exception() or call.result() for call in calls]
         for one in found[:2]:
             assert not isinstance(one, BaseException), one
-        for tokens, one in zip(asked[:2], found[0] or [], strict=False):
+        for tokens, one in zip(inputs[:2], found[0] or [], strict=False):
             assert_greedy(MODEL, tokens, one.outputs[0].token_ids)
         if found[1]:
-            assert_greedy(MODEL, asked[2], found[1])
+            assert_greedy(MODEL, inputs[2], found[1])
         if isinstance(found[2], BaseException):
             assert isinstance(found[2], OffloadError), found[2]
             found[2] = []
-        self.end(name, Answer(iter(()), before, prompt, count, found[2]))
+        self.end_turn(name, PendingAnswer(iter(()), before, prompt, count, found[2]))
 
     @rule()
     def restart(self) -> None:
         self.finish()
         self.llm = make_llm(MODEL, "1MiB")
-        for name, talk in self.talks.items():
-            if talk.log:
-                self.opened(name)
+        for name, record in self.records.items():
+            if record.log:
+                self.open_session(name)
 
     def finish(self) -> None:
         for one in self.streams:
@@ -329,43 +331,43 @@ class Calls(RuleBasedStateMachine):
         stores = list(self.llm._stores)
         self.llm.close()
         for name in NAMES:
-            self.closed(name)
+            self.mark_closed(name)
         for store in stores:
             store.context.storage.check_integrity()
         assert self.llm.runner.pool.sequence_bytes == 0
-        assert not list(Path(self.home.name).rglob("*.tmp"))
+        assert not list(Path(self.temporary_folder.name).rglob("*.tmp"))
 
     @invariant()
-    def whole(self) -> None:
+    def check_state(self) -> None:
         if not hasattr(self, "llm"):
             return
         self.llm.runner.check_integrity()
-        for talk in self.talks.values():
-            if talk.session is not None and talk.answer is None:
-                assert talk.session.tokens == talk.tokens
-                talk.session.check_integrity()
+        for record in self.records.values():
+            if record.session is not None and record.answer is None:
+                assert record.session.tokens == record.tokens
+                record.session.check_integrity()
 
     def teardown(self) -> None:
         if not hasattr(self, "llm"):
             return
         self.finish()
-        for talk in self.talks.values():
-            if talk.cut:
-                self.play_again(talk)
-        self.home.cleanup()
+        for record in self.records.values():
+            if record.truncated:
+                self.replay(record)
+        self.temporary_folder.cleanup()
         assert threading.active_count() <= self.threads
         assert len(os.listdir("/proc/self/fd")) <= self.files
 
-    def play_again(self, talk: Talk) -> None:
+    def replay(self, record: SessionRecord) -> None:
         with tempfile.TemporaryDirectory() as folder, make_llm(MODEL, "16MiB") as llm, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             session = llm.session("again", folder, overflow=self.overflow)
-            for prompt, *turn in talk.log:
+            for prompt, *turn in record.log:
                 if not turn:
                     session.truncate(keep_last=prompt)
                     continue
-                count, said = turn
+                count, answer_tokens = turn
                 events = session.send(prompt, greedy(count))
-                assert [next(events).token_id for _ in said] == said
+                assert [next(events).token_id for _ in answer_tokens] == answer_tokens
                 events.close()  # type: ignore[attr-defined]
-            assert session.tokens == talk.tokens
+            assert session.tokens == record.tokens

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def fork_until_killed(steps: Iterator[None]) -> int:
-    """Run a generator in a forked process until it is killed. Return its id after the first step."""
+    """Run a generator in a forked process until it is killed. Return the process id after the first step."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork in a multi-threaded process

@@ -45,7 +45,7 @@ _BRANCH = re.compile(r"0x([0-9a-f]+)")
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel compiled for the architecture `arch`, as launched in `case`.
+    """A kernel of `case`, compiled for the architecture `arch`.
 
     Attributes:
         registers: Registers per thread.
@@ -90,7 +90,7 @@ class _Driver:
 
 
 def read_kernels(arch: str, cases: Collection[str] = ()) -> Iterator[CompiledKernel]:
-    """Compile the kernels launched by `cases` (empty: all cases).
+    """Compile the kernels that `cases` launch. No cases means all.
 
     Raises ConfigError if a case or the architecture is unknown, or if Triton runs in interpreter mode.
     """
@@ -111,7 +111,7 @@ def read_kernels(arch: str, cases: Collection[str] = ()) -> Iterator[CompiledKer
 
 @contextmanager
 def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Compile kernels launched in this context without running them. Yields a list of (name, binary)."""
+    """Compile launched kernels without running them. Yield a list of (name, binary)."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -152,7 +152,7 @@ def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
 
 
 def _lengths(code: str) -> tuple[int, int]:
-    """Count the instructions of a program and of its longest loop (between a backward branch and its target)."""
+    """Return the number of instructions of a program, and of its longest loop."""
     found = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(code)]
     places = [at for at, _, _ in found]
     goals = [(at, _BRANCH.search(rest)) for at, name, rest in found if name.split(".")[0] == "BRA"]
@@ -168,7 +168,7 @@ def _load_bytes(instruction: str) -> int:
 
 
 def rows(archs: Collection[str], cases: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the kernels of `cases` compiled for `archs`, with a key `load_N` for each load width in bytes."""
+    """Return a row for each kernel and architecture, with a key `load_N` for each load width in bytes."""
     found = []
     for kernel in (kernel for arch in archs for kernel in read_kernels(arch, cases)):
         loads = {f"load_{size}": count for size, count in kernel.loads.items()}

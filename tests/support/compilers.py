@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def unoptimised(compiler: Sequence[str], folder: Path) -> Path:
-    """Write a compiler wrapper to `folder` that disables optimisation, to halve the time."""
+def unoptimised_compiler(compiler: Sequence[str], folder: Path) -> Path:
+    """Write a compiler wrapper that disables optimisation, which halves the time."""
     return _script(folder, f'exec {shlex.join(compiler)} "$@" -O0')
 
 
-def idle(folder: Path) -> Path:
-    """Write a fake compiler to `folder`. Its output files are empty."""
+def fake_compiler(folder: Path) -> Path:
+    """Write a compiler whose output files are empty."""
     return _script(folder, 'while [ "$1" != -o ]; do shift; done; : > "$2"')
 
 

@@ -40,37 +40,37 @@ def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode three sequences past the end of a block. CUDA graphs for 64 and for 128 tokens replay."""
-    return together(make(), [59, 60, 31], 6, {(4, 64), (4, 128)})
+    """Decode past the end of a block, with CUDA graphs for 64 and for 128 tokens."""
+    return answer_joining_prompts(make(), [59, 60, 31], 6, {(4, 64), (4, 128)})
 
 
 def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode two sequences with draft tokens past the end of a block. At least two CUDA graphs are captured."""
+    """Decode with draft tokens past the end of a block, with at least two CUDA graphs."""
     llm = make()
     found = answers(llm, [tiny_prompt(59), tiny_prompt(60, seed=1)], 9)
-    assert (there := captured(llm)) is None or there.total() >= 2
+    assert (graphs := captured_graphs(llm)) is None or graphs.total() >= 2
     return found
 
 
-def growing(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode nine sequences that join one by one. Graphs for batch sizes of 4, 8 and 16 are captured."""
-    return together(make(), range(30, 39), 2, {(4, 64), (8, 64), (16, 64)})
+def joining(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Nine sequences join one by one, with CUDA graphs for batch sizes of 4, 8 and 16."""
+    return answer_joining_prompts(make(), range(30, 39), 2, {(4, 64), (8, 64), (16, 64)})
 
 
-def together(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int, int]]) -> Answers:
-    """Return greedy answers to prompts of these lengths, one of which is added in each step.
+def answer_joining_prompts(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int, int]]) -> Answers:
+    """Add one prompt in each step, then run `steps` more steps. Return the greedy answers.
 
-    `steps` more steps follow. `sizes` are the expected (batch size, capacity in tokens) of captured graphs.
+    `lengths` are the prompt lengths, `sizes` the expected (batch size, capacity in tokens) of CUDA graphs.
     """
     prompts = [tiny_prompt(n, seed=i) for i, n in enumerate(lengths)]
     most = [len(prompts) - i + steps for i in range(len(prompts))]
-    done = completed(llm.generate(prompts, [SamplingParams(n, temperature=0) for n in most]))
+    completions = completed(llm.generate(prompts, [SamplingParams(n, temperature=0) for n in most]))
     llm.runner.check_integrity()
-    assert captured(llm) in (None, Counter(sizes))
-    return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
+    assert captured_graphs(llm) in (None, Counter(sizes))
+    return [[*one.token_ids, one.stats.h2d_bytes] for one in completions]
 
 
-def captured(llm: LLM) -> Counter[tuple[int, int]] | None:
+def captured_graphs(llm: LLM) -> Counter[tuple[int, int]] | None:
     """Return the number of graphs by (batch size, capacity in tokens), or None without graphs."""
     steps = llm.runner.steps
     if not isinstance(steps, GraphSteps):
@@ -85,7 +85,7 @@ def shared(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def shared_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode three sequences that share a block. CUDA graphs for 128 and for 192 tokens replay."""
+    """Three sequences share a block, with CUDA graphs for 128 and for 192 tokens."""
     llm, stem = make(), tiny_prompt(118)
     found = answers(llm, [stem + tiny_prompt(n, seed=n) for n in (6, 7, 8)], 7)
     if isinstance(llm.runner.steps, GraphSteps):
@@ -101,16 +101,16 @@ def continued(make: Callable[..., LLM], folder: Path) -> Answers:
     return [first, *answers(llm, [[*prompt, *first[:-1], 7, 8]], 2)]
 
 
-def slid(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate past a sliding window in blocks that other sequences have used."""
+def sliding(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Generate past a sliding window. The second batch reuses blocks of the first."""
     llm = make()
     found = answers(llm, [tiny_prompt(n, seed=n) for n in (130, 62)], 4)
     return found + answers(llm, [tiny_prompt(n, seed=n) for n in (66, 125)], 4)
 
 
-def slid_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode two sequences past a sliding window and the end of a block, with CUDA graphs."""
-    return together(make(), [59, 60], 7, {(2, 64), (2, 128)})
+def sliding_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Decode past a sliding window and the end of a block, with CUDA graphs."""
+    return answer_joining_prompts(make(), [59, 60], 7, {(2, 64), (2, 128)})
 
 
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -121,7 +121,7 @@ def forked(make: Callable[..., LLM], folder: Path) -> Answers:
     llm, prompt = make(), tiny_prompt(70)
     samples = completed(llm.generate([prompt], SamplingParams(3, seed=1, n=3)))
     beams = completed(llm.generate([prompt], SamplingParams(3, temperature=0, num_beams=2)))
-    return [done.token_ids for done in (*samples, *beams)]
+    return [sample.token_ids for sample in (*samples, *beams)]
 
 
 def session(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -140,7 +140,7 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def stored(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Answer prompts with two runtimes on one store. Prefills have two segments and reuse KV from disk."""
+    """Two runtimes share a store. Prefills have two segments, and the second reuses KV from disk."""
     found = []
     for prompt in (tiny_prompt(150), tiny_prompt(150)[:140] + tiny_prompt(30, seed=1)):
         llm = make(prefill_chunk_size=64)
@@ -158,9 +158,9 @@ def stored(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Answers:
-    done = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
+    completions = completed(llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0)))
     llm.runner.check_integrity()
-    return [[*one.token_ids, one.stats.h2d_bytes] for one in done]
+    return [[*one.token_ids, one.stats.h2d_bytes] for one in completions]
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -208,8 +208,8 @@ class Cell:
     Attributes:
         options: Options of the policy.
         settings: Options of the runtime.
-        streamed: Number of layers on the device if weights are streamed. -1 also moves scoring keys to the host.
-        daily: Schedule that `make test` runs, if any. `make stress` runs all schedules of every case.
+        streamed: Number of layers on the device if weights are streamed; -1 also moves scoring keys to the host.
+        daily: Schedule in `make test`, if any. `make stress` runs all schedules of every case.
     """
 
     name: str
@@ -222,8 +222,6 @@ class Cell:
     daily: str | None = None
 
     def run(self, device: str, folder: Path) -> Answers:
-        """Run the scene on `device` and return its answers."""
-
         def make(**more: Any) -> LLM:
             settings = {"host_memory": "4MiB", "missed_mass_every": 0} | self.settings | more
             options = self.options
@@ -235,7 +233,7 @@ class Cell:
             if self.streamed is not None:
                 if not model.exists():
                     tiny_checkpoint(model, "llama", num_hidden_layers=STREAMED_LAYERS)
-                settings |= {"dtype": "float32"} | ({} if device == "cpu" else self._limit(model, device))
+                settings |= {"dtype": "float32"} | ({} if device == "cpu" else self._weight_options(model, device))
             elif self.model == USES_EARLIER_KV:  # The embeddings of each layer of a loaded model stay on the device.
                 if not model.exists():
                     _model(self.model).save_pretrained(model)
@@ -246,8 +244,8 @@ class Cell:
 
         return self.scene(make, folder / device)
 
-    def _limit(self, model: Path, device: str) -> dict[str, Any]:
-        """Return runtime options that cause weights to be streamed."""
+    def _weight_options(self, model: Path, device: str) -> dict[str, Any]:
+        """Limit the device memory, so that weights are streamed."""
         shape = load_shape(model, device=device, dtype="float32")
         costs = DeviceCosts(shape, memory_demand(self.policy, self.options, shape.geometry, shape.dtype), 512)
         resident, spare = (0, -1) if self.streamed == -1 else (self.streamed or 0, 0)
@@ -259,7 +257,6 @@ class Cell:
 
 
 def _model(name: str) -> PreTrainedModel:
-    """Return a tiny model of two layers, or of up to six if it is a hybrid, or has latent attention or shared KV."""
     if name == USES_EARLIER_KV:
         return architecture(name, vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB)
     if name in (*HYBRIDS, LATENT):
@@ -343,15 +340,17 @@ _CELLS = [
     Cell("sessions", "infinigen", session, SPARSE),
     Cell("sessions, tail", "infinigen", session, TAIL),
     Cell("prompts", "infinigen", stored, SPARSE),
-    Cell("default, windows, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="qwen2"),
+    Cell("default, windows, graphs", "infinigen", sliding_replayed, LOW_BITS, GRAPHS, model="qwen2"),
     # The only layer without a window must select: a step without selecting layers is not captured.
-    Cell("a window, graphs", "quest", slid_replayed, POLICIES["quest"] | {"dense_layers": ()}, GRAPHS, model="qwen2"),
-    Cell("default, gpt-oss, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="gpt_oss"),
-    Cell("default, mixtral, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="mixtral"),
+    Cell(
+        "a window, graphs", "quest", sliding_replayed, POLICIES["quest"] | {"dense_layers": ()}, GRAPHS, model="qwen2"
+    ),
+    Cell("default, gpt-oss, graphs", "infinigen", sliding_replayed, LOW_BITS, GRAPHS, model="gpt_oss"),
+    Cell("default, mixtral, graphs", "infinigen", sliding_replayed, LOW_BITS, GRAPHS, model="mixtral"),
     Cell("prompts, a window", "full", stored, model="qwen2"),
-    Cell("windows, full", "full", slid, model="mistral"),
-    Cell("a window, full", "full", slid, model="qwen2"),
-    Cell("a window", "quest", slid, POLICIES["quest"], model="qwen2"),
+    Cell("windows, full", "full", sliding, model="mistral"),
+    Cell("a window, full", "full", sliding, model="qwen2"),
+    Cell("a window", "quest", sliding, POLICIES["quest"], model="qwen2"),
     Cell("streamed, full", "full", ragged, streamed=1),
     Cell("streamed", "infinigen", single, SPARSE, streamed=0),
     Cell("streamed, keys on the host", "infinigen", single, SPARSE, streamed=-1),
@@ -362,7 +361,7 @@ _CELLS = [
     Cell("exact, oracle", "oracle", ragged, POLICIES["oracle"], {"exact": DRAFTS}),
     Cell("exact, sessions", "infinigen", session, SPARSE, {"exact": DRAFTS}),
     Cell("exact, forks", "infinigen", forked, SPARSE, {"exact": DRAFTS}),
-    Cell("exact, windows", "oracle", slid, POLICIES["oracle"], {"exact": DRAFTS}, model="qwen2"),
+    Cell("exact, windows", "oracle", sliding, POLICIES["oracle"], {"exact": DRAFTS}, model="qwen2"),
     Cell("exact, streamed", "infinigen", single, SPARSE, {"exact": DRAFTS}, streamed=0),
     Cell("exact, graphs", "infinigen", drafted, SPARSE, GRAPHS | {"exact": DRAFTS}),
     Cell("hybrid, full", "full", ragged, model="falcon_h1"),
@@ -387,8 +386,8 @@ _CELLS = [
     Cell("earlier kv, full", "full", shared, model=USES_EARLIER_KV),
     Cell("earlier kv, working set", "infinigen", ragged, SPARSE, {"working_set": 9}, model=USES_EARLIER_KV),
     Cell("earlier kv, shared", "infinigen", shared, SPARSE, model=USES_EARLIER_KV),
-    Cell("earlier kv, graphs", "infinigen", slid_replayed, SPARSE, GRAPHS, model=USES_EARLIER_KV),
-    Cell("earlier kv, default, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model=USES_EARLIER_KV),
+    Cell("earlier kv, graphs", "infinigen", sliding_replayed, SPARSE, GRAPHS, model=USES_EARLIER_KV),
+    Cell("earlier kv, default, graphs", "infinigen", sliding_replayed, LOW_BITS, GRAPHS, model=USES_EARLIER_KV),
     Cell("earlier kv, h2o", "h2o", ragged, POLICIES["h2o"], model=USES_EARLIER_KV),
     Cell("earlier kv, repair", "infinigen", ragged, SPARSE | {"max_missed_mass": 0.05}, model=USES_EARLIER_KV),
     Cell("earlier kv, missed mass", "infinigen", ragged, SPARSE, {"missed_mass_every": 2}, model=USES_EARLIER_KV),
@@ -397,7 +396,7 @@ _CELLS = [
     Cell("earlier kv, forks", "infinigen", forked, LOW_BITS, model=USES_EARLIER_KV),
     Cell("earlier kv, exact", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}, model=USES_EARLIER_KV),
     Cell("graphs", "infinigen", replayed, SPARSE, GRAPHS),
-    Cell("graphs, batch sizes", "infinigen", growing, SPARSE, GRAPHS),
+    Cell("graphs, batch sizes", "infinigen", joining, SPARSE, GRAPHS),
 ]
 
 _DAILY = {

@@ -13,11 +13,11 @@ from .cuda_cells import BY_NAME
 from .cuda_simulator import Late, Lazy, simulated
 from .tiny_models import tiny_model, tiny_prompt
 
-STAGED = 256
+PROMPT_TOKENS = 256
 """Tokens of the sequence in `staged_bytes`."""
 
 
-def launches_of_a_layer(name: str) -> Counter[str]:
+def count_layer_launches(name: str) -> Counter[str]:
     """Count kernels and copies by name between the MLPs of two adjacent layers, in a decode step of cell `name`.
 
     This includes the speculative fetch for the next layer.
@@ -28,25 +28,25 @@ def launches_of_a_layer(name: str) -> Counter[str]:
             model, policy=cell.policy, policy_options=cell.options, device="cuda", host_memory="4MiB",
             missed_mass_every=0,
         )  # fmt: skip
-        runner, ends = llm.runner, list[Counter[str]]()
+        runner, launched = llm.runner, list[Counter[str]]()
         mlp = runner.adapter.mlp
 
-        def watched(layer: int, x: torch.Tensor, *tokens: Any) -> torch.Tensor:
-            ends.append(Counter(sim.launched))
+        def count_launches(layer: int, x: torch.Tensor, *tokens: Any) -> torch.Tensor:
+            launched.append(Counter(sim.launched))
             return mlp(layer, x, *tokens)
 
         sequence = runner.new_sequence(tiny_prompt(42), 42)
         runner.prefill(sequence, 40)
         runner.decode([sequence])
-        runner.adapter.mlp = watched  # type: ignore[method-assign]
+        runner.adapter.mlp = count_launches  # type: ignore[method-assign]
         runner.decode([sequence])
         del runner.adapter.mlp
         runner.free(sequence)
-    return ends[1] - ends[0]
+    return launched[1] - launched[0]
 
 
-def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
-    """Return the additional peak device memory of a decode step in bytes.
+def decode_peak_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
+    """Return the additional device memory of a decode step in bytes.
 
     Device work starts only when the host waits at the end of the step, so memory of all layers is in use at once.
     """
@@ -54,8 +54,8 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
         model = tiny_model("llama", num_hidden_layers=layers).to("cuda")
         settings: dict[str, Any] = {"host_memory": "16MiB", "cuda_graphs": False}
         runner = LLM(model, policy=policy, policy_options=options, device="cuda", **settings).runner
-        sequence = runner.new_sequence(tiny_prompt(STAGED + 3), STAGED + 3)
-        runner.prefill(sequence, STAGED)
+        sequence = runner.new_sequence(tiny_prompt(PROMPT_TOKENS + 3), PROMPT_TOKENS + 3)
+        runner.prefill(sequence, PROMPT_TOKENS)
         runner.decode([sequence]).argmax().item()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -66,5 +66,5 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
     return peak
 
 
-def layer_bytes() -> int:
-    return STAGED * 2 * 2 * 32 * 4
+def layer_kv_bytes() -> int:
+    return PROMPT_TOKENS * 2 * 2 * 32 * 4

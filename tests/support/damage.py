@@ -23,21 +23,35 @@ CONTENTS = [
 ]  # fmt: skip
 
 
-def change(path: Path, rng: random.Random, others: list[Path], spread: int) -> str:
-    """Damage a file in a random way and return the name of the damage. Most bit flips hit the first `spread` bytes."""
-    kinds = [flip, truncate, extend, zero, number, content, foreign, json_value, json_value, gone, folder, link, sparse]
+def damage_file(path: Path, rng: random.Random, others: list[Path], spread: int) -> str:
+    """Return the name of the damage. Most bit flips hit the first `spread` bytes."""
+    kinds = [
+        flip,
+        truncate,
+        extend,
+        zero,
+        huge_number,
+        arbitrary_content,
+        content_of_other_file,
+        json_value,
+        json_value,
+        delete,
+        folder,
+        link,
+        sparse,
+    ]
     kind = rng.choice(kinds)
     if not path.is_file() or path.stat().st_size > 1 << 26:
         return "damaged before"
-    kind(path, rng, others if kind is foreign else spread)
+    kind(path, rng, others if kind is content_of_other_file else spread)
     return kind.__name__
 
 
-def _place(data: bytes, rng: random.Random, spread: int) -> int:
+def _random_offset(data: bytes, rng: random.Random, spread: int) -> int:
     return rng.randrange(min(len(data), spread) if rng.random() < 0.7 else len(data))
 
 
-def _changed(path: Path, change: Callable[[bytearray], Any]) -> None:
+def _edit(path: Path, change: Callable[[bytearray], Any]) -> None:
     data = bytearray(path.read_bytes())
     if data:
         change(data)
@@ -47,14 +61,14 @@ def _changed(path: Path, change: Callable[[bytearray], Any]) -> None:
 def flip(path: Path, rng: random.Random, spread: int) -> None:
     def flipped(data: bytearray) -> None:
         for _ in range(rng.choice((1, 1, 2, 8))):
-            data[_place(data, rng, spread)] ^= 1 << rng.randrange(8)
+            data[_random_offset(data, rng, spread)] ^= 1 << rng.randrange(8)
 
-    _changed(path, flipped)
+    _edit(path, flipped)
 
 
 def truncate(path: Path, rng: random.Random, spread: int) -> None:
     data = path.read_bytes()
-    path.write_bytes(data[: _place(data, rng, spread) if data else 0])
+    path.write_bytes(data[: _random_offset(data, rng, spread) if data else 0])
 
 
 def extend(path: Path, rng: random.Random, spread: int) -> None:
@@ -63,30 +77,30 @@ def extend(path: Path, rng: random.Random, spread: int) -> None:
 
 def zero(path: Path, rng: random.Random, spread: int) -> None:
     def zeroed(data: bytearray) -> None:
-        start = _place(data, rng, spread)
+        start = _random_offset(data, rng, spread)
         stop = min(len(data), start + rng.choice((1, 8, 100, 4096)))
         data[start:stop] = bytes(stop - start)
 
-    _changed(path, zeroed)
+    _edit(path, zeroed)
 
 
-def number(path: Path, rng: random.Random, spread: int) -> None:
+def huge_number(path: Path, rng: random.Random, spread: int) -> None:
     """Overwrite bytes with a length or an offset that is too large for any file."""
 
     def overwritten(data: bytearray) -> None:
-        start = rng.choice((0, 8, 16, _place(data, rng, spread)))
+        start = rng.choice((0, 8, 16, _random_offset(data, rng, spread)))
         if start + 8 <= len(data):
             value = rng.choice((2**63 - 1, 2**62, 2**40, 2**33, 2**32 - 1, 2**31, len(data), len(data) + 1, 0))
             struct.pack_into("<Q", data, start, value)
 
-    _changed(path, overwritten)
+    _edit(path, overwritten)
 
 
-def content(path: Path, rng: random.Random, spread: int) -> None:
+def arbitrary_content(path: Path, rng: random.Random, spread: int) -> None:
     path.write_bytes(rng.choice(CONTENTS))
 
 
-def foreign(path: Path, rng: random.Random, others: Any) -> None:
+def content_of_other_file(path: Path, rng: random.Random, others: Any) -> None:
     data = [
         other.read_bytes()
         for other in others
@@ -96,31 +110,31 @@ def foreign(path: Path, rng: random.Random, others: Any) -> None:
 
 
 def json_value(path: Path, rng: random.Random, spread: int) -> None:
-    """Change a JSON value. Update the checksum or safetensors header length before it, if any."""
+    """Change a JSON value, and update the checksum or safetensors header length before it."""
     data = path.read_bytes()
     for start in (0, 8):
         try:
             if start == 8 and 8 + (size := struct.unpack("<Q", data[:8])[0]) < len(data):
                 found, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
-                new = altered(found, rng)
+                new = change_json(found, rng)
                 path.write_bytes(struct.pack("<Q", len(new)) + new + rest)
                 return
             found = json.loads(data[start:])
         except (ValueError, struct.error, RecursionError):
             continue
-        new = altered(found, rng)
-        path.write_bytes(new if start == 0 else sealed(new))
+        new = change_json(found, rng)
+        path.write_bytes(new if start == 0 else seal_data(new))
         return
     flip(path, rng, spread)
 
 
-def sealed(data: bytes) -> bytes:
+def seal_data(data: bytes) -> bytes:
     from offload_rt.storage.files import seal
 
     return seal(data)
 
 
-def altered(found: Any, rng: random.Random) -> bytes:
+def change_json(found: Any, rng: random.Random) -> bytes:
     node, parents = found, []
     while isinstance(node, (dict, list)) and node and (rng.random() < 0.85 or not parents):
         key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
@@ -136,7 +150,7 @@ def altered(found: Any, rng: random.Random) -> bytes:
     return json.dumps(found).encode()
 
 
-def gone(path: Path, rng: random.Random, spread: int) -> None:
+def delete(path: Path, rng: random.Random, spread: int) -> None:
     path.unlink()
 
 
@@ -156,11 +170,11 @@ def sparse(path: Path, rng: random.Random, spread: int) -> None:
 
 
 @contextmanager
-def memory_limit(more: int) -> Iterator[None]:
-    """Limit the address space to `more` additional bytes, so that unbounded reads raise MemoryError."""
+def memory_limit(extra_bytes: int) -> Iterator[None]:
+    """Limit the address space, so that unbounded reads raise MemoryError."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + more, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + extra_bytes, before[1]))
     try:
         yield
     finally:

@@ -17,9 +17,7 @@ WIDTH = 2 * LAYOUT.head_dim
 
 
 def arena(folder: Path, limit: int = 92_600) -> FileArena:
-    """Return an arena that uses its whole file. The default `limit` in bytes caches 16 KV entries and one written
-    block.
-    """
+    """The default `limit` in bytes caches 16 KV entries and one written block."""
     made = FileArena(LAYOUT, torch.float32, DirectFile(folder), limit)
     while made.active < LAYOUT.slabs:
         made.activate()

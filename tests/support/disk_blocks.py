@@ -23,20 +23,19 @@ FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
 KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "20"))
 
 
-def named(kind: str) -> str:
-    """Return a document name that begins with `kind`."""
+def padded_name(kind: str) -> str:
     return f"{kind}-{'0' * 32}"
 
 
-def tokens_of(number: int, count: int = 64) -> bytes:
+def token_bytes(number: int, count: int = 64) -> bytes:
     return np.arange(number, number + count, dtype="<i8").tobytes()
 
 
 def block_name(store: DiskStore, number: int, parent: bytes | None = None) -> NamedBlock:
-    return NamedBlock(0, parent or store.root, "exact", tokens_of(number))
+    return NamedBlock(0, parent or store.root, "exact", token_bytes(number))
 
 
-def blocks_of(number: int) -> list[bytes]:
+def block_data(number: int) -> list[bytes]:
     return [random.Random(f"{number} {layer}").randbytes(LAYER_BYTES) for layer in range(LAYERS)]
 
 
@@ -48,7 +47,7 @@ def save(store: DiskStore, number: int, parent: bytes | None = None, *, for_prom
 
 
 def fill(writer: BlockWriter, number: int) -> bool:
-    for layer, block in enumerate(blocks_of(number)):
+    for layer, block in enumerate(block_data(number)):
         writer.write(layer, memoryview(block))
     return writer.commit()
 
@@ -77,7 +76,7 @@ def open_store(
 
 
 def fork_saver(folder: Path, start: int) -> int:
-    """Fork a process that saves blocks from `start` on until it is killed. Return its id after the store is open."""
+    """Save blocks in a forked process until it is killed. Return its id after the store is open."""
 
     def steps() -> Iterator[None]:
         store = open_store(folder, 40 * FILE_BYTES)

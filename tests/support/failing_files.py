@@ -63,18 +63,18 @@ class FailingFiles:
         def opened(target: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
             self.count("io.open", target)
             file = real(target, mode, *args, **named)
-            return _Writing(file, self, target) if "w" in mode and self._below(target) else file
+            return _FailingWriter(file, self, target) if "w" in mode and self._below(target) else file
 
         return opened
 
 
-class _Writing:
-    """A file whose writes may fail after half of the data."""
+class _FailingWriter:
+    """A file that writes data in two halves, so that a write may fail between them."""
 
     def __init__(self, file: Any, files: FailingFiles, target: Any) -> None:
         self._file, self._files, self._target = file, files, target
 
-    def __enter__(self) -> _Writing:
+    def __enter__(self) -> _FailingWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:

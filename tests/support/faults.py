@@ -44,7 +44,7 @@ PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
 
 @contextmanager
 def fault(llm: LLM, place: str, call: int, error: Exception) -> Iterator[list[int]]:
-    """Raise `error` in call number `call` (from 0) of `place`. Yield a list with the number of calls."""
+    """Raise `error` in call number `call` (from 0) of `place`. Yield a list that contains the number of calls."""
     owner, name = PLACES[place](llm)
     method, calls = getattr(owner, name), [0]
 

@@ -25,28 +25,28 @@ SPARSE_DRAFTS: dict[str, Any] = {
 """Lossless mode with a budget so small that drafts are often wrong."""
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
+def random_prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def rotated(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return all pairs of names and values. Of these, `sampled(len(values))` keeps one pair per name."""
+def rotated_pairs(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return all pairs of names and values, so that `sampled(len(values))` keeps one pair per name."""
     return [(name, values[(i + k) % len(values)]) for i, name in enumerate(names) for k in range(len(values))]
 
 
-def make(name: str, *, overrides: dict[str, Any] | None = None, **options: Any) -> tuple[Any, LLM]:
+def make_llm(name: str, *, overrides: dict[str, Any] | None = None, **options: Any) -> tuple[Any, LLM]:
     model = architecture(name, **overrides or {})
     return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
 
 
-def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    """Return the tokens of an answer. Check that the session then has no state on the device."""
-    found = sessions.answer(session, turn, params)
+def take_turn(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    """Check that the idle session has no state on the device."""
+    answer = sessions.take_turn(session, turn, params)
     states = session.kv.runner.states
     assert states is not None and states.used == 0, "an idle session holds no state on the device"
-    return found
+    return answer
 
 
-def computed(session: Session) -> int:
+def computed_tokens(session: Session) -> int:
     assert session.last_stats is not None
     return session.last_stats.prompt_tokens - session.last_stats.reused_tokens

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter four times as fast, by caching values that every operation recomputes."""
+"""Make Triton's interpreter four times as fast, by caching values that every operation computes again."""
 
 from __future__ import annotations
 
@@ -13,38 +13,37 @@ import pytest
 import torch
 
 from . import interpreter_lanes
-from .interpreter_launch import launch_at_once
-from .interpreter_operators import operate_at_once
+from .interpreter_launch import install_launcher
+from .interpreter_operators import install_operators
 
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 """Relative rounding error of softmax weights. Outputs may differ by this fraction of the largest |v|."""
 
 
-def compiled(device: torch.device) -> bool:
-    """Return whether kernels on `device` are compiled, not interpreted."""
+def is_compiled(device: torch.device) -> bool:
     return device.type == "cuda" and "TRITON_INTERPRET" not in os.environ
 
 
 @contextmanager
-def interpreted_quickly() -> Iterator[None]:
-    """Speed up interpreted kernels until the block ends. Has no effect if Triton is not installed."""
+def fast_interpreter() -> Iterator[None]:
+    """Speed up interpreted kernels during the block. Has no effect if Triton is not installed."""
     try:
         from triton.runtime import interpreter
     except ImportError:
         yield
         return
-    with pytest.MonkeyPatch.context() as patch, _language_patched_once(interpreter, patch):
-        _remember_types(interpreter, patch)
+    with pytest.MonkeyPatch.context() as patch, _patch_language_once(interpreter, patch):
+        _cache_types(interpreter, patch)
         _skip_no_ops(patch)
-        operate_at_once(interpreter, patch)
+        install_operators(interpreter, patch)
         interpreter_lanes.install(interpreter, patch)
-        launch_at_once(interpreter, patch)
+        install_launcher(interpreter, patch)
         yield
 
 
 @contextmanager
-def _language_patched_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Patch a kernel's module once, not at every launch and call."""
+def _patch_language_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Patch a kernel's module once instead of at every launch and call."""
     patch_language, done = interpreter._patch_lang, {}
 
     def patched(function: Any) -> Any:
@@ -58,8 +57,8 @@ def _language_patched_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Itera
         scope.restore()
 
 
-def _remember_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Cache block types, shapes, constant tensors and numpy types. They are shared and never changed."""
+def _cache_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Cache block types, shapes, constant tensors and numpy types, which never change."""
     from triton import language as tl
     from triton.language.semantic import TritonSemantic
 

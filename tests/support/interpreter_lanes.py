@@ -16,7 +16,7 @@ import pytest
 
 
 class Diverged(BaseException):
-    """Raised if programs take different branches. A BaseException, because the interpreter would wrap an Exception.
+    """Raised if programs take different branches. A BaseException, because the interpreter wraps each Exception.
 
     Attributes:
         first: Mask of the programs that take the first branch.
@@ -28,11 +28,11 @@ class Diverged(BaseException):
 
 
 class OneByOne(BaseException):
-    """Raised for operations that are not implemented for several programs."""
+    """Raised for operations that support only one program at a time."""
 
 
 class Lanes(np.ndarray):  # type: ignore[type-arg]
-    """Values of all P programs: `[P, ...]`, or `[P, 1]` if each program has a scalar."""
+    """Values of all P programs `[P, ...]`. Scalars have the shape `[P, 1]`."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
         if method != "__call__":
@@ -56,10 +56,10 @@ def shape_of(data: np.ndarray[Any, Any]) -> tuple[int, ...]:
     return data.shape[1:] if isinstance(data, Lanes) else data.shape
 
 
-def aligned(*given: Any) -> list[Any]:
-    """Return arrays that numpy can broadcast: lanes get as many axes as the argument with the most axes."""
-    rank = max(len(shape_of(x)) for x in given if isinstance(x, np.ndarray))
-    return [_with_rank(x, rank) if isinstance(x, Lanes) else x for x in given]
+def aligned(*arguments: Any) -> list[Any]:
+    """Return arrays that numpy can broadcast: all lanes get as many axes as the argument with the most axes."""
+    rank = max(len(shape_of(x)) for x in arguments if isinstance(x, np.ndarray))
+    return [_with_rank(x, rank) if isinstance(x, Lanes) else x for x in arguments]
 
 
 def _with_rank(x: Lanes, rank: int) -> np.ndarray[Any, Any]:
@@ -67,10 +67,10 @@ def _with_rank(x: Lanes, rank: int) -> np.ndarray[Any, Any]:
     return plain if x.ndim > rank else plain.reshape(len(x), *(1,) * (rank + 1 - x.ndim), *x.shape[1:])
 
 
-def broadcast(*given: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    if len({(x.shape, type(x)) for x in given}) == 1:
-        return [np.asarray(x) for x in given]
-    return list(np.broadcast_arrays(*aligned(*given)))
+def broadcast(*arguments: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    if len({(x.shape, type(x)) for x in arguments}) == 1:
+        return [np.asarray(x) for x in arguments]
+    return list(np.broadcast_arrays(*aligned(*arguments)))
 
 
 def _reduced(function: Any) -> Any:
@@ -104,7 +104,7 @@ def _transpose(x: Lanes, axes: Any = None) -> Any:
 
 
 FUNCTIONS: dict[Any, Any] = {
-    np.where: lambda *given: np.where(*aligned(*given)),
+    np.where: lambda *arguments: np.where(*aligned(*arguments)),
     np.broadcast_to: _broadcast_to,
     np.transpose: _transpose,
     np.stack: _stack,
@@ -116,38 +116,38 @@ FUNCTIONS: dict[Any, Any] = {
 """Functions of numpy that the interpreter calls."""
 
 
-def _same(values: Lanes) -> Any:
-    """Return the value that all programs have. Raises Diverged if they differ."""
+def _common_value(values: Lanes) -> Any:
+    """Raises Diverged if the programs have different values."""
     first = values.reshape(-1).view(np.ndarray)[:, 0]
     if not (alike := first == first[0]).all():
         raise Diverged(alike)
     return first[0]
 
 
-def run_programs(builder: Any, function: Any, given: dict[str, Any], places: np.ndarray[Any, Any]) -> None:
+def run_programs(builder: Any, function: Any, arguments: dict[str, Any], program_ids: np.ndarray[Any, Any]) -> None:
     """Run the programs at `places` int32 `[P, 3]` in groups that take the same branches.
 
     Raises OneByOne if an operation does not support several programs.
     """
-    indices = (column if (column == column[0]).all() else column[:, None].view(Lanes) for column in places.T)
+    indices = (column if (column == column[0]).all() else column[:, None].view(Lanes) for column in program_ids.T)
     builder.grid_idx = tuple(x if isinstance(x, Lanes) else int(x[0]) for x in indices)
     try:
-        function(**given)
+        function(**arguments)
     except Diverged as parted:
         for group in (parted.first, ~parted.first):
-            run_programs(builder, function, given, places[group])
+            run_programs(builder, function, arguments, program_ids[group])
 
 
-def lane_range(*given: Any) -> Iterable[Any]:
-    """Replace `range` in kernels. Programs may have different starts, but must have the same number of steps."""
-    if not any(hasattr(x, "handle") and isinstance(x.handle.data, Lanes) for x in given):
-        return builtins.range(*given)
-    return _lane_range(*(given if len(given) > 1 else (0, *given)))
+def lane_range(*arguments: Any) -> Iterable[Any]:
+    """Replace `range` in kernels. Programs may differ in the start, but not in the number of steps."""
+    if not any(hasattr(x, "handle") and isinstance(x.handle.data, Lanes) for x in arguments):
+        return builtins.range(*arguments)
+    return _lane_range(*(arguments if len(arguments) > 1 else (0, *arguments)))
 
 
 def _lane_range(start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
     begin, end, by = (x.handle.data if hasattr(x, "handle") else np.array([x]) for x in (start, stop, step))
-    for i in builtins.range(int(_same((end.astype(np.int64) - begin + by - 1) // by))):
+    for i in builtins.range(int(_common_value((end.astype(np.int64) - begin + by - 1) // by))):
         yield start + step * i
 
 
@@ -166,8 +166,8 @@ def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     def create_masked_load(self: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
         if not lanes_of(pointers, mask, other):
             return load(self, pointers, mask, other, *rest)
-        given = broadcast_handles(*(one for one in (pointers, mask, other) if one is not None))
-        found = load(self, *given, *(() if len(given) == 3 else (None,)), *rest)
+        arguments = broadcast_handles(*(one for one in (pointers, mask, other) if one is not None))
+        found = load(self, *arguments, *(() if len(arguments) == 3 else (None,)), *rest)
         return handle(found.data.view(Lanes), found.dtype)
 
     def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
@@ -184,11 +184,11 @@ def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         at = self.grid_idx[axis]
         return handle(at if isinstance(at, Lanes) else np.array([at], dtype=np.int32), tl.int32)
 
-    def one_by_one(usual: Any) -> Any:
-        def checked(self: Any, *given: Any) -> Any:
+    def one_by_one(original: Any) -> Any:
+        def checked(self: Any, *arguments: Any) -> Any:
             if any(isinstance(at, Lanes) for at in interpreter.interpreter_builder.grid_idx):
                 raise OneByOne
-            return usual(self, *given)
+            return original(self, *arguments)
 
         return checked
 
@@ -200,8 +200,8 @@ def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
             return tl.tensor(handle(data.reshape(1), dtype.scalar), dtype)
         return tl.tensor(handle(data, dtype.scalar), tl.block_type(dtype, list(data.shape[1:])))
 
-    def converted(value: Any, *given: Any) -> Any:
-        found = convert(value, *given)
+    def converted(value: Any, *arguments: Any) -> Any:
+        found = convert(value, *arguments)
         return found.view(Lanes) if isinstance(value, Lanes) else found
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
@@ -211,11 +211,11 @@ def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         def choose(self: Any) -> bool:
             data = self.handle.data
             one_each = isinstance(data, Lanes) and shape_of(data) == (1,)
-            return bool(_same(data.astype(bool))) if one_each else plain_bool(self)
+            return bool(_common_value(data.astype(bool))) if one_each else plain_bool(self)
 
         def index(self: Any) -> int:
             data = self.handle.data
-            return int(_same(data)) if isinstance(data, Lanes) else plain_index(self)
+            return int(_common_value(data)) if isinstance(data, Lanes) else plain_index(self)
 
         scope.set_attr(tensor, "__bool__", choose)
         scope.set_attr(tensor, "__index__", index)

@@ -16,11 +16,11 @@ import torch
 from .interpreter_lanes import OneByOne, lane_range, run_programs
 
 
-class Launches:
+class Launcher:
     """Run interpreted kernels whose arguments are CPU tensors and numbers. Triton runs all others."""
 
     def __init__(self, interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-        self.interpreter, self.patch, self.usual = interpreter, patch, interpreter.InterpretedFunction.run
+        self.interpreter, self.patch, self.original = interpreter, patch, interpreter.InterpretedFunction.run
         self._kernels: dict[Any, tuple[Any, frozenset[str], tuple[str, ...], dict[str, Any]]] = {}
         self._integers: dict[tuple[type, int], Any] = {}
         self._pointers: dict[torch.dtype, Any] = {}
@@ -31,36 +31,36 @@ class Launches:
             return
         known = all(x.is_cpu if isinstance(x, torch.Tensor) else _is_number(x) for x in (*args, *named.values()))
         if not known or kernel.pre_run_hooks:
-            self.usual(kernel, *args, grid=grid, warmup=warmup, **named)
+            self.original(kernel, *args, grid=grid, warmup=warmup, **named)
             return
         function, constants, names, defaults = self._kernel(kernel)
-        given = {name: x for name, x in named.items() if name in names}
-        given = defaults | dict(zip(names, args, strict=False)) | given
-        assert len(given) == len(names) >= len(args), f"{kernel.__name__} needs {names}, and got {[*given]}"
-        given = {name: x if name in constants else self._converted(x) for name, x in given.items()}
-        x, y, z = (*(grid(given) if callable(grid) else grid), 1, 1)[:3]
+        arguments = {name: x for name, x in named.items() if name in names}
+        arguments = defaults | dict(zip(names, args, strict=False)) | arguments
+        assert len(arguments) == len(names) >= len(args), f"{kernel.__name__} needs {names}, and got {[*arguments]}"
+        arguments = {name: x if name in constants else self._converted(x) for name, x in arguments.items()}
+        x, y, z = (*(grid(arguments) if callable(grid) else grid), 1, 1)[:3]
         builder = self.interpreter.interpreter_builder
         builder.set_grid_dim(x, y, z)
         patched = self.interpreter._patch_lang(function)
         try:
-            self._run_all(kernel, function, given, (x, y, z))
+            self._run_all(kernel, function, arguments, (x, y, z))
         except Exception as error:
             raise self.interpreter.InterpreterError(repr(error)) from error
         finally:
             patched.restore()
 
-    def _run_all(self, kernel: Any, function: Any, given: dict[str, Any], grid: tuple[int, int, int]) -> None:
+    def _run_all(self, kernel: Any, function: Any, arguments: dict[str, Any], grid: tuple[int, int, int]) -> None:
         builder, count = self.interpreter.interpreter_builder, grid[0] * grid[1] * grid[2]
         if count > 1 and kernel not in self._one_by_one:
             places = np.stack(np.unravel_index(np.arange(count), grid), 1).astype(np.int32)
             try:
-                run_programs(builder, function, given, places)
+                run_programs(builder, function, arguments, places)
                 return
             except OneByOne:
                 self._one_by_one.add(kernel)
         for place in np.ndindex(grid):
             builder.set_grid_idx(*place)
-            function(**given)
+            function(**arguments)
 
     def _kernel(self, kernel: Any) -> tuple[Any, frozenset[str], tuple[str, ...], dict[str, Any]]:
         if kernel not in self._kernels:
@@ -73,7 +73,6 @@ class Launches:
         return self._kernels[kernel]
 
     def _converted(self, value: Any) -> Any:
-        """Return a number or a pointer as the interpreter converts it."""
         if isinstance(value, torch.Tensor):
             tl, handle = self.interpreter.tl, self.interpreter.TensorHandle
             if (kind := self._pointers.get(value.dtype)) is None:
@@ -91,6 +90,6 @@ def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def launch_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    launches = Launches(interpreter, patch)
-    patch.setattr(interpreter.InterpretedFunction, "run", lambda *args, **named: launches.run(*args, **named))
+def install_launcher(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher(interpreter, patch)
+    patch.setattr(interpreter.InterpretedFunction, "run", lambda *args, **named: launcher.run(*args, **named))

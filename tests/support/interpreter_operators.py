@@ -37,7 +37,7 @@ class Operators:
         self.limits = {name: (np.iinfo(name).min, np.iinfo(name).max) for name in SIGNED}
 
     def result(self, data: np.ndarray[Any, Any], dtype: Any, block: bool) -> Any:
-        """Return a Triton tensor: a block with the shape of `data`, or a scalar."""
+        """Return a block with the shape of `data`, or a scalar."""
         kind = dtype
         if block:
             shape = shape_of(data)
@@ -47,13 +47,13 @@ class Operators:
         return self.tensor(self.handle(data, dtype), kind)
 
     def handle(self, data: np.ndarray[Any, Any], dtype: Any) -> Any:
-        """Return the interpreter's handle of `data` without its check of the value range."""
+        """The interpreter's constructor would check the value range."""
         made = object.__new__(self.interpreter.TensorHandle)
         made.data, made.dtype, made.attr = data, dtype, {}
         return made
 
     def operands(self, lhs: Any, rhs: Any) -> tuple[Any, Any, Any, bool] | None:
-        """Return both arrays converted to the result's type, this type, and whether the result is a block.
+        """Return both arrays in the result's type, this type, and whether the result is a block.
 
         Return None if Triton must determine the type.
         """
@@ -77,20 +77,20 @@ class Operators:
             self.constants[value, name] = np.array([value], dtype=self.numpy_types[name])
         return self.constants[value, name]
 
-    def arithmetic(self, name: str, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
-        """Return a sum, difference or product operator. Integer overflow is an error."""
+    def arithmetic(self, name: str, original: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
+        """Return an operator that raises an error at an integer overflow."""
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             found = self.operands(lhs, rhs)
             if found is None:
-                return usual(lhs, rhs, _semantic=self.semantic)
+                return original(lhs, rhs, _semantic=self.semantic)
             a, b, dtype, block = found
             try:
                 if dtype.name not in SIGNED or dtype.name == "int64":
                     return self.result(compute(a, b), dtype, block)
                 wide = compute(a, b, dtype=np.int64)
             except ValueError:  # shapes do not match, and Triton reports the error
-                return usual(lhs, rhs, _semantic=self.semantic)
+                return original(lhs, rhs, _semantic=self.semantic)
             least, most = self.limits[dtype.name]
             values = np.asarray(wide)
             assert least <= values.min() and values.max() <= most, f"overflow of {dtype.name} in {name}"
@@ -98,8 +98,8 @@ class Operators:
 
         return operator
 
-    def sum(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        of_numbers = self.arithmetic("__add__", usual, np.add)
+    def sum(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        of_numbers = self.arithmetic("__add__", original, np.add)
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             pointer = lhs.dtype
@@ -110,16 +110,16 @@ class Operators:
             elif type(rhs) is self.tensor and rhs.dtype.name in SIGNED:
                 offset, block = rhs.handle.data, lhs.type.is_block() or rhs.type.is_block()
             else:
-                return usual(lhs, rhs, _semantic=self.semantic)
+                return original(lhs, rhs, _semantic=self.semantic)
             size = max(1, lhs.handle.get_element_ty().primitive_bitwidth // 8)
             try:
                 return self.result(lhs.handle.data + size * offset.astype(np.uint64), pointer, block)
             except ValueError:
-                return usual(lhs, rhs, _semantic=self.semantic)
+                return original(lhs, rhs, _semantic=self.semantic)
 
         return operator
 
-    def comparison(self, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
+    def comparison(self, original: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             found = self.operands(lhs, rhs)
@@ -128,11 +128,11 @@ class Operators:
                     return self.result(compute(found[0], found[1]), self.tl.int1, found[3])
             except ValueError:
                 pass
-            return usual(lhs, rhs, _semantic=self.semantic)
+            return original(lhs, rhs, _semantic=self.semantic)
 
         return operator
 
-    def logic(self, usual: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
+    def logic(self, original: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             if type(rhs) is self.tensor and lhs.dtype.name == rhs.dtype.name == "int1":
                 try:
@@ -140,21 +140,21 @@ class Operators:
                     return self.result(data, lhs.dtype, lhs.type.is_block() or rhs.type.is_block())
                 except ValueError:
                     pass
-            return usual(lhs, rhs, _semantic=self.semantic)
+            return original(lhs, rhs, _semantic=self.semantic)
 
         return operator
 
-    def index(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def index(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def operator(block: Any, at: Any, _semantic: Any = None) -> Any:
             plain = type(at) is tuple and all(one is None or one == slice(None) for one in at)
             if plain and block.type.is_block():
                 data = block.handle.data
                 return self.result(data[(slice(None), *at) if isinstance(data, Lanes) else at], block.dtype, True)
-            return usual(block, at, _semantic=self.semantic)
+            return original(block, at, _semantic=self.semantic)
 
         return operator
 
-    def cast(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def operator(value: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
             name, to = value.dtype.name, getattr(dtype, "name", None)
             known = (name in SIGNED and (to in SIGNED or to in FLOATS)) or (name in FLOATS and to in FLOATS)
@@ -162,77 +162,77 @@ class Operators:
                 data = value.handle.data
                 data = data if name == to else data.astype(self.numpy_types[to])
                 return self.result(data, dtype, value.type.is_block())
-            return usual(value, dtype, *rest, **named | {"_semantic": self.semantic})
+            return original(value, dtype, *rest, **named | {"_semantic": self.semantic})
 
         return operator
 
-    def load(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def operator(pointer: Any, mask: Any = None, other: Any = None, **named: Any) -> Any:
             element = getattr(pointer.dtype, "element_ty", None)
             block = pointer.type.is_block()
             known = element is not None and (element.name in SIGNED or element.name in FLOATS)
             if not known or named or not self._masks(mask, block) or (mask is None and other is not None):
-                return usual(pointer, mask, other, **named, _semantic=self.semantic)
+                return original(pointer, mask, other, **named, _semantic=self.semantic)
             shape = shape_of(pointer.handle.data)
-            instead = self._instead(other, element, shape)
+            instead = self._masked_values(other, element, shape)
             try:
-                seen = self._seen(mask, shape)
+                seen = self._fitted_mask(mask, shape)
             except ValueError:
                 seen = None
             if seen is None or instead is None:
-                return usual(pointer, mask, other, _semantic=self.semantic)
+                return original(pointer, mask, other, _semantic=self.semantic)
             found = self.builder.create_masked_load(pointer.handle, seen, instead, None, None, False)
             return self.result(found.data, element, block)
 
         return operator
 
-    def store(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def store(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def operator(pointer: Any, value: Any, mask: Any = None, **named: Any) -> Any:
             element, block = getattr(pointer.dtype, "element_ty", None), pointer.type.is_block()
             known = type(value) is self.tensor and element is not None and element.name == value.dtype.name
             if not known or named or element.name not in self.numpy_types or element.name == "int1" or not block:
-                return usual(pointer, value, mask, **named, _semantic=self.semantic)
+                return original(pointer, value, mask, **named, _semantic=self.semantic)
             shape = shape_of(pointer.handle.data)
             try:
-                seen = self._seen(mask, shape) if self._masks(mask, block) else None
+                seen = self._fitted_mask(mask, shape) if self._masks(mask, block) else None
                 data = np.broadcast_to(value.handle.data, shape)
             except ValueError:
                 seen = None
             if seen is None or pointer.dtype.is_const():
-                return usual(pointer, value, mask, _semantic=self.semantic)
+                return original(pointer, value, mask, _semantic=self.semantic)
             self.builder.create_masked_store(pointer.handle, self.handle(data, element), seen, None, None)
             return None
 
         return operator
 
     def _masks(self, mask: Any, block: bool) -> bool:
-        """Return whether `mask` is None or a mask that fits scalar or block pointers."""
+        """Return whether `mask` is None or fits the pointers."""
         return mask is None or (
             type(mask) is self.tensor and mask.dtype.name == "int1" and (block or not mask.type.is_block())
         )
 
-    def _seen(self, mask: Any, shape: tuple[int, ...]) -> Any:
+    def _fitted_mask(self, mask: Any, shape: tuple[int, ...]) -> Any:
         if mask is None:
             return self._filled(True, self.tl.int1, shape)
         data = mask.handle.data
         return mask.handle if shape_of(data) == shape else self.handle(np.broadcast_to(data, shape), self.tl.int1)
 
-    def _instead(self, other: Any, element: Any, shape: tuple[int, ...]) -> Any:
-        """Return the values of masked elements, or None if Triton must convert them."""
+    def _masked_values(self, other: Any, element: Any, shape: tuple[int, ...]) -> Any:
+        """Return None if Triton must convert the values."""
         if other is None or (type(other) is int and other == 0) or (type(other) is float and element.name in FLOATS):
             return self._filled(other or 0, element, shape)
         return None
 
     def _filled(self, value: float, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a read-only shared handle with a constant."""
+        """Return a constant. It is shared and read-only."""
         key = value, dtype.name, shape
         if key not in self.filled:
             self.filled[key] = self.handle(np.full(shape, value, dtype=self.numpy_types[dtype.name]), dtype)
         return self.filled[key]
 
 
-def operate_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Install the operators. Call this before the interpreter wraps the operators of `tl.tensor`."""
+def install_operators(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Call this before the interpreter wraps the operators of `tl.tensor`."""
     operators = Operators(interpreter)
     tensor, tl = operators.tensor, operators.tl
     patch.setattr(tensor, "__add__", operators.sum(tensor.__add__))

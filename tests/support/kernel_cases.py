@@ -20,7 +20,7 @@ KV_HEADS, D, COLUMNS, TOKENS, BATCH = 8, 128, 38, 4096, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """KV heads, query heads per KV head, head dimension, and planes of the KV cache (1: values are keys)."""
+    """Shape of attention. `planes` is 1 if the values are keys, else 2."""
 
     kv_heads: int = KV_HEADS
     group: int = 4
@@ -35,8 +35,7 @@ class Shape:
 LLAMA = Shape()
 
 
-def _lists(shape: Shape = LLAMA) -> torch.Tensor:
-    """Return bounds or counts (int32) of every list."""
+def _zero_bounds(shape: Shape = LLAMA) -> torch.Tensor:
     return torch.zeros(shape.lists, dtype=torch.int32)
 
 
@@ -45,17 +44,17 @@ def _gather(width: int, dtype: torch.dtype) -> None:
 
     rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(BATCH * KV_HEADS, 512, dtype=torch.int64)
     out = rows.new_empty(2, *ids.shape, width)
-    triton_gather.gather_rows(rows, ids, _lists(), out[0])
+    triton_gather.gather_rows(rows, ids, _zero_bounds(), out[0])
     bases, planes = ids.new_empty(BATCH, TOKENS // 64), ids.new_empty(2, KV_HEADS)
-    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes, out)
+    triton_gather.gather_tokens(rows, ids, _zero_bounds(), bases, planes, out)
     table = PointerTable.of([torch.empty(2 * KV_HEADS, 65, width, dtype=dtype) for _ in range(BATCH)])
     triton_gather.gather_slots(table, ids, out)
     triton_gather.scatter_slots(table, ids, out)
-    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes[:1], out[:1])
+    triton_gather.gather_tokens(rows, ids, _zero_bounds(), bases, planes[:1], out[:1])
 
 
 def _gather_copies(width: int, dtype: torch.dtype) -> None:
-    """Launch the gathers and the write of a pool whose blocks may have copies on the device."""
+    """Blocks of this pool may have copies on the device."""
     from offload_rt.kernels import triton_gather
     from offload_rt.kernels.pool_rows import DeviceRows
 
@@ -63,20 +62,19 @@ def _gather_copies(width: int, dtype: torch.dtype) -> None:
     out, bases = rows.new_empty(2, *ids.shape, width), ids.new_empty(BATCH, TOKENS // 64)
     planes, tally = ids.new_empty(2, KV_HEADS), ids.new_empty(BATCH, 2)
     device = DeviceRows(torch.empty_like(rows), TOKENS, planes)
-    triton_gather.gather_rows(rows, ids, _lists(), out[0], device)
-    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes, out, device, tally)
+    triton_gather.gather_rows(rows, ids, _zero_bounds(), out[0], device)
+    triton_gather.gather_tokens(rows, ids, _zero_bounds(), bases, planes, out, device, tally)
     k = rows[: BATCH * KV_HEADS]
     triton_gather.write_rows(rows, k, k, ids.flatten()[: 2 * BATCH], planes, device)
 
 
 def _append(shape: Shape = LLAMA) -> None:
-    """Launch the kernels that append new KV on the device and in the pool, and scoring keys."""
     from offload_rt.kernels import triton_append, triton_entries, triton_gather
 
     lists, heads, d = shape.lists, shape.kv_heads, shape.d
     k, slots = torch.empty(lists, d, dtype=torch.bfloat16), torch.empty(lists, dtype=torch.int64)
-    kept = PointerTable.of([torch.empty(shape.planes * heads, 68, d, dtype=torch.bfloat16) for _ in range(BATCH)])
-    triton_append.store_resident(k, k, kept, slots[:BATCH])
+    resident = PointerTable.of([torch.empty(shape.planes * heads, 68, d, dtype=torch.bfloat16) for _ in range(BATCH)])
+    triton_append.store_resident(k, k, resident, slots[:BATCH])
     planes = slots.new_empty(shape.planes, heads)
     triton_gather.write_rows(torch.empty(TOKENS, d, dtype=torch.bfloat16), k, k, slots[:BATCH], planes)
     keys = PointerTable.of([torch.empty(heads, COLUMNS, TOKENS, dtype=torch.bfloat16) for _ in range(BATCH)])
@@ -87,7 +85,7 @@ def _append(shape: Shape = LLAMA) -> None:
     entries = PointerTable.of([torch.empty(heads, TOKENS, d, dtype=torch.bfloat16) for _ in range(BATCH)])
     triton_entries.append_entries(k, entries, slots, 16)
     triton_entries.write_lists(triton_entries.read_lists(entries, 64, slots[:BATCH]), entries, slots[:BATCH])
-    triton_entries.mask_scores(torch.empty(lists, shape.group, 64), _lists(shape), _lists(shape), 16)
+    triton_entries.mask_scores(torch.empty(lists, shape.group, 64), _zero_bounds(shape), _zero_bounds(shape), 16)
     slot_tables = PointerTable.of([torch.empty(heads, 65, 2, dtype=torch.int32) for _ in range(BATCH)])
     triton_entries.write_lists(triton_entries.read_lists(slot_tables, 65, slots[:BATCH]), slot_tables, slots[:BATCH])
 
@@ -97,7 +95,7 @@ def _partial(shape: Shape) -> None:
 
     keys = PointerTable.of([torch.empty(shape.kv_heads, COLUMNS, TOKENS, dtype=torch.bfloat16) for _ in range(BATCH)])
     q = torch.empty(shape.lists, shape.group, COLUMNS)
-    triton_scores.partial_scores(q, keys, _lists(shape), _lists(shape), TOKENS)
+    triton_scores.partial_scores(q, keys, _zero_bounds(shape), _zero_bounds(shape), TOKENS)
 
 
 def _quantised(bits: int, d: int, shape: Shape = LLAMA) -> None:
@@ -105,7 +103,9 @@ def _quantised(bits: int, d: int, shape: Shape = LLAMA) -> None:
 
     rows = [torch.empty(shape.kv_heads, TOKENS * bits // 8, row_width(d), dtype=torch.int8) for _ in range(BATCH)]
     q, scale = torch.empty(shape.lists, shape.group, d), torch.empty(shape.kv_heads, d)
-    triton_scores.quantised_scores(q, PointerTable.of(rows), scale, scale, bits, _lists(shape), _lists(shape), TOKENS)
+    triton_scores.quantised_scores(
+        q, PointerTable.of(rows), scale, scale, bits, _zero_bounds(shape), _zero_bounds(shape), TOKENS
+    )
 
 
 def _select(shape: Shape) -> None:
@@ -115,21 +115,24 @@ def _select(shape: Shape) -> None:
     blocks = torch.empty(shape.lists, shape.group, TOKENS // 256)
     found = Scores(torch.empty(shape.lists, shape.group, TOKENS), blocks, blocks)
     limits = torch.empty(BATCH, dtype=torch.int32)
-    triton_select.select_tokens(found, _lists(shape), _lists(shape), shape.kv_heads, 5.0, limits, 200)
+    triton_select.select_tokens(found, _zero_bounds(shape), _zero_bounds(shape), shape.kv_heads, 5.0, limits, 200)
 
 
 def _attend(dtype: torch.dtype, shape: Shape = LLAMA) -> None:
-    """Launch attention over fetched and resident KV, over fetched KV alone, and the merge of parts."""
     from offload_rt.kernels import triton_attention, triton_resident
 
-    kept = PointerTable.of([torch.empty(shape.planes * shape.kv_heads, 68, shape.d, dtype=dtype) for _ in range(BATCH)])
+    resident = PointerTable.of(
+        [torch.empty(shape.planes * shape.kv_heads, 68, shape.d, dtype=dtype) for _ in range(BATCH)]
+    )
     q, k = (
         torch.empty(shape.lists, shape.group, shape.d, dtype=dtype),
         torch.empty(shape.lists, 512, shape.d, dtype=dtype),
     )
     v = k if shape.planes == 1 else torch.empty_like(k)
-    triton_resident.attend_resident(q, kept, _lists(shape), _lists(shape), k, v, _lists(shape), 0.1)
-    triton_attention.attend_counted(q, k, v, _lists(shape), 0.1)
+    triton_resident.attend_resident(
+        q, resident, _zero_bounds(shape), _zero_bounds(shape), k, v, _zero_bounds(shape), 0.1
+    )
+    triton_attention.attend_counted(q, k, v, _zero_bounds(shape), 0.1)
 
 
 def _runs(dtype: torch.dtype, shape: Shape, sequences: int) -> None:
@@ -140,8 +143,7 @@ def _runs(dtype: torch.dtype, shape: Shape, sequences: int) -> None:
     triton_kv_runs.attend_runs(torch.empty(shape.kv_heads * shape.group, sequences, shape.d, dtype=dtype), runs, 0.1)
 
 
-def _model() -> None:
-    """Launch norms and rotary embeddings."""
+def _norms_and_rotary() -> None:
     from offload_rt.kernels import triton_norm, triton_rotary
 
     for tokens in (BATCH, 100):
@@ -150,16 +152,14 @@ def _model() -> None:
         triton_rotary.rotate_halves(hidden.view(tokens, -1, D).transpose(0, 1), turns, turns)
 
 
-def _skew(shape: Shape = LLAMA) -> None:
-    """Launch the skewing of queries."""
+def _skew_queries(shape: Shape = LLAMA) -> None:
     from offload_rt.kernels import triton_skew
 
     q = torch.empty(shape.kv_heads * shape.group, BATCH, shape.d, dtype=torch.bfloat16)
     triton_skew.skew_queries(q, torch.empty(shape.kv_heads, shape.d, shape.d), shape.kv_heads, 0.1)
 
 
-def _tail(bits: int, shape: Shape) -> None:
-    """Launch the kernels of low-bit KV: append, scores, and merge with exact attention."""
+def _low_bit(bits: int, shape: Shape) -> None:
     from offload_rt.kernels import triton_low_bit, triton_low_bit_rows, triton_low_bit_scores
 
     layout, lists, heads, d = Layout(shape.d, bits), shape.lists, shape.kv_heads, shape.d
@@ -170,7 +170,7 @@ def _tail(bits: int, shape: Shape) -> None:
     triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, table, torch.zeros(lists, dtype=torch.int64))
     for values in (False, True):
         triton_low_bit_rows.store_rows(table.pages[0], layout, torch.empty(heads, 200, d), 70, values=values)
-    bounds = _lists(shape)
+    bounds = _zero_bounds(shape)
     triton_low_bit_scores.scores(q, mean, layout, table, bounds, bounds, TOKENS)
     chosen, exact = torch.zeros(lists, 80, dtype=torch.int64), (torch.empty_like(q), q.new_empty(q.shape[:2]))
     triton_low_bit.merge_approximate(q, mean, mixing, layout, table, bounds, bounds, chosen, bounds, TOKENS, *exact)
@@ -180,14 +180,14 @@ def _latent(heads: int) -> None:
     """Launch the kernels of a model with latent attention, except those for float32, gathers and fetched KV."""
     shape = Shape(1, heads, 576, planes=1)
     _append(shape)
-    _skew(shape)
+    _skew_queries(shape)
     _partial(shape)
     for bits in (8, 4, 2):
         _quantised(bits, int(0.3 * shape.d) if bits == 8 else shape.d, shape)
     _select(shape)
     _runs(torch.bfloat16, shape, 4)
     for bits in (4, 2):
-        _tail(bits, shape)
+        _low_bit(bits, shape)
 
 
 def _latent_fp32() -> None:
@@ -195,8 +195,7 @@ def _latent_fp32() -> None:
     _runs(torch.float32, Shape(1, 16, 576, planes=1), 4)
 
 
-def _packed(form: PackedFormat) -> None:
-    """Launch the product of a row with packed weights, and their unpacking."""
+def _packed_weights(form: PackedFormat) -> None:
     from offload_rt.kernels import triton_packed
 
     rows = torch.empty(4096, form.row_bytes, dtype=torch.uint8)
@@ -205,7 +204,7 @@ def _packed(form: PackedFormat) -> None:
 
 
 def _embedding_part(width: int) -> None:
-    """Launch the look-up of one layer's part in a table of embeddings for 35 layers."""
+    """The table has embeddings for 35 layers."""
     from offload_rt.kernels import triton_embedding
 
     table = torch.empty(97, 35 * width, dtype=torch.bfloat16)
@@ -213,18 +212,18 @@ def _embedding_part(width: int) -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "model": _model,
+    "model": _norms_and_rotary,
     "embeddings of each layer": lambda: _embedding_part(256),
-    "packed, 4 bits": lambda: _packed(PackedFormat(4096, 4, 32, True, has_factors=True)),
-    "packed, 4 bits with zeros": lambda: _packed(PackedFormat(4096, 4, 128, has_zeros=True)),
-    "packed, 5 bits": lambda: _packed(PackedFormat(4096, 5, 32, True, has_factors=True)),
-    "packed, 6 bits": lambda: _packed(PackedFormat(4096, 6, 16, offset=32, has_factors=True)),
-    "packed, 8 bits": lambda: _packed(PackedFormat(4096, 8, 32, offset=128)),
+    "packed, 4 bits": lambda: _packed_weights(PackedFormat(4096, 4, 32, True, has_factors=True)),
+    "packed, 4 bits with zeros": lambda: _packed_weights(PackedFormat(4096, 4, 128, has_zeros=True)),
+    "packed, 5 bits": lambda: _packed_weights(PackedFormat(4096, 5, 32, True, has_factors=True)),
+    "packed, 6 bits": lambda: _packed_weights(PackedFormat(4096, 6, 16, offset=32, has_factors=True)),
+    "packed, 8 bits": lambda: _packed_weights(PackedFormat(4096, 8, 32, offset=128)),
     "gather, bf16": lambda: _gather(D, torch.bfloat16),
     "gather, copies": lambda: _gather_copies(D, torch.bfloat16),
     "gather, int4": lambda: _gather(D // 2 + 12, torch.uint8),
     "append": _append,
-    "skew": _skew,
+    "skew": _skew_queries,
     "partial keys": lambda: _partial(LLAMA),
     "partial keys, groups of 1": lambda: _partial(Shape(group=1)),
     "int8 keys": lambda: _quantised(8, COLUMNS),
@@ -240,9 +239,9 @@ CASES: dict[str, Callable[[], None]] = {
     "attend, fp32, d 512": lambda: _attend(torch.float32, Shape(d=512)),
     "runs, bf16": lambda: _runs(torch.bfloat16, LLAMA, 32),
     "runs, fp32, d 256": lambda: _runs(torch.float32, Shape(d=256), 4),
-    "tail, int4": lambda: _tail(4, LLAMA),
-    "tail, int2, d 64": lambda: _tail(2, Shape(d=64)),
-    "tail, int2": lambda: _tail(2, LLAMA),
+    "tail, int4": lambda: _low_bit(4, LLAMA),
+    "tail, int2, d 64": lambda: _low_bit(2, Shape(d=64)),
+    "tail, int2": lambda: _low_bit(2, LLAMA),
     "latent, gather": lambda: _gather(576, torch.bfloat16),
     "latent, attend, 16 heads": lambda: _attend(torch.bfloat16, Shape(1, 16, 576, planes=1)),
     "latent, attend, 128 heads": lambda: _attend(torch.bfloat16, Shape(1, 128, 576, planes=1)),

@@ -18,8 +18,8 @@ def runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
     return {tuple(tokens[i : i + RUN]) for i in range(len(tokens) - RUN + 1)}
 
 
-def spellings(run: tuple[int, ...]) -> list[bytes]:
-    """Return all byte patterns of consecutive token ids: int64 and int32, hexadecimal text, and JSON."""
+def byte_patterns(run: tuple[int, ...]) -> list[bytes]:
+    """Return the encodings of token ids as int64, int32, hexadecimal text and JSON."""
     packed = [np.asarray(run, dtype).tobytes() for dtype in ("<i8", "<i4")]
     texts = [json.dumps(run).strip("[]"), json.dumps(run, separators=(",", ":")).strip("[]")]
     return [*packed, *(data.hex().encode() for data in packed), *(text.encode() for text in texts)]
@@ -31,15 +31,15 @@ def contains(pattern: bytes, data: bytes) -> bool:
     return pattern in data and re.search(whole, data) is not None
 
 
-def leftovers(
-    folder: Path, gone: Sequence[int], kept: Iterable[Sequence[int]], texts: Iterable[str] = ()
+def find_leftovers(
+    folder: Path, deleted: Sequence[int], remaining: Iterable[Sequence[int]], texts: Iterable[str] = ()
 ) -> dict[Path, bytes]:
     """Return files that contain deleted data in their content or name, with the matching bytes.
 
-    Deleted data are `texts`, and consecutive tokens of `gone` that do not occur in `kept`.
+    Deleted data are `texts`, and consecutive tokens of `deleted` that do not occur in `remaining`.
     """
-    wanted = runs(gone) - {run for tokens in kept for run in runs(tokens)}
-    patterns = [spelling for run in wanted for spelling in spellings(run)]
+    wanted = runs(deleted) - {run for tokens in remaining for run in runs(tokens)}
+    patterns = [spelling for run in wanted for spelling in byte_patterns(run)]
     for text in texts:
         patterns += [text.encode(), json.dumps(text).strip('"').encode()]
     found: dict[Path, bytes] = {}

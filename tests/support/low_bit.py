@@ -12,17 +12,17 @@ from offload_rt.kernels.low_bit_sequence import LowBitQuery, NativeQuery
 from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
 
 
-def approximate(
-    asked: LowBitQuery | NativeQuery, skip: torch.Tensor, softcap: float | None = None
+def approximate_only(
+    query: LowBitQuery | NativeQuery, skip: torch.Tensor, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of approximate KV alone, without the change of basis."""
-    q = asked.q if isinstance(asked, LowBitQuery) else asked.inputs[0]
+    """Return output `[Hkv, G, d]` and logsumexp `[Hkv, G]` of approximate KV, without the change of basis."""
+    q = query.q if isinstance(query, LowBitQuery) else query.inputs[0]
     nothing, identity = (torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)), torch.eye(q.shape[2])
-    return asked.merge(nothing, skip, (identity, identity), softcap)
+    return query.merge(nothing, skip, (identity, identity), softcap)
 
 
-def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
-    """Return pages of random low-bit KV in the second of two layers. The first layer contains garbage."""
+def random_pages(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
+    """Return pages of the second of two layers. The first layer contains garbage."""
     count = -(-tokens // PAGE_TOKENS)
     tensors = torch.randint(0, 256, (count, 2, heads, PAGE_BLOCKS, layout.block_bytes), dtype=torch.uint8)
     blocks, slots = tensors[:, 1].transpose(0, 1).flatten(1, 2).clone(), torch.arange(tokens)
@@ -34,11 +34,11 @@ def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.dev
     return Pages.of([tensors[i].clone().to(device) for i in reversed(range(count))][::-1], 1)
 
 
-def joined(pages: Pages) -> torch.Tensor:
+def concatenated_pages(pages: Pages) -> torch.Tensor:
     return torch.cat([tensor[pages.layer] for tensor in pages.tensors], 1)
 
 
-def copied(pages: Pages) -> Pages:
+def cloned_pages(pages: Pages) -> Pages:
     return Pages.of([tensor.clone() for tensor in pages.tensors], pages.layer)
 
 
@@ -49,7 +49,7 @@ def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any,
     candidates.
     """
     d, spans = layout.head_dim, ((5, 600), (4, 4), (60, 70))
-    table = PageTable.of([stored_rows(layout, 2, tokens, device) for tokens in (620, 6, 130)])
+    table = PageTable.of([random_pages(layout, 2, tokens, device) for tokens in (620, 6, 130)])
     starts, stops = (torch.tensor(each, dtype=torch.int32).repeat_interleave(2) for each in zip(*spans, strict=True))
     chosen = torch.randint(0, 600, (6, 90))
     chosen[:2, :70] = torch.stack([torch.randperm(595)[:70] + 5 for _ in range(2)]).sort(1).values

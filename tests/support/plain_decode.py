@@ -10,17 +10,17 @@ from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.runner import Runner
 from offload_rt.models.adapter import ModelAdapter
 
-Kept = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
+LayerKV = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
 """KV left in each layer: (position, k `[Hkv, d]`, v `[Hkv, d]`). None for layers that use the KV of earlier layers."""
 
 
-def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Kept) -> torch.Tensor:
-    """Append `tokens` at `position` to `kept` and return the logits `[V]` of the last token, with exact attention."""
+def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kv: LayerKV) -> torch.Tensor:
+    """Append the KV of `tokens` to `kv`. Return the logits `[V]` of the last token, with exact attention."""
     geometry, at = adapter.geometry, torch.arange(position, position + len(tokens))
     ids = torch.tensor(tokens)
     x = adapter.embed(ids, at)
     for layer in range(geometry.layers):
-        attention_input, rows = adapter.attention_input(layer, x), kept[geometry.kv_layer(layer)]
+        attention_input, rows = adapter.attention_input(layer, x), kv[geometry.kv_layer(layer)]
         if geometry.kv_layer(layer) == layer:
             q, k, v = adapter.qkv(layer, attention_input, at)
             rows += [(position + i, k[:, i], v[:, i]) for i in range(len(tokens))]
@@ -47,20 +47,18 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
 def assert_evicts_oldest(
     runner: Runner, tokens: list[int], prefilled: int, assert_near: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """Check decoding in a pool of two blocks. Full-attention layers evict the oldest KV, sliding layers keep their
-    windows.
-    """
+    """Check decoding in a pool of two blocks: full-attention layers evict their oldest KV, sliding layers do not."""
     geometry = runner.adapter.geometry
-    kept: Kept = [[] for _ in range(geometry.layers)]
-    plain_step(runner.adapter, tokens[:prefilled], 0, kept)
+    kv: LayerKV = [[] for _ in range(geometry.layers)]
+    plain_step(runner.adapter, tokens[:prefilled], 0, kv)
     sequence = runner.new_sequence(tokens[:prefilled], prefilled)
     sequence.tokens += tokens[prefilled:]
     runner.prefill(sequence, prefilled)
     for position, token in enumerate(tokens[prefilled:], start=prefilled):
-        for layer, window in zip(kept, geometry.windows, strict=True):
+        for layer, window in zip(kv, geometry.windows, strict=True):
             if window is None and len(layer) == 2 * BLOCK_SIZE:
                 layer.pop(0)
-        assert_near(runner.decode([sequence])[0], plain_step(runner.adapter, [token], position, kept))
+        assert_near(runner.decode([sequence])[0], plain_step(runner.adapter, [token], position, kv))
     runner.check_integrity()
     runner.free(sequence)
     assert runner.pool.sequence_bytes == 0

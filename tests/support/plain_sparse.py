@@ -29,7 +29,7 @@ from offload_rt.transfer.plan import attended_tokens
 
 @dataclass(frozen=True)
 class PlainScore:
-    """Results of `plain_scores`. Fractions and missed masses are listed by scored position and layer."""
+    """Results of `plain_scores`. Fractions and missed masses are listed by position and layer."""
 
     logprobs: list[float]
     is_greedy: list[bool]
@@ -165,9 +165,7 @@ def _step(
 
 
 def _select(state: PolicyState, layer: int, q: torch.Tensor, guess: torch.Tensor, slots: _Slots) -> torch.Tensor:
-    """Return the slots `[Hkv, n]` selected with the predicted query `guess`, plus those added for the true query q `[H,
-    d]`.
-    """
+    """Return the slots `[Hkv, n]` selected with the predicted query `guess`, and those added for the true query."""
     selection = state.select(layer, guess, slots.visible).known()
     slots.selected(selection.tokens)
     extra = state.repair(layer, q, slots.visible, selection)

@@ -33,7 +33,7 @@ class PrefillCounts:
 
 @cache
 def count_prefill(tokens: int, **settings: Any) -> PrefillCounts:
-    """Return the counts of one layer of a prefill of `tokens` tokens, after a warm-up, in an `LLM` with `settings`."""
+    """Return the counts of one layer, after a warm-up, in an `LLM` with `settings`."""
     one, two = (_measure(tokens, layers, settings) for layers in (1, 2))
     return PrefillCounts(*(b - a for a, b in zip(astuple(one), astuple(two), strict=True)))
 

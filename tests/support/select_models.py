@@ -13,7 +13,6 @@ CPU = torch.device("cpu")
 
 
 def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: int = 16) -> ModelGeometry:
-    """Return a model shape. All layers have different scales, so that tests detect a wrong scale."""
     return ModelGeometry(
         layers=layers,
         hidden=kv_heads * group * head_dim,
@@ -21,6 +20,7 @@ def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: in
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=64,
+        # Different scales, so that tests detect the scale of a wrong layer.
         scales=tuple(head_dim**-0.5 * (1 + 0.25 * layer) for layer in range(layers)),
         windows=(None,) * layers,
         max_positions=4096,
@@ -30,14 +30,16 @@ def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: in
 
 
 def artifact(shape: ModelGeometry, seed: int = 0) -> SkewArtifact:
-    """Return random orthogonal bases (query == key) and unit scales."""
+    """Queries and keys have the same random orthogonal bases, and all scales are 1."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
     basis = torch.linalg.qr(torch.randn(size, generator=generator, dtype=torch.float64))[0].float()
     mean = torch.randn(size[:3], generator=generator) * 0.1
-    right = Correction.none(shape.layers)
+    correction = Correction.none(shape.layers)
     made_from = "0" * 16, f"random {seed}"
-    return SkewArtifact("svd", basis, basis, mean, torch.ones(size[:3]), right.slope, right.offset, *made_from)
+    return SkewArtifact(
+        "svd", basis, basis, mean, torch.ones(size[:3]), correction.slope, correction.offset, *made_from
+    )
 
 
 def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,17 +52,15 @@ def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tenso
 
 
 def pass_keys(state: PolicyState, layer: int, k: torch.Tensor, start: int) -> None:
-    """Pass keys `[Hkv, m, d]` with zero values to a state."""
     state.on_kv(layer, k, torch.zeros_like(k), start)
 
 
 def no_keys(layer: int, wanted: range) -> torch.Tensor:
-    """KeyReader that fails, for policies that must not read full keys."""
     raise AssertionError("this policy reads no full keys")
 
 
 def as_sets(selected: torch.Tensor) -> list[set[int]]:
-    """Return the token set of each KV head. Fail if a head selects a token twice."""
+    """Fail if a head selects a token twice."""
     rows = [set(row) for row in selected.tolist()]
     assert all(len(row) == selected.shape[1] for row in rows), "a token was selected twice"
     return rows

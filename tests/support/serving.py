@@ -40,17 +40,16 @@ TEMPLATE = (
 
 
 def reference_tokenizer() -> PreTrainedTokenizerBase:
-    """Return the reference model's tokenizer with a chat template."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
 def claude_client(url: str, key: str = "none") -> anthropic.Anthropic:
-    """Return Anthropic's client. Its import takes two seconds, so only tests that use it import it."""
+    # The import takes two seconds, so it is not at the top of the file.
     module = pytest.importorskip("anthropic", reason="anthropic is not installed")
-    made: anthropic.Anthropic = module.Anthropic(base_url=url, api_key=key, max_retries=0)
-    return made
+    client: anthropic.Anthropic = module.Anthropic(base_url=url, api_key=key, max_retries=0)
+    return client
 
 
 class ScriptedEngine:
@@ -141,15 +140,15 @@ class ScriptedEngine:
 
 
 @contextmanager
-def served(engine: Any, **options: Any) -> Iterator[str]:
+def run_server(engine: Any, **options: Any) -> Iterator[str]:
     chosen = ServerOptions(**({"port": 0, "grace": 5} | options))
-    with answering(make_app(engine, chosen), chosen) as (url, _):
+    with run_asgi_app(make_app(engine, chosen), chosen) as (url, _):
         yield url
 
 
 @contextmanager
-def answering(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
-    """Run a server of an application during the block. Yield its address and the server."""
+def run_asgi_app(app: Any, options: ServerOptions | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
+    """Run a server in a thread during the block. Yield its address and the server."""
     options = options or ServerOptions(port=0, grace=5)
     listener = bind_socket(options)
     server = make_server(app, options)

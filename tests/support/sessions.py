@@ -6,7 +6,7 @@ from offload_rt import SamplingParams
 from offload_rt.sessions.session import Session
 
 
-def answer(session: Session, turn: list[int], params: SamplingParams) -> list[int]:
+def take_turn(session: Session, turn: list[int], params: SamplingParams) -> list[int]:
     found = [event.token_id for event in session.send(turn, params)]
     session.check_integrity()
     session.kv.runner.check_integrity()

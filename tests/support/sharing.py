@@ -23,7 +23,7 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0)
 
 
-def make(name: str = "llama", *, blocks: int = 200, staged: bool = False, **options: Any) -> LLM:
+def make_llm(name: str = "llama", *, blocks: int = 200, staged: bool = False, **options: Any) -> LLM:
     model = tiny_model(name, dtype=torch.float32, **depth(name, LAYERS))
     llm = LLM(model, **({"policy": "full", "dtype": "float32", "host_memory": blocks * BLOCK_BYTES} | options))
     runner = llm.runner

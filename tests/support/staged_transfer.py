@@ -12,7 +12,6 @@ from offload_rt.transfer.streams import InlineStream
 
 
 def with_transfer(llm: LLM, transfer: Transfer) -> LLM:
-    """Return a copy of the unused runtime `llm` that uses `transfer`."""
     old = llm.runner
     other = LLM.__new__(LLM)
     other._begin(Runner(old.model, old.policy, old.pool, transfer, old.config, old.plan, old.weights), llm._family)
@@ -20,6 +19,6 @@ def with_transfer(llm: LLM, transfer: Transfer) -> LLM:
 
 
 def staged(llm: LLM) -> LLM:
-    """Return the runtime with transfers to device memory. Their streams run inline on the CPU."""
+    """Simulate transfers to device memory on the CPU."""
     runner, inline = llm.runner, (InlineStream(), InlineStream())
     return with_transfer(llm, CudaTransfer(runner.pool, runner.adapter.geometry, torch.device("cpu"), streams=inline))

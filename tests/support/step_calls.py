@@ -46,7 +46,7 @@ class CallCounter:
         return self._names[path]
 
 
-def count(policy: str) -> tuple[float, int, float]:
+def count_calls(policy: str) -> tuple[float, int, float]:
     """Return calls per step, number of files, and crossings per step."""
     counter, steps, step = CallCounter(), 0, Engine.step
 
@@ -71,5 +71,5 @@ def count(policy: str) -> tuple[float, int, float]:
 
 
 if __name__ == "__main__":
-    calls, files, crossings = count(sys.argv[1] if len(sys.argv) > 1 else "infinigen")
+    calls, files, crossings = count_calls(sys.argv[1] if len(sys.argv) > 1 else "infinigen")
     print(f"{calls:,.0f} calls in {files} files, {crossings:,.0f} crossings from file to file")

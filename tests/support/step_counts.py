@@ -137,7 +137,7 @@ def _measure(case: Case, layers: int) -> StepCounts:
 
 
 def count_step(case: Case) -> StepCounts:
-    """Return the counts of a step of `case`. Launches are measured with two periods of layers."""
+    """Measure launches with two periods of layers."""
     one, two = (_measure(case, case.period * periods) for periods in (1, 2))
     assert one.replayed == two.replayed
     return replace(two, nodes=round((two.nodes - one.nodes) / case.period))
@@ -154,7 +154,7 @@ def _shown(value: bool | int) -> str:
     return str(value) if not isinstance(value, bool) else "yes" if value else "no"
 
 
-def on_page() -> dict[str, StepCounts]:
+def documented_counts() -> dict[str, StepCounts]:
     rows = [line.strip("| ").split(" | ") for line in _section(PAGE.read_text("utf-8")).splitlines()[2:]]
     return {name: StepCounts(graph == "yes", *map(int, numbers)) for name, graph, *numbers in rows}
 

@@ -1,4 +1,4 @@
-"""Write a tiny GGUF file with a random Qwen2 model and a byte-level tokenizer."""
+"""Write a tiny GGUF file with a random model and a byte-level tokenizer."""
 
 from __future__ import annotations
 

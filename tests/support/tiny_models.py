@@ -89,7 +89,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 
 def tiny_checkpoint(folder: Path, architecture: str, **config: Any) -> str:
-    """Save a tiny random model of `architecture` with the reference model's tokenizer."""
+    """Save a random model of `architecture` with the reference model's tokenizer."""
     tiny_model(architecture, vocab_size=2048, **config).save_pretrained(folder)
     for file in Path(find_source("reference").name_or_path).glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -128,7 +128,7 @@ def fill(model: nn.Module, seed: int) -> None:
 
 
 def _gain(path: str) -> float:
-    """Return a gain. It makes attention uneven, and outputs large enough that a tied head does not repeat its input."""
+    """Gains make attention uneven, and outputs large enough that a tied head does not repeat its input."""
     leaf = path.rsplit(".", 1)[-1]
     if leaf in ("q_proj", "k_proj", "c_attn", "q_b_proj", "kv_b_proj"):
         return 1.6
@@ -140,12 +140,11 @@ def depth(name: str, layers: int) -> dict[str, int]:
 
 
 def tiny_prompt(length: int, *, seed: int = 0) -> list[int]:
-    """Return `length` random token ids in [1, VOCAB)."""
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
-    """Check that `tokens` are transformers' greedy continuation of `prompt`."""
+    """Compare with transformers' greedy continuation."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
 

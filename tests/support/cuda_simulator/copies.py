@@ -26,7 +26,7 @@ OWN = str(Path(__file__).parent)
 
 @dataclass(frozen=True)
 class Sync:
-    """A wait of the host for the device: the operation, and its `file:line` in the repository."""
+    """A wait of the host for the device. `place` is `file:line` in the repository."""
 
     what: str
     place: str
@@ -36,7 +36,7 @@ class Sync:
         return self.place.rpartition(":")[0]
 
 
-def place() -> str:
+def caller_location() -> str:
     """Return `file:line` of the innermost caller outside torch and the simulator."""
     frame: Any = sys._getframe(1)
     while frame is not None:

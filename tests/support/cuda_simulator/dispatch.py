@@ -53,8 +53,7 @@ def _depends_on_values(func: Any) -> bool:
 
 
 @cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return index and name of the arguments that the operation writes."""
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(func._schema.arguments)
     return tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
 
@@ -98,9 +97,9 @@ class DeviceMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
-        given = find_tensors(args) + find_tensors(named)
+        tensors = find_tensors(args) + find_tensors(named)
         device = named.get("device")
-        on_device = any(x.is_cuda for x in given) or (device is not None and torch.device(device).type == "cuda")
+        on_device = any(x.is_cuda for x in tensors) or (device is not None and torch.device(device).type == "cuda")
         name = func.overloadpacket.__name__
         if not on_device:
             return self._on_host(func, name, args, named)
@@ -116,9 +115,9 @@ class DeviceMode(TorchDispatchMode):
             return self._view(func, name, args, named)
         if name in HOST_INDICES:
             args = self._indices_on_device(args)
-        args, named = self._numbers_now(func, name, args, named)
+        args, named = self._copy_host_scalars(func, name, args, named)
         if _depends_on_values(func) and not (name in HOST_INDICES and not _has_masks(args)):
-            return self._run_now(func, name, args, named)
+            return self._run_synchronously(func, name, args, named)
         return self._launch(func, name, args, named)
 
     def _on_host(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
@@ -128,10 +127,10 @@ class DeviceMode(TorchDispatchMode):
             return out
         return self._sim.new_pinned(out) if name in EMPTY else self._sim.new_pinned(out).copy_(out)
 
-    def _numbers_now(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Copy host scalars when an operation is queued. Raise RuntimeError for other host tensors."""
+    def _copy_host_scalars(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Scalars are copied when an operation is queued. Raise RuntimeError for other host tensors."""
 
-        def now(x: torch.Tensor) -> torch.Tensor:
+        def copy_scalar(x: torch.Tensor) -> torch.Tensor:
             if x.is_cuda or name in EMPTY:
                 return x
             if x.dim():
@@ -140,13 +139,13 @@ class DeviceMode(TorchDispatchMode):
 
         if name.startswith("new_"):
             return args, named
-        return map_tensors(args, now), map_tensors(named, now)
+        return map_tensors(args, copy_scalar), map_tensors(named, copy_scalar)
 
     def _indices_on_device(self, args: Any) -> Any:
-        def copied(x: torch.Tensor) -> torch.Tensor:
+        def copy_to_device(x: torch.Tensor) -> torch.Tensor:
             return x if x.is_cuda else copy_between(self._sim, "_to_copy", (x,), {"device": args[0].device})
 
-        return (args[0], [None if x is None else copied(x) for x in args[1]], *args[2:])
+        return (args[0], [None if x is None else copy_to_device(x) for x in args[1]], *args[2:])
 
     def _view(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
         base = args[0]
@@ -157,15 +156,15 @@ class DeviceMode(TorchDispatchMode):
         host = self._sim.host_view(base)
         out = func(host, *args[1:], **named)
 
-        def same(x: torch.Tensor) -> torch.Tensor:
+        def device_view(x: torch.Tensor) -> torch.Tensor:
             first = base.storage_offset() * base.itemsize + x.storage_offset() * x.itemsize
             return self._sim.part(base, x.dtype, x.shape, x.stride(), first // x.itemsize)
 
-        return map_tensors(out, same)
+        return map_tensors(out, device_view)
 
     def _launch(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
         sim = self._sim
-        written = [args[i] if i < len(args) else named[key] for i, key in _written(func)]
+        written = [args[i] if i < len(args) else named[key] for i, key in _written_arguments(func)]
         outs: Any = written if written else self._outputs(func, args, named)
         if name in EMPTY:
             return outs
@@ -200,20 +199,20 @@ class DeviceMode(TorchDispatchMode):
         device = named.get("device") or next(x.device for x in find_tensors(args) + find_tensors(named) if x.is_cuda)
         return map_tensors(like, lambda x: self._sim.new(x, torch.device(device)))
 
-    def _run_now(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
-        """Wait for the stream and run an operation whose result shape or number depends on values."""
+    def _run_synchronously(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
+        """Run an operation whose number or shape of results depends on values."""
         sim = self._sim
         device = next(x.device for x in find_tensors(args) if x.is_cuda)
         sim.host_waits(name, device.index)
         found = func(*map_tensors(args, sim.host_view), **map_tensors(named, sim.host_view))
 
-        def there(x: torch.Tensor) -> torch.Tensor:
+        def copy_to_device(x: torch.Tensor) -> torch.Tensor:
             out = sim.new(x, device)
             target = sim.host_view(out)
             sim.queue_work(name, lambda: target.copy_(x), device.index)
             return out
 
-        return map_tensors(found, there)
+        return map_tensors(found, copy_to_device)
 
 
 def _has_masks(args: Any) -> bool:

@@ -23,7 +23,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(eq=False)
 class Point:
-    """A position in a queue, reached once all earlier entries have run. A point with `capture` is never reached."""
+    """A position in a queue. It is reached when all earlier entries have run, and never if it has a `capture`."""
 
     queue: Queue
     reached: bool = False
@@ -123,7 +123,7 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Late:
-    """Run all streams as soon as possible, except the given ones. Those run only if the host waits for them."""
+    """Run the streams `numbers` only if the host waits for them, and all others as soon as possible."""
 
     numbers: tuple[int, ...] = ()
 

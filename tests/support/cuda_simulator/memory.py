@@ -41,8 +41,7 @@ class Region:
         self.stop = self.start + size
         self._next = self.start
 
-    def cut(self, size: int) -> int:
-        """Return the address of `size` new, poisoned bytes."""
+    def allocate_poisoned(self, size: int) -> int:
         address = self._next
         if address + size > self.stop:
             raise MemoryError("the simulator's own memory is too small for this test")
@@ -89,9 +88,8 @@ class Usage:
     allocated_peak: int = 0
     active_peak: int = 0
 
-    def take(self, size: int, more: int) -> None:
-        """Count an allocation of `size` bytes, `more` of which were not active."""
-        self.allocated, self.active = self.allocated + size, self.active + more
+    def take(self, size: int, newly_active: int) -> None:
+        self.allocated, self.active = self.allocated + size, self.active + newly_active
         self.allocated_peak = max(self.allocated_peak, self.allocated)
         self.active_peak = max(self.active_peak, self.active)
 
@@ -118,8 +116,8 @@ class Memory:
         self._host_blocks: dict[int, tuple[int, int]] = {}
         self._free: dict[tuple[int, Queue, int], list[int]] = defaultdict(list)
         self._free_host: dict[int, list[int]] = defaultdict(list)
-        self._kept: list[tuple[Block, list[Point]]] = []
-        self._of_pools: Counter[int] = Counter()
+        self._deferred: list[tuple[Block, list[Point]]] = []
+        self._pool_bytes: Counter[int] = Counter()
         self.in_place = True
         """Whether kernels access page-locked memory at its host address."""
         self.lockable = 1 << 62
@@ -143,9 +141,9 @@ class Memory:
             )
         free = self._free[pool, queue, size]
         fresh = pool == 0 or not free  # a graph keeps its memory
-        address = free.pop() if free else self.device.cut(size)
+        address = free.pop() if free else self.device.allocate_poisoned(size)
         if pool and fresh:
-            self._of_pools[pool] += size
+            self._pool_bytes[pool] += size
         number = next(_numbers)
         self._blocks[number] = Block(number, address, size, queue, pool)
         self._at[address] = number
@@ -153,12 +151,12 @@ class Memory:
         return self._module.over(address, nbytes, number, queue.device)
 
     def drop_pool(self, pool: int) -> None:
-        self.usage.active -= self._of_pools.pop(pool, 0)
+        self.usage.active -= self._pool_bytes.pop(pool, 0)
         for key in [key for key in self._free if key[0] == pool]:
             del self._free[key]
 
-    def use(self, address: int, queue: Queue) -> None:
-        """Implement `record_stream`: `queue` also delays the reuse of the block at `address`."""
+    def record_stream(self, address: int, queue: Queue) -> None:
+        """The block at `address` is not reused before `queue` has finished its work."""
         block = self._blocks[self._at[address]]
         if block.queue is not queue:
             block.users.add(queue)
@@ -171,15 +169,15 @@ class Memory:
                 self._free_host[place[1]].append(place[0])
             elif (block := self._blocks.pop(number, None)) is not None:
                 self.usage.allocated -= block.size
-                self._kept.append((block, [self._engine.record(queue) for queue in block.users]))
-        kept, self._kept = self._kept, []
-        for block, points in kept:
+                self._deferred.append((block, [self._engine.record(queue) for queue in block.users]))
+        deferred, self._deferred = self._deferred, []
+        for block, points in deferred:
             if all(point.reached for point in points):
-                self._give_back(block)
+                self._poison_and_free(block)
             else:
-                self._kept.append((block, points))
+                self._deferred.append((block, points))
 
-    def _give_back(self, block: Block) -> None:
+    def _poison_and_free(self, block: Block) -> None:
         self.usage.active -= 0 if block.pool else block.size
 
         def poison() -> None:
@@ -197,7 +195,7 @@ class Memory:
         self.collect()
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
         free = self._free_host[size]
-        address = free.pop() if free else self.host.cut(size)
+        address = free.pop() if free else self.host.allocate_poisoned(size)
         number = next(_numbers)
         self._host_blocks[number] = address, size
         return self._module.over(address, nbytes, number, -1)
@@ -207,8 +205,8 @@ class Memory:
 
         Return False if any of it is already registered or the total exceeds `lockable`.
         """
-        held = sum(stop - start for start, stop in self.registered)
-        if held + size > self.lockable or any(
+        registered_bytes = sum(stop - start for start, stop in self.registered)
+        if registered_bytes + size > self.lockable or any(
             start < address + size and address < stop for start, stop in self.registered
         ):
             return False

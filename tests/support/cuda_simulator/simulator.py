@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .copies import Sync, place
+from .copies import Sync, caller_location
 from .engine import Engine, Point, Queue, Schedule, Work
 from .extension import load
 from .memory import Memory
@@ -69,7 +69,7 @@ class Simulator:
     # ------------------------------------------------------------------------------------------------------- work
 
     def queue_work(self, name: str, work: Work, device: int | None = None) -> None:
-        """Queue a kernel or copy in the current stream of `device`, by default the current device."""
+        """Queue a kernel or copy in the current stream of `device`. The default is the current device."""
         if self.error is not None:
             error, self.error = self.error, None
             raise RuntimeError(f"CUDA error (simulated): {error}")
@@ -80,7 +80,7 @@ class Simulator:
         """Let the host wait for `point`, or for the current stream of a device. Record the wait in `syncs`."""
         if self.syncs_raise:
             raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
-        self.syncs.append(Sync(what, place()))
+        self.syncs.append(Sync(what, caller_location()))
         self.engine.finish(self.engine.record(self.stream(device)) if point is None else point)
 
     # ----------------------------------------------------------------------------------------------------- tensors
@@ -109,7 +109,7 @@ class Simulator:
         return out
 
     def host_view(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a host view of `x` that does not keep its memory alive. A host tensor is returned as it is."""
+        """The view does not keep the memory alive. Host tensors are returned unchanged."""
         if not x.is_cuda:
             return x
         out: torch.Tensor = self._module.seen(x)

@@ -49,7 +49,7 @@ class Event:
         return self._point is None or self._point.reached
 
     def elapsed_time(self, other: Event) -> float:
-        """Return one millisecond. Time is not simulated."""
+        """Time is not simulated."""
         return 1.0
 
 
@@ -272,7 +272,7 @@ def _pinned(sim: Simulator, x: torch.Tensor) -> torch.Tensor:
 
 def _used(sim: Simulator, x: torch.Tensor, stream: Stream) -> None:
     if x.untyped_storage().nbytes():
-        sim.memory.use(x.untyped_storage().data_ptr(), stream.queue)
+        sim.memory.record_stream(x.untyped_storage().data_ptr(), stream.queue)
 
 
 class _Generator(torch.Generator):
@@ -292,12 +292,12 @@ def _flash(params: Any, debug: bool = False) -> bool:
     return params.query.dtype in (torch.float16, torch.bfloat16) and params.query.shape[-1] <= 256
 
 
-def _attention(sim: Simulator, of_torch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _attention(sim: Simulator, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a `scaled_dot_product_attention` that counts as one launch and allocates only its result."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, **named: Any) -> torch.Tensor:
         if not q.is_cuda:
-            return of_torch(q, k, v, attn_mask=attn_mask, **named)
+            return original(q, k, v, attn_mask=attn_mask, **named)
         assert set(named) <= {"scale", "is_causal", "enable_gqa", "dropout_p"}
         out = sim.new(torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="meta"), q.device)
         into, seen = sim.host_view(out), [sim.host_view(x) for x in (q, k, v)]

@@ -38,10 +38,10 @@ def generate(cli: Cli, pages: Path) -> Cli:
 # ------------------------------------------------------------------------------------------------------------ behaviour
 
 
-def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path) -> None:
+def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, short_book: Path) -> None:
     run = generate()
     llm = LLM("reference", policy="full")
-    ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
+    ids = llm.encode(short_book.read_text(encoding="utf-8"))[:96]
     (expected,) = completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))
     assert (run.code, run.out) == (0, expected.text)
     assert "Statistics" in run.err
@@ -99,10 +99,10 @@ def test_the_verdict_names_effect_and_saved_transfers(
 
 
 @pytest.mark.slow
-def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path: Path) -> None:
+def test_a_text_is_compared_with_full_attention(cli: Cli, short_book: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", head_dim=32, max_position_embeddings=1024)
     plot, stats = tmp_path / "plot.png", tmp_path / "stats.json"
-    given = ("generate", model, "--prompt-file", str(pages), "--prompt-tokens", "900", "--max-new-tokens", "20")
+    given = ("generate", model, "--prompt-file", str(short_book), "--prompt-tokens", "900", "--max-new-tokens", "20")
     given = (*given, "--ignore-eos", "--dtype", "float32", "--seed", "1", "--compare-full")
     run = cli(*given, "--plot", str(plot), "--stats-json", str(stats))
     assert run.code == 0, run.err
@@ -174,17 +174,17 @@ def test_stats_json_contains_statistics_of_infinigen(generate: Cli, tmp_path: Pa
     assert str(stats_file) in run.err.replace("\n", "")
 
 
-def test_a_text_is_used_whole_or_truncated(cli: Cli, pages: Path, tmp_path: Path) -> None:
+def test_a_text_is_used_whole_or_truncated(cli: Cli, short_book: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=80)
     stats = tmp_path / "stats.json"
-    given = ("generate", model, "--prompt-file", str(pages), "--policy", "full", "--max-new-tokens", "5")
+    given = ("generate", model, "--prompt-file", str(short_book), "--policy", "full", "--max-new-tokens", "5")
     given = (*given, "--ignore-eos")
-    cli(*given).fails_with(str(pages), "75 fit together with the new tokens", "--truncate tail")
+    cli(*given).fails_with(str(short_book), "75 fit together with the new tokens", "--truncate tail")
     run = cli(*given, "--truncate", "middle", "--stats-json", str(stats))
     assert run.code == 0, run.err
     assert json.loads(stats.read_text())["prompt_tokens"] == 75
     assert "note:" not in run.err
-    longer = cli("generate", model, "--prompt-file", str(pages), *SHORT, "--policy", "full", "--ignore-eos")
+    longer = cli("generate", model, "--prompt-file", str(short_book), *SHORT, "--policy", "full", "--ignore-eos")
     assert (longer.code, longer.err.count("note:")) == (0, 1), "more positions than trained, which RoPE allows"
 
 
@@ -219,7 +219,7 @@ def test_generate_uses_an_artifact_of_skew(
     artifact = tmp_path / "skewed" / "skew.safetensors"
     made = generate(*flags, "--skew", str(artifact))
     llm = LLM("reference", policy="infinigen", policy_options={"recent": 8, "budget": 0.2}, skew=artifact)
-    ids = llm.encode(pages.read_text(encoding="utf-8"))[:96]
+    ids = llm.encode(short_book.read_text(encoding="utf-8"))[:96]
     assert (made.code, made.out) == (
         0,
         completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))[0].text,
@@ -336,7 +336,7 @@ def test_prompt_files_that_cannot_be_read_are_refused(
 def test_prompts_beyond_learned_positions_are_refused(cli: Cli, pages: Path, tmp_path: Path, architecture: str) -> None:
     model = tiny_checkpoint(tmp_path / architecture, architecture)
     flags = ("--policy", "full", "--prompt-tokens", "1020", "--max-new-tokens", "5")
-    cli("generate", model, "--prompt-file", str(pages), *flags).fails_with("1025", "1024", "shorten")
+    cli("generate", model, "--prompt-file", str(short_book), *flags).fails_with("1025", "1024", "shorten")
 
 
 @pytest.mark.parametrize(

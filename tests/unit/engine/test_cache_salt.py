@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.sharing import greedy, make
+from support.sharing import greedy, make_llm
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, AsyncLLM, InputError, SamplingParams
@@ -38,7 +38,7 @@ def test_prompts_are_shared_only_within_one_salt(policy: str, options: dict[str,
 def test_completions_and_beams_carry_the_salt() -> None:
     several = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=BLOCK_SIZE + 9)
     for params in (several, SamplingParams(num_beams=2, temperature=0, max_tokens=BLOCK_SIZE + 9)):
-        llm = make()
+        llm = make_llm()
         [first] = llm.generate([PROMPT], params, cache_salt="a")
         longer = [*PROMPT, *first.outputs[0].token_ids, 1]
         assert llm.generate([longer], greedy(2))[0].num_cached_tokens == 0
@@ -47,18 +47,18 @@ def test_completions_and_beams_carry_the_salt() -> None:
 
 
 def test_the_reported_divergence_ignores_other_salts() -> None:
-    llm = make()
+    llm = make_llm()
     llm.generate([PROMPT], greedy(2), cache_salt="a")
     other = [*PROMPT[: BLOCK_SIZE + 7], 1, 2, 3]
     for salt, diverged_at in (("", 0), ("b", 0), ("a", BLOCK_SIZE + 7)):
         list(llm.stream(other, greedy(2), cache_salt=salt))
         assert llm.last_stats is not None and llm.last_stats.diverged_at == diverged_at
-        llm = make()
+        llm = make_llm()
         llm.generate([PROMPT], greedy(2), cache_salt="a")
 
 
 def test_preempted_sequences_share_no_file_across_salts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = make().runner
+    runner = make_llm().runner
     swap = Swap(runner, tmp_path)
     monkeypatch.setattr(swap, "_recompute_seconds", lambda sequence, batch: float("inf"))
     keys = []
@@ -136,4 +136,4 @@ def test_a_draft_model_shares_no_kv_across_salts(tmp_path: Path) -> None:
 
 def test_a_salt_that_is_no_string_is_refused() -> None:
     with pytest.raises(InputError, match="cache_salt"):
-        make().generate([PROMPT], greedy(1), cache_salt=5)  # type: ignore[arg-type]
+        make_llm().generate([PROMPT], greedy(1), cache_salt=5)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.architectures import architecture
 from support.outputs import completed
-from support.sharing import greedy, make
+from support.sharing import greedy, make_llm
 from support.tiny_models import tiny_prompt
 
 from offload_rt import LLM, EngineError, SamplingParams
@@ -268,7 +268,7 @@ def test_generate_uses_the_given_swap_folder(tmp_path: Path, monkeypatch: pytest
 
 def test_policies_of_one_model_have_separate_swap_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
-    first = make(blocks=6, swap=tmp_path)
+    first = make_llm(blocks=6, swap=tmp_path)
     for _ in range(2):
         second = first.under("infinigen", {"recent": 200})
         for llm in (second, first):

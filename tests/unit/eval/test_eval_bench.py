@@ -1,4 +1,4 @@
-"""Test the speed benchmark without measuring time: planted tokens are selected, and all baselines decode the same
+"""Test the speed benchmark without time measurements: planted tokens are selected, and all baselines decode the same
 context.
 """
 
@@ -40,8 +40,8 @@ def inputs(request: pytest.FixtureRequest) -> BenchInputs:
 
 
 @pytest.fixture(params=SHAPES, scope="module")
-def uneven(request: pytest.FixtureRequest) -> BenchInputs:
-    """Return inputs of two sequences whose heads have 50 % to 150 % of the mean number of planted tokens."""
+def uneven_inputs(request: pytest.FixtureRequest) -> BenchInputs:
+    """Heads have 50 % to 150 % of the mean number of planted tokens."""
     model = SHAPES[request.param].model(LENGTH + 256, torch.device("cpu"))
     return make_inputs(model, LENGTH, LENGTH + 128, FRACTION, spread=0.5, batch=2)
 
@@ -51,15 +51,15 @@ def test_contexts_of_sliding_windows_are_refused() -> None:
         SyntheticKV.draw(adapter_for(architecture("gemma4")).geometry, LENGTH, FRACTION)
 
 
-def filled(inputs: BenchInputs, name: str) -> Any:
+def make_filled(inputs: BenchInputs, name: str) -> Any:
     baseline = MAKERS[name](inputs)
     for layer, kv in enumerate(inputs.synthetic.layers()):
         baseline.fill(layer, kv)
     return baseline
 
 
-def recorded_selections(ours: OffloadBaseline, steps: int) -> list[tuple[int, torch.Tensor]]:
-    """Run decode steps, and return (layer, tokens) of every selection."""
+def record_selections(ours: OffloadBaseline, steps: int) -> list[tuple[int, torch.Tensor]]:
+    """Return (layer, tokens) of every selection."""
     found: list[tuple[int, torch.Tensor]] = []
     state: Any = ours._batch[0].state
     select = state.select
@@ -77,8 +77,8 @@ def recorded_selections(ours: OffloadBaseline, steps: int) -> list[tuple[int, to
 
 
 @pytest.mark.parametrize("name", ["infinigen", "infinigen-paper"])
-def test_the_planted_tokens_are_selected_and_no_others(inputs: BenchInputs, name: str) -> None:
-    found = recorded_selections(filled(inputs, name), 3)
+def test_only_planted_tokens_are_selected(inputs: BenchInputs, name: str) -> None:
+    found = record_selections(make_filled(inputs, name), 3)
     assert len(found) == 3 * inputs.synthetic.geometry.layers
     for layer, tokens in found:
         share = tokens.shape[1] / (LENGTH - sum(RESIDENT))
@@ -86,23 +86,26 @@ def test_the_planted_tokens_are_selected_and_no_others(inputs: BenchInputs, name
         assert torch.equal(tokens.sort(1).values, torch.stack(inputs.synthetic.tokens[layer])), f"layer {layer}"
 
 
-def test_each_head_selects_its_planted_tokens_first(uneven: BenchInputs) -> None:
-    """All heads of a layer select the mean count. A head with fewer planted tokens adds tokens
-    planted for other heads.
+def test_each_head_selects_its_planted_tokens_first(uneven_inputs: BenchInputs) -> None:
+    """All heads of a layer select the mean number of planted tokens.
+
+    A head with fewer own tokens adds tokens of other heads.
     """
-    for layer, tokens in recorded_selections(filled(uneven, "infinigen"), 2):
-        planted = [set(rows.tolist()) for rows in uneven.synthetic.tokens[layer]]
+    for layer, tokens in record_selections(make_filled(uneven_inputs, "infinigen"), 2):
+        planted = [set(rows.tolist()) for rows in uneven_inputs.synthetic.tokens[layer]]
         n = tokens.shape[1]
         assert n == -(-sum(map(len, planted)) // len(planted))
         for own, chosen in zip(planted, tokens, strict=True):
-            taken = set(chosen.tolist())
-            assert len(taken) == n and (taken <= own if len(own) >= n else own <= taken <= set().union(*planted))
+            selected = set(chosen.tolist())
+            assert len(selected) == n and (
+                selected <= own if len(own) >= n else own <= selected <= set().union(*planted)
+            )
 
 
-def test_counts_by_head_are_as_requested(uneven: BenchInputs) -> None:
-    geometry = uneven.synthetic.geometry
+def test_counts_by_head_are_as_requested(uneven_inputs: BenchInputs) -> None:
+    geometry = uneven_inputs.synthetic.geometry
     n = round(FRACTION * (LENGTH - sum(RESIDENT)))
-    for heads in uneven.synthetic.tokens:
+    for heads in uneven_inputs.synthetic.tokens:
         counts = sorted(map(len, heads))
         assert sum(counts) == n * geometry.kv_heads
         assert counts[0] == round(n / 2) and abs(counts[-1] - 1.5 * n) <= 2
@@ -116,7 +119,7 @@ def test_planted_tokens_differ_between_heads_and_are_not_resident(inputs: BenchI
         assert len(row.unique()) == len(row) == len(tokens[0][0])
 
 
-def test_the_artifact_has_the_moments_of_the_planted_keys(inputs: BenchInputs) -> None:
+def test_artifact_has_the_moments_of_the_planted_keys(inputs: BenchInputs) -> None:
     artifact = inputs.synthetic.artifact()
     for layer, kv in enumerate(inputs.synthetic.layers()):
         skewed = torch.bmm(kv.k, artifact.key[layer])
@@ -127,60 +130,59 @@ def test_the_artifact_has_the_moments_of_the_planted_keys(inputs: BenchInputs) -
         torch.testing.assert_close(artifact.query[layer] @ artifact.key[layer].mT, identity, rtol=0, atol=1e-5)
 
 
-def test_every_call_gives_the_same_rows(inputs: BenchInputs) -> None:
+def test_repeated_calls_give_the_same_rows(inputs: BenchInputs) -> None:
     for a, b in zip(inputs.synthetic.layers(), inputs.synthetic.layers(), strict=True):
         assert torch.equal(a.k, b.k) and torch.equal(a.v, b.v)
 
 
-def logits_of(ours: OffloadBaseline) -> torch.Tensor:
+def decode_logits(ours: OffloadBaseline) -> torch.Tensor:
     return ours.runner.decode(ours._batch)
 
 
-def test_full_decodes_the_same_logits_as_transformers(inputs: BenchInputs) -> None:
-    """The planted vector is left out of the queries, because transformers' queries lack it."""
-    ours: Any = filled(inputs, "full")
-    ours.runner.adapter = adapter_for(inputs.model)
-    peer: Any = filled(inputs, "dynamic")
+def test_full_logits_equal_transformers(inputs: BenchInputs) -> None:
+    ours: Any = make_filled(inputs, "full")
+    ours.runner.adapter = adapter_for(inputs.model)  # without the planted vector, which transformers' queries lack
+    peer: Any = make_filled(inputs, "dynamic")
     with torch.inference_mode():
         expected = inputs.model(
             input_ids=torch.tensor([[TOKEN]]), position_ids=torch.tensor([[LENGTH]]), past_key_values=peer._cache
         ).logits[0, -1]
-    difference = (logits_of(ours)[0] - expected).abs().max() / expected.abs().max()
+    difference = (decode_logits(ours)[0] - expected).abs().max() / expected.abs().max()
     assert difference < 2e-5  # the project's bound for logits of `full`
 
 
-def test_a_batch_decodes_the_logits_of_each_sequence_alone(inputs: BenchInputs, uneven: BenchInputs) -> None:
+def test_batch_logits_equal_those_of_single_sequences(inputs: BenchInputs, uneven_inputs: BenchInputs) -> None:
     for name in ("full", "infinigen"):
-        rows = logits_of(filled(uneven, name))
+        rows = decode_logits(make_filled(uneven_inputs, name))
         assert rows.shape[0] == 2
         # Products over a batch sum in another order than over one sequence.
         assert (rows[0] - rows[1]).abs().max() / rows.abs().max() < 1e-5
-    peer: TransformersBaseline = filled(uneven, "static")
+    peer: TransformersBaseline = make_filled(uneven_inputs, "static")
     peer.step()
     assert peer._tokens.shape == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic"])
-def test_a_peer_grows_by_the_token_it_decodes(inputs: BenchInputs, name: str) -> None:
-    peer: TransformersBaseline = filled(inputs, name)
+def test_transformers_cache_grows_by_one_token_per_step(inputs: BenchInputs, name: str) -> None:
+    peer: TransformersBaseline = make_filled(inputs, name)
     for steps in (1, 2):
         peer.step()
         assert int(peer._cache.get_seq_length()) == LENGTH + steps
 
 
-def test_baselines_on_one_pool_do_not_touch_each_other(inputs: BenchInputs) -> None:
-    alone, other = filled(inputs, "full"), filled(inputs, "full")
-    expected = [logits_of(alone) for _ in range(3)]
-    disturbed = filled(inputs, "full")
+def test_baselines_on_one_pool_are_independent(inputs: BenchInputs) -> None:
+    undisturbed, other = make_filled(inputs, "full"), make_filled(inputs, "full")
+    expected = [decode_logits(undisturbed) for _ in range(3)]
+    disturbed = make_filled(inputs, "full")
     for logits in expected:
-        assert torch.equal(logits_of(disturbed), logits)
+        assert torch.equal(decode_logits(disturbed), logits)
         other.step()
     inputs.context.pool.check_integrity()
 
 
-def test_the_floor_has_no_context(inputs: BenchInputs) -> None:
+def test_floor_has_no_context(inputs: BenchInputs) -> None:
     for name in ("floor", "floor-ours"):
-        baseline = filled(inputs, name)
+        baseline = make_filled(inputs, name)
         baseline.step()
         facts = baseline.facts()
         assert facts.get("h2d_bytes_per_token", 0) == 0
@@ -199,7 +201,7 @@ def test_unavailable_baselines_are_skipped_with_a_reason(inputs: BenchInputs) ->
 # ------------------------------------------------------------------------------------------------------------- command
 
 
-def test_a_run_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.SHAPES, "small", SHAPES["gqa"])
     names = ("static", "full", "infinigen", "floor", "offloaded")
     config = BenchConfig(contexts=(512, 1024), repeats=1, spread=0.0, baselines=names)
@@ -249,18 +251,18 @@ def test_sweeps_over_batches_and_shapes(tmp_path: Path, monkeypatch: pytest.Monk
         ({"dtype": "int8"}, "dtype='int8'"),
     ],
 )
-def test_bad_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BenchConfig(**options)
 
 
-def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):
         run_bench(BenchConfig(), tmp_path / "file", say_nothing)
 
 
-def test_the_command_refuses_bad_options_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_invalid_options_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--contexts", "100"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "offload-rt: contexts=100 must be a multiple of 64, at least 128\n"

@@ -20,7 +20,7 @@ from offload_rt.skewing.artifact import SkewArtifact
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
 
 
-def test_variants_in_words() -> None:
+def test_variants_are_parsed_from_words() -> None:
     made = make_variants(["full", "h2o"], [0.1], ["recent=8", "dense_layers=0:1"], ["infinigen scorer=int2 alpha=3.5"])
     assert made == [
         Variant("full"),
@@ -64,8 +64,7 @@ def test_perplexity_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
     assert rows[1]["sparse_attended"] < rows[2]["sparse_attended"] <= 0.4
 
 
-def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two artifacts of one model give separate measurements. An artifact of another model is refused at the start."""
+def test_skew_artifact_is_used_and_must_match_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, text, out = tiny_checkpoint(tmp_path / "tiny", "llama"), tmp_path / "text.txt", tmp_path / "out"
     text.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
     flags = ["--text", str(text), "--context", "96", "--windows", "2", "--policies", "infinigen", "--budgets"]
@@ -126,7 +125,7 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
         (["tasks", "reference", "--tasks", ","], "at least one task"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_invalid_arguments_are_reported_in_one_line(
     arguments: list[object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", *map(str, arguments), "--out", str(tmp_path / "o")]) == 2
@@ -136,7 +135,7 @@ def test_mistakes_are_one_line(
     assert output.out == ""
 
 
-def test_a_missing_benchmark_name_lists_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_benchmark_name_lists_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval"]) == 2
     asked = capsys.readouterr().err
     assert main(["eval", "--help"]) == 0
@@ -147,7 +146,7 @@ def test_a_missing_benchmark_name_lists_all_benchmarks(capsys: pytest.CaptureFix
 
 
 def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """Regression test: a percent sign in a list of names ended the help text."""
+    """Regression test: a percent sign in a list of names raised an error in the help."""
     assert main(["eval"]) == 2
     for name in MEASURES:
         with pytest.raises(SystemExit) as ended:

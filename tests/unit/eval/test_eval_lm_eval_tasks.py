@@ -65,16 +65,16 @@ def only_our_tasks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ours() -> OffloadLM:
+def our_lm() -> OffloadLM:
     return OffloadLM("reference", policy="full", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Any:
+def harness_lm() -> Any:
     return HFLM(pretrained=find_source("reference").name_or_path, dtype="float32", device="cpu", batch_size=4)
 
 
-def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+def make_requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]  # type: ignore[arg-type]
 
 
@@ -88,11 +88,11 @@ def task_requests(name: str, documents: int, fewshot: int) -> list[Instance]:
 
 @needs_data
 @pytest.mark.parametrize("name", LOCAL)
-def test_log_likelihoods_equal_the_harness_own_class(ours: OffloadLM, theirs: Any, name: str) -> None:
-    """Both sum tens of float32 log-probabilities with rounding errors of 1e-6, far below the tolerance of 1e-3."""
-    asked = task_requests(name, 3, 1)
-    expected = theirs.loglikelihood(asked, disable_tqdm=True)
-    found = ours.loglikelihood(asked, disable_tqdm=True)
+def test_log_likelihoods_equal_hflm(our_lm: OffloadLM, harness_lm: Any, name: str) -> None:
+    """Rounding errors are about 1e-6 per log-probability. Tens of them are added."""
+    requested = task_requests(name, 3, 1)
+    expected = harness_lm.loglikelihood(requested, disable_tqdm=True)
+    found = our_lm.loglikelihood(requested, disable_tqdm=True)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
 
@@ -112,94 +112,100 @@ def test_local_tasks_equal_the_harness_tasks() -> None:
     assert task_requests("lambada_local", 1, 0)[0].args[1] == " signs"
 
 
-def test_rolling_and_empty_contexts_equal_the_harness_own_class(ours: OffloadLM, theirs: Any) -> None:
+def test_rolling_and_empty_contexts_equal_hflm(our_lm: OffloadLM, harness_lm: Any) -> None:
     text = "The door was shut, and nobody came to it. " * 4
-    rolling = requests("loglikelihood_rolling", (text,), ("One.",))
-    expected = theirs.loglikelihood_rolling(rolling, disable_tqdm=True)
-    assert ours.loglikelihood_rolling(rolling) == pytest.approx(expected, abs=1e-3)
-    empty = requests("loglikelihood", ("", "The door"), ("The door ", "was"))
-    pairs = zip(ours.loglikelihood(empty, True), theirs.loglikelihood(empty, True), strict=True)
+    rolling = make_requests("loglikelihood_rolling", (text,), ("One.",))
+    expected = harness_lm.loglikelihood_rolling(rolling, disable_tqdm=True)
+    assert our_lm.loglikelihood_rolling(rolling) == pytest.approx(expected, abs=1e-3)
+    empty = make_requests("loglikelihood", ("", "The door"), ("The door ", "was"))
+    pairs = zip(our_lm.loglikelihood(empty, True), harness_lm.loglikelihood(empty, True), strict=True)
     for (value, greedy), (wanted, also) in pairs:
         assert value == pytest.approx(wanted, abs=1e-3)
         assert greedy == also
 
 
-def test_long_texts_roll_in_windows(ours: OffloadLM) -> None:
-    short = OffloadLM.around(ours.llm)
+def test_long_texts_are_scored_in_windows(our_lm: OffloadLM) -> None:
+    short = OffloadLM.around(our_lm.llm)
     short.max_length = 32
     text = " ".join(f"word{i}" for i in range(60))
-    whole = short.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))[0]
+    whole = short.loglikelihood_rolling(make_requests("loglikelihood_rolling", (text,)))[0]
     ids = short.tok_encode(text)
     by_hand = 0.0
     for start in range(0, len(ids), 32):
         window = ids[max(0, start - 1) : start + 32] if start else [short.prefix_token_id, *ids[:32]]
         context = window[:1] if start + 32 <= len(ids) else ids[len(ids) - 33 : start]
         scored = ids[start : start + 32]
-        by_hand += sum(ours.llm.score([context], [scored])[0].logprobs)
+        by_hand += sum(our_lm.llm.score([context], [scored])[0].logprobs)
     assert whole == pytest.approx(by_hand, abs=1e-3)
 
 
-def test_generation_stops_where_the_harness_own_class_stops(ours: OffloadLM, theirs: Any) -> None:
+def test_generation_stops_where_hflm_stops(our_lm: OffloadLM, harness_lm: Any) -> None:
     settings = {"until": ["."], "max_gen_toks": 24, "do_sample": False}
-    asked = requests("generate_until", ("The old man looked at", settings), ("She said that she", settings))
-    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    requested = make_requests("generate_until", ("The old man looked at", settings), ("She said that she", settings))
+    assert our_lm.generate_until(requested) == harness_lm.generate_until(requested, disable_tqdm=True)
     with pytest.raises(ConfigError, match="num_beams"):
-        ours.generate_until(requests("generate_until", ("a", {"num_beams": 2, "max_gen_toks": 4})))
+        our_lm.generate_until(make_requests("generate_until", ("a", {"num_beams": 2, "max_gen_toks": 4})))
 
 
-def test_requests_with_one_context_share_its_prefill(ours: OffloadLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner: Any = ours.llm.runner
+def test_requests_with_one_context_share_its_prefill(our_lm: OffloadLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner: Any = our_lm.llm.runner
     lengths: list[int] = []
     real = runner.prefill
     monkeypatch.setattr(
         runner, "prefill", lambda sequence, stop, **k: lengths.append(stop) or real(sequence, stop, **k)
     )
     context = "The captain of the ship was"
-    ours.loglikelihood(requests("loglikelihood", (context, " old"), (context, " young"), (context, " dead")), True)
-    assert lengths == [len(ours.tok_encode(context)) - 1]
+    our_lm.loglikelihood(
+        make_requests("loglikelihood", (context, " old"), (context, " young"), (context, " dead")), True
+    )
+    assert lengths == [len(our_lm.tok_encode(context)) - 1]
 
 
 def test_sparse_policies_change_results_only_if_they_omit_tokens() -> None:
-    asked = requests("loglikelihood", ("The captain of the ship was a man of iron will. " * 8, "He looked at the sea."))
-    exact = OffloadLM("reference", policy="full", dtype="float32").loglikelihood(asked, True)
+    requested = make_requests(
+        "loglikelihood", ("The captain of the ship was a man of iron will. " * 8, "He looked at the sea.")
+    )
+    exact = OffloadLM("reference", policy="full", dtype="float32").loglikelihood(requested, True)
     everything = {"alpha": float("inf"), "max_fraction": 1.0, "recent": 4}
-    same = OffloadLM("reference", dtype="float32", **everything).loglikelihood(asked, True)
+    all_tokens = OffloadLM("reference", dtype="float32", **everything).loglikelihood(requested, True)
     sparse = OffloadLM("reference", "streaming", dtype="float32", budget=0.05, recent=2, decode_from=1)
-    assert same[0][0] == pytest.approx(exact[0][0], abs=1e-3)
-    assert sparse.loglikelihood(asked, True)[0][0] != pytest.approx(exact[0][0], abs=0.05)
+    assert all_tokens[0][0] == pytest.approx(exact[0][0], abs=1e-3)
+    assert sparse.loglikelihood(requested, True)[0][0] != pytest.approx(exact[0][0], abs=0.05)
     assert sparse.fractions[0][0] < 0.5
 
 
-def test_attended_fractions_are_reported_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFixture[str]) -> None:
-    """Cover text that is generated in batches smaller than the number of requests."""
-    few = OffloadLM.around(ours.llm, batch_size=2)
-    few.loglikelihood(requests("loglikelihood", ("The captain was", " old"), ("The captain was", " young")), True)
+def test_attended_fractions_are_reported_for_each_task(our_lm: OffloadLM, capsys: pytest.CaptureFixture[str]) -> None:
+    limited = OffloadLM.around(our_lm.llm, batch_size=2)
+    limited.loglikelihood(
+        make_requests("loglikelihood", ("The captain was", " old"), ("The captain was", " young")), True
+    )
     settings = {"until": ["."], "max_gen_toks": 4}
-    asked = requests("generate_until", *[(f"The {name} was", settings) for name in ("old man", "ship", "sea")])
-    for request in asked:
+    requested = make_requests("generate_until", *[(f"The {name} was", settings) for name in ("old man", "ship", "sea")])
+    for request in requested:
         request.task_name = "told"
-    assert few.generate_until(asked) == ours.generate_until(asked)
-    said = capsys.readouterr().err
-    assert "None: 2 requests, attended 100.00%" in said and "told: 3 requests, attended 100.00%" in said
-    assert few.get_model_info()["attended_and_fetched_fractions"]["told"][0] == 1.0
-    assert len(few.fractions) == 5
+    assert limited.generate_until(requested) == our_lm.generate_until(requested)
+    output = capsys.readouterr().err
+    assert "None: 2 requests, attended 100.00%" in output and "told: 3 requests, attended 100.00%" in output
+    assert limited.get_model_info()["attended_and_fetched_fractions"]["told"][0] == 1.0
+    assert len(limited.fractions) == 5
     with pytest.raises(InputError, match="leave --apply_chat_template out"):
-        few.apply_chat_template([{"role": "user", "content": "Who?"}])
+        limited.apply_chat_template([{"role": "user", "content": "Who?"}])
 
 
-def test_a_chat_template_is_the_tokenizers(ours: OffloadLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_of_the_tokenizer_is_used(our_lm: OffloadLM, monkeypatch: pytest.MonkeyPatch) -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
-    monkeypatch.setattr(ours.tokenizer, "chat_template", template)
+    monkeypatch.setattr(our_lm.tokenizer, "chat_template", template)
     dialogue = [{"role": "user", "content": "Who?"}]
-    assert ours.apply_chat_template(dialogue) == "<user>Who?>"
+    assert our_lm.apply_chat_template(dialogue) == "<user>Who?>"
     assert (
-        ours.apply_chat_template([*dialogue, {"role": "assistant", "content": "I"}], False) == "<user>Who?<assistant>I"
+        our_lm.apply_chat_template([*dialogue, {"role": "assistant", "content": "I"}], False)
+        == "<user>Who?<assistant>I"
     )
 
 
-def test_arguments_of_the_command_line() -> None:
+def test_command_line_arguments_are_parsed() -> None:
     assert _option("dense_layers", "0:1") == (0, 1)
     assert _option("dense_layers", 2) == (2,)
     assert _option("dense_layers", "none") == ()
@@ -213,7 +219,7 @@ def test_arguments_of_the_command_line() -> None:
 
 @pytest.mark.slow
 @needs_data
-def test_the_harness_command_runs_with_our_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harness_command_runs_with_our_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model_args", "pretrained=reference,policy=infinigen,recent=8", "--tasks", "copa_local"]
     assert main(["lm-eval", *arguments, "--limit", "2", "--output_path", str(tmp_path)]) == 0
     assert "copa_local" in capsys.readouterr().out
@@ -238,9 +244,9 @@ def test_tasks_under_policies_resume_and_compare(tmp_path: Path, monkeypatch: py
     assert "perplexity" in sparse["changes"]
     assert all(row["largest_difference"] == 0 for row in report.rows if row["variant"] == "full")
     monkeypatch.setattr(Models, "under", lambda *a: pytest.fail("measured again"))
-    said: list[str] = []
-    assert run_tasks(tested, variants, config, tmp_path, say=said.append).rows == report.rows
-    assert len(said) == len(report.rows) == 4
+    output: list[str] = []
+    assert run_tasks(tested, variants, config, tmp_path, say=output.append).rows == report.rows
+    assert len(output) == len(report.rows) == 4
     other = Variant("streaming", {"budget": 0.2, "recent": 2, "sinks": 1})
     more = TasksConfig(tasks=("copa_local", "rte_local"), limit=3)
     late = run_tasks(tested, [variants[0], other, variants[1]], more, tmp_path, deadline_passed=lambda: True)
@@ -248,29 +254,30 @@ def test_tasks_under_policies_resume_and_compare(tmp_path: Path, monkeypatch: py
 
 
 @needs_data
-def test_a_document_is_prefilled_once_for_all_variants() -> None:
+def test_document_is_prefilled_once_for_all_variants() -> None:
     tested = ModelUnderTest("reference", dtype="float32")
     models = Models(tested, TasksConfig(tasks=("copa_local",)))
     full, sparse = (models.under(variant) for variant in (Variant("full"), Variant("streaming", {"budget": 0.1})))
     assert models.under(Variant("full")) is full and sparse.llm.runner.pool is full.llm.runner.pool
     bounded = models.under(Variant("full", {}, {"host_memory": "8MiB"}))
     assert bounded.llm.runner.pool is not full.llm.runner.pool
-    asked = requests("generate_until", ("The old man looked at the sea. " * 20, {"until": [], "max_gen_toks": 4}))
-    full.generate_until(asked)
-    sparse.generate_until(asked)
-    prompt = len(full.tok_encode(asked[0].args[0]))
-    [again] = completed(sparse.llm.generate([full.tok_encode(asked[0].args[0])], SamplingParams(max_tokens=1)))
-    assert again.stats.reused_tokens == (prompt - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
+    requested = make_requests(
+        "generate_until", ("The old man looked at the sea. " * 20, {"until": [], "max_gen_toks": 4})
+    )
+    full.generate_until(requested)
+    sparse.generate_until(requested)
+    prompt = len(full.tok_encode(requested[0].args[0]))
+    [output] = completed(sparse.llm.generate([full.tok_encode(requested[0].args[0])], SamplingParams(max_tokens=1)))
+    assert output.stats.reused_tokens == (prompt - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
 
 
-def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repeated load gives the same documents. If fewer documents are requested, they are the first ones."""
+def test_ruler_documents_are_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wonderwords", reason="the extra lm_eval[ruler] is not installed")
     from wonderwords import random_word
 
     # RULER builds and sorts every pair of all words: millions.
-    few = {kind: words[:300] for kind, words in random_word._DEFAULT_CATEGORIES.items()}
-    monkeypatch.setattr(random_word, "_DEFAULT_CATEGORIES", few)
+    limited = {kind: words[:300] for kind, words in random_word._DEFAULT_CATEGORIES.items()}
+    monkeypatch.setattr(random_word, "_DEFAULT_CATEGORIES", limited)
     ruler = Path(str(importlib.resources.files("lm_eval"))) / "tasks" / "ruler"
     about = {limit: _task_manager(length=1024, tokenizer="reference", limit=limit).metadata for limit in (3, 5)}
     assert about[3]["tokenizer"] == find_source("reference").name_or_path

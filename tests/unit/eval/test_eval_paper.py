@@ -75,6 +75,6 @@ def test_steps_run_in_separate_processes(tmp_path: Path) -> None:
     assert data == {row["policy"]: [[row["context"], row["perplexity"]]] for row in rows}
 
 
-def test_a_missing_book_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_book_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "paper", "--book", str(tmp_path / "none.txt"), "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("offload-rt: cannot read")

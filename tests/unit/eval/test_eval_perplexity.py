@@ -77,7 +77,7 @@ def test_grid_begins_with_full() -> None:
     assert [v.label for v in grid(["infinigen"], [])] == ["full", "infinigen"]
 
 
-def test_windows_are_even_pieces_with_their_bytes() -> None:
+def test_windows_are_equal_parts_with_their_bytes() -> None:
     tested = ModelUnderTest("reference")
     text = "“Naïve — café”, said he. " * 80
     config = PerplexityConfig(context=64, windows=3, decode_from=40, margin=0)
@@ -91,7 +91,7 @@ def test_windows_are_even_pieces_with_their_bytes() -> None:
     assert windows[-1].bytes == ends[-1] - ends[len(ids) - 64 + 40]
 
 
-def test_windows_leave_the_margins_out() -> None:
+def test_windows_omit_the_margins() -> None:
     tested, text = ModelUnderTest("reference"), "“Naïve — café”, said he. " * 80
     ids = encode_text(tested, text)[0]
     edge = int(0.1 * len(ids))
@@ -149,7 +149,7 @@ def test_report_is_complete_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
         run_perplexity(Evaluation(ModelUnderTest("reference"), text + "x", "arrow", tmp_path), variants, config)
 
 
-def test_a_row_is_identified_by_the_values_of_its_options() -> None:
+def test_row_is_identified_by_its_option_values() -> None:
     """Rows that were measured with other defaults must be measured again."""
     tested = ModelUnderTest("reference")
     plain, recent = (tested.key(Variant("infinigen", options)) for options in ({}, {"recent": 5}))
@@ -171,7 +171,7 @@ def test_rows_are_complete_or_absent(tmp_path: Path) -> None:
         RowStore(tmp_path / "file")
 
 
-def test_tables_show_what_is_missing(tmp_path: Path) -> None:
+def test_tables_show_missing_rows(tmp_path: Path) -> None:
     report = Report("t", "T", {"seed": 1}, (Column("a", "a", ".1%"), Column("b", "b")), [{"a": 0.5}, {"b": []}])
     assert "| 50.0% | – |\n| – | none |" in report.markdown()
     assert [path.name for path in report.write(tmp_path)] == ["t.json", "t.csv", "t.md"]

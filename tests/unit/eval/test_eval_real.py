@@ -1,6 +1,4 @@
-"""Test `offload-rt eval real`: tables from existing rows, resumed runs, the time limit, and RULER's
-bundled haystack.
-"""
+"""Test `offload-rt eval real`: tables from existing rows, resumed runs, the time limit, and RULER's haystack."""
 
 from __future__ import annotations
 
@@ -43,25 +41,25 @@ def rows(path: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_a_part_resumes_where_it_stopped(
+def test_part_resumes_from_existing_rows(
     model: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    chosen = [Variant("full"), *(Variant("streaming", {"budget": budget}) for budget in (0.25, 0.5))]
-    part = small(model, data, tmp_path, said.append, *chosen)
+    messages: list[str] = []
+    variants = [Variant("full"), *(Variant("streaming", {"budget": budget}) for budget in (0.25, 0.5))]
+    part = make_real(model, data, tmp_path, messages.append, *variants)
     PARTS["perplexity"](replace(part, until=0.0))
-    assert rows(tmp_path / "perplexity.json") == [] and said == []
+    assert rows(tmp_path / "perplexity.json") == [] and messages == []
     PARTS["perplexity"](part)
     first = rows(tmp_path / "perplexity.json")
     texts = ("war_and_peace.txt", "standard library (Python)", "wikitext-2 valid_raw.txt")
-    assert [(row["text"], row["variant"]) for row in first] == [(t, v.label) for t in texts for v in chosen]
-    assert len(said) == 3 * 2 and all(row["context"] == 96 for row in first)
+    assert [(row["text"], row["variant"]) for row in first] == [(t, v.label) for t in texts for v in variants]
+    assert len(messages) == 3 * 2 and all(row["context"] == 96 for row in first)
     monkeypatch.setattr(ModelUnderTest, "score", lambda *arguments: pytest.fail("measured again"))
     PARTS["perplexity"](replace(part, until=0.0))
     assert rows(tmp_path / "perplexity.json") == first, "measured rows are shown, late or not"
 
 
-def test_the_compared_variants() -> None:
+def test_compared_variants_are_complete() -> None:
     labels = [variant.label for variant in compared()]
     assert labels[0] == "full" and len(set(labels)) == len(labels)
     for budget in ("0.05", "0.02"):
@@ -75,26 +73,30 @@ def test_the_compared_variants() -> None:
     assert {variant.label for variant in looked_up()} <= set(labels)
 
 
-def small(model: str, data: Path, out: Path, say: Callable[[str], None], *chosen: Variant, windows: int = 1) -> Real:
+def make_real(
+    model: str, data: Path, out: Path, say: Callable[[str], None], *variants: Variant, windows: int = 1
+) -> Real:
     size = RealSize(windows, 8, 1, 1, (96,))
-    return Real(ModelUnderTest(model), size, out, data, time.monotonic() + 600, say, chosen)
+    return Real(ModelUnderTest(model), size, out, data, time.monotonic() + 600, say, variants)
 
 
 def test_needles_are_reported_by_kind_and_stop_at_the_time_limit(model: str, data: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    real = small(model, data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
+    messages: list[str] = []
+    real = make_real(model, data, tmp_path, messages.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
     PARTS["needles"](replace(real, size=replace(real.size, contexts=(256,))))
     labels = ("full", "streaming budget=0.5")
-    assert [line.split(": ")[0] for line in said] == [
+    assert [line.split(": ")[0] for line in messages] == [
         f"256 tokens, {kind}, {name}" for kind in KINDS for name in labels
     ]
     assert len(rows(tmp_path / "retrieval.json")) == 2
-    late = replace(real, size=replace(real.size, contexts=(288,)), until=time.monotonic() - 1)
-    PARTS["needles"](late)
+    expired = replace(real, size=replace(real.size, contexts=(288,)), until=time.monotonic() - 1)
+    PARTS["needles"](expired)
     assert [row["variant"] for row in rows(tmp_path / "retrieval.json")] == ["full"]
 
 
-def test_mistakes_are_one_line(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_reported_in_one_line(
+    model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--data", str(data), "--out", str(tmp_path)]
     assert main(["eval", "real", "--models", str(tmp_path / "none"), *flags]) == 2
     assert "there is no model in" in capsys.readouterr().err

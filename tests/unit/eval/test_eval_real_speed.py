@@ -1,7 +1,4 @@
-"""Test the comparison of a trained model's speed with transformers and llama.cpp.
-
-All competitors get the same prompts. Prompt and tokens are timed separately.
-"""
+"""Test the comparison of a trained model's speed with transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ BOOK = (Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt").r
 STATIC, LLAMA = "transformers, StaticCache", "llama.cpp, 16-bit KV"
 
 
-class Scripted:
-    """Competitor that reports 1 s per prompt and 0.25 s per token, and records its prompts."""
+class ScriptedCompetitor:
+    """Report 1 s per prompt and 0.25 s per token, and record the prompts."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
         if name == LLAMA:
@@ -35,7 +32,7 @@ class Scripted:
         self.name, self.tokens = name, config.tokens
         self.prompts: list[list[int]] = []
         self.open = True
-        MADE[name] = self
+        CREATED[name] = self
 
     def ask(self, prompt: list[int]) -> Result:
         assert self.open
@@ -49,19 +46,24 @@ class Scripted:
         self.open = False
 
 
-MADE: dict[str, Scripted] = {}
+CREATED: dict[str, ScriptedCompetitor] = {}
 
 
 def test_all_competitors_get_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32 runs once for each length. Competitors that cannot start are reported and left out."""
-    said: list[str] = []
+    """The float32 reference runs once for each length. Competitors that cannot start are left out."""
+    messages: list[str] = []
     config = SpeedConfig((40, 64), 3, 2, "float32", 1, (STATIC, LLAMA, "full", FLOAT32))
-    monkeypatch.setattr(real_speed, "SubprocessCompetitor", Scripted)
-    report = run_real_speed("reference", BOOK, config, tmp_path, said.append)
-    assert [line for line in said if "left out" in line] == ["left out: no llama_cpp"]
-    assert not any(one.open for one in MADE.values())
-    assert MADE["full"].prompts == MADE[FIRST].prompts and [len(p) for p in MADE[FIRST].prompts] == [40, 40, 64, 64]
-    assert MADE[FLOAT32].prompts == MADE[FIRST].prompts[::2]
+    monkeypatch.setattr(real_speed, "SubprocessCompetitor", ScriptedCompetitor)
+    report = run_real_speed("reference", BOOK, config, tmp_path, messages.append)
+    assert [line for line in messages if "left out" in line] == ["left out: no llama_cpp"]
+    assert not any(one.open for one in CREATED.values())
+    assert CREATED["full"].prompts == CREATED[FIRST].prompts and [len(p) for p in CREATED[FIRST].prompts] == [
+        40,
+        40,
+        64,
+        64,
+    ]
+    assert CREATED[FLOAT32].prompts == CREATED[FIRST].prompts[::2]
     assert [(row["context"], row["runtime"]) for row in report.rows] == [
         (context, name) for context in (40, 64) for name in (FIRST, STATIC, "full", FLOAT32)
     ]
@@ -71,8 +73,7 @@ def test_all_competitors_get_the_same_prompts(tmp_path: Path, monkeypatch: pytes
 
 
 def test_prompt_and_tokens_are_timed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patched clock advances by 1 s at each reading."""
-    clock = iter(range(10**6))
+    clock = iter(range(10**6))  # advances by 1 s at each reading
     monkeypatch.setattr(worker.time, "process_time", lambda: float(next(clock)))
     result = worker.timed(COMPETITORS["full"]("reference", SpeedConfig((), 3, 1, "float32")), [5, 6, 7], 3)
     assert (result.prefill, result.steps) == (1.0, [1.0] * 3) and result.peak_bytes > 2**20
@@ -81,8 +82,7 @@ def test_prompt_and_tokens_are_timed_separately(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(
     "OFFLOAD_RT_STRESS" not in os.environ, reason="needs a separate process: make stress PART=composition"
 )
-def test_a_process_runs_a_competitor() -> None:
-    """An error in the process is reported with its message."""
+def test_competitor_runs_in_a_process() -> None:
     config = SpeedConfig((), 3, 1, "float32")
     child = SubprocessCompetitor("full", "reference", config)
     assert child.ask([5, 6, 7]).tokens == list(islice(COMPETITORS["full"]("reference", config)([5, 6, 7]), 4))
@@ -91,18 +91,18 @@ def test_a_process_runs_a_competitor() -> None:
     child.close()
 
 
-class _Llama:
-    """Imitate llama-cpp-python's class with a model that doubles its last token."""
+class FakeLlama:
+    """Replace llama-cpp-python's class by a model that doubles its last token."""
 
     def __init__(self, path: str, **options: Any) -> None:
         assert path == "model.gguf" and options["n_ctx"] > 64 and options["type_k"] == options["type_v"] == "q8"
-        self._ctx, self.given = self, [0]
+        self._ctx, self.tokens_seen = self, [0]
 
     def reset(self) -> None:
-        self.given = []
+        self.tokens_seen = []
 
     def eval(self, tokens: list[int]) -> None:
-        self.given += tokens
+        self.tokens_seen += tokens
 
     def n_vocab(self) -> int:
         return 64
@@ -111,12 +111,12 @@ class _Llama:
         import ctypes
 
         logits = (ctypes.c_float * 64)()
-        logits[2 * self.given[which] % 64] = 1.0
+        logits[2 * self.tokens_seen[which] % 64] = 1.0
         return ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
 
 
-def test_llama_cpp_is_asked_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = SimpleNamespace(Llama=_Llama, GGML_TYPE_F16="f16", GGML_TYPE_Q8_0="q8", GGML_TYPE_Q4_0="q4")
+def test_llama_cpp_generates_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(Llama=FakeLlama, GGML_TYPE_F16="f16", GGML_TYPE_Q8_0="q8", GGML_TYPE_Q4_0="q4")
     monkeypatch.setitem(sys.modules, "llama_cpp", made)
     make = COMPETITORS["llama.cpp, 8-bit KV"]
     ask = make("reference", SpeedConfig((64,), 4, 1, "float32", gguf="model.gguf"))
@@ -136,7 +136,7 @@ def test_all_competitors_generate_the_same_tokens() -> None:
         assert list(islice(COMPETITORS[name]("reference", config)(ids), 6)) == ours
 
 
-def test_its_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="competitor='vllm' is unknown"):
         SpeedConfig(runtimes=("vllm",))
     with pytest.raises(InputError, match="the text has"):

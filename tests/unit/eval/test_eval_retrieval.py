@@ -1,7 +1,4 @@
-"""Test the retrieval of needles: positions of needles, separate names for training, and accuracies.
-
-Policies that discard needles do not find them.
-"""
+"""Test the retrieval of needles: their positions, separate names for training, and accuracies."""
 
 from __future__ import annotations
 
@@ -36,33 +33,33 @@ BOOK = (ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="ut
 
 
 @pytest.fixture(scope="module")
-def tested() -> ModelUnderTest:
+def reference() -> ModelUnderTest:
     return ModelUnderTest("reference")
 
 
 @pytest.fixture(scope="module")
-def haystack(tested: ModelUnderTest) -> Haystack:
-    return Haystack(tested, BOOK)
+def haystack(reference: ModelUnderTest) -> Haystack:
+    return Haystack(reference, BOOK)
 
 
-@pytest.mark.parametrize(("kind", "asked_facts"), [*zip(KINDS, (1, 1, 3, 4, 3), strict=True)])
+@pytest.mark.parametrize(("kind", "question_facts"), [*zip(KINDS, (1, 1, 3, 4, 3), strict=True)])
 def test_needles_are_at_their_reported_positions(
-    tested: ModelUnderTest, haystack: Haystack, kind: str, asked_facts: int
+    reference: ModelUnderTest, haystack: Haystack, kind: str, question_facts: int
 ) -> None:
-    tokenizer: Any = tested.loaded.tokenizer
+    tokenizer: Any = reference.loaded.tokenizer
     for seed in range(10):
         passage = haystack.hide(np.random.default_rng(seed), kind, 512)
         text = passage.text
         assert len(text.tokens) == 512
         assert text.scored_from == text.decode_from + 1
         whole = tokenizer.decode(text.tokens)
-        asked = tokenizer.decode(text.tokens[text.scored_from :])
-        told = tokenizer.decode(text.tokens[: text.scored_from])
-        assert whole == told + asked
-        *sentences, rest = asked.split(".")
-        assert len(sentences) == asked_facts and rest == ""
+        questions_text = tokenizer.decode(text.tokens[text.scored_from :])
+        passage_text = tokenizer.decode(text.tokens[: text.scored_from])
+        assert whole == passage_text + questions_text
+        *sentences, rest = questions_text.split(".")
+        assert len(sentences) == question_facts and rest == ""
         for sentence in sentences:
-            assert f"{sentence}." in told  # the question uses the words of the statement
+            assert f"{sentence}." in passage_text  # the question uses the words of the statement
         assert len(passage.questions) == (4 if kind == "several queries" else 1)
         for question in passage.questions:
             first = question.answers[0]
@@ -85,40 +82,40 @@ def test_no_name_occurs_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_passages_do_not_depend_on_other_lengths_and_kinds(haystack: Haystack) -> None:
-    alone = RetrievalConfig(lengths=(256,), passages=2, kinds=("chain",))
-    every = RetrievalConfig(lengths=(512, 256), passages=2)
-    assert make_passages(haystack, alone, 256, "chain") == make_passages(haystack, every, 256, "chain")
+    single = RetrievalConfig(lengths=(256,), passages=2, kinds=("chain",))
+    several = RetrievalConfig(lengths=(512, 256), passages=2)
+    assert make_passages(haystack, single, 256, "chain") == make_passages(haystack, several, 256, "chain")
     for kind in KINDS:
-        assert [passage.kind for passage in make_passages(haystack, every, 256, kind)] == [kind, kind]
+        assert [passage.kind for passage in make_passages(haystack, several, 256, kind)] == [kind, kind]
 
 
-def test_only_a_changed_kind_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tested = ModelUnderTest(tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2))
+def test_only_changed_kinds_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reference = ModelUnderTest(tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2))
     config, variants = RetrievalConfig(lengths=(256,), passages=1, kinds=("single", "chain")), [Variant("full")]
-    asked: list[str] = []
+    questions_text: list[str] = []
     score = ModelUnderTest.score
 
-    def counted(self: ModelUnderTest, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
-        asked.extend(self.loaded.tokenizer.decode(text.tokens[text.scored_from :]) for text in texts)
+    def record_questions(self: ModelUnderTest, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
+        questions_text.extend(self.loaded.tokenizer.decode(text.tokens[text.scored_from :]) for text in texts)
         return score(self, variant, texts)
 
-    monkeypatch.setattr(ModelUnderTest, "score", counted)
-    first = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config).rows
-    assert run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config).rows == first
-    assert len(asked) == 2
+    monkeypatch.setattr(ModelUnderTest, "score", record_questions)
+    first = run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config).rows
+    assert run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config).rows == first
+    assert len(questions_text) == 2
     monkeypatch.setitem(KINDS, "chain", KINDS["several queries"])
-    (changed,) = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config).rows
-    assert len(asked) == 3
-    assert asked[2].count(".") == 4
+    (changed,) = run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config).rows
+    assert len(questions_text) == 3
+    assert questions_text[2].count(".") == 4
     assert changed["samples"][0] == first[0]["samples"][0]
     assert (first[0]["asked"], changed["asked"], changed["asked chain"]) == (2, 5, 4)
 
 
-def test_impossible_passages_and_settings_are_refused(tested: ModelUnderTest, haystack: Haystack) -> None:
+def test_impossible_passages_are_refused(reference: ModelUnderTest, haystack: Haystack) -> None:
     with pytest.raises(InputError, match="does not fit into 64 tokens"):
         haystack.hide(np.random.default_rng(0), "chain", 64)
     with pytest.raises(InputError, match="no sentences"):
-        Haystack(tested, "word " * 50)
+        Haystack(reference, "word " * 50)
     with pytest.raises(ConfigError, match="did you mean 'single'"):
         RetrievalConfig(kinds=("singel",))
     with pytest.raises(ConfigError, match="at least 64"):
@@ -136,38 +133,39 @@ def test_accuracies_by_kind_and_distance() -> None:
     base = {"samples": [["a", 1, True]] * 100}
     assert against(row, base)["against_full_shown"].startswith("-50.0 [-60.0, -4")
     one = {"attended": 0.1, "missed": None, "samples": [["a", 1, True]]}
-    both = together([one, {"attended": 0.3, "missed": 0.2, "samples": [["b", 1, False]]}])
-    assert (both["attended"], both["missed"], both["right"], both["right a"]) == (0.2, 0.2, 0.5, 1.0)
+    combined = together([one, {"attended": 0.3, "missed": 0.2, "samples": [["b", 1, False]]}])
+    assert (combined["attended"], combined["missed"], combined["right"], combined["right a"]) == (0.2, 0.2, 0.5, 1.0)
 
 
-def test_chains_are_in_any_order_and_followed_to_their_end(haystack: Haystack, tested: ModelUnderTest) -> None:
-    """A chain has three links. With all of the context, the bundled model finds most of them."""
-    tokenizer: Any = tested.loaded.tokenizer
+def test_chains_have_three_links_in_any_order(haystack: Haystack, reference: ModelUnderTest) -> None:
+    tokenizer: Any = reference.loaded.tokenizer
     passages = [haystack.hide(np.random.default_rng(seed), "chain", 320) for seed in range(6)]
     orders = set()
     for passage in passages:
-        told = tokenizer.decode(passage.text.tokens[: passage.text.scored_from])
-        asked = tokenizer.decode(passage.text.tokens[passage.text.scored_from :])
-        links = re.findall(r"After (\w+) comes (\w+)\.", asked)
+        passage_text = tokenizer.decode(passage.text.tokens[: passage.text.scored_from])
+        questions_text = tokenizer.decode(passage.text.tokens[passage.text.scored_from :])
+        links = re.findall(r"After (\w+) comes (\w+)\.", questions_text)
         assert [after for _, after in links[:-1]] == [before for before, _ in links[1:]]
         assert len(links) == 3
-        everywhere = re.findall(r"After (\w+) comes (\w+)\.", told)
+        everywhere = re.findall(r"After (\w+) comes (\w+)\.", passage_text)
         assert len(everywhere) == 6
         assert set(links) < set(everywhere)
         orders.add(tuple(everywhere.index(link) < everywhere.index(after) for link, after in pairwise(links)))
     assert len(orders) > 1
-    assert measure(tested, Variant("full"), passages)["samples"].count(["chain", ANY, True]) >= 4
+    # With all of the context, the bundled model finds most of them.
+    assert measure(reference, Variant("full"), passages)["samples"].count(["chain", ANY, True]) >= 4
 
 
 @pytest.mark.slow
-def test_policies_that_discard_tokens_lose_needles(tested: ModelUnderTest, tmp_path: Path) -> None:
-    """`streaming` attends to 4 sinks and 16 recent tokens, none of them a needle. `infinigen` selects 20 % of the
-    tokens.
+def test_policies_that_discard_tokens_miss_needles(reference: ModelUnderTest, tmp_path: Path) -> None:
+    """`streaming` attends to 4 sinks and 16 recent tokens, none of them a needle.
+
+    `infinigen` selects 20 % of the tokens.
     """
     options = {"budget": 0.2, "recent": 16}
     variants = [Variant("full"), Variant("infinigen", options), Variant("streaming", options)]
     config = RetrievalConfig(lengths=(256,), passages=2, kinds=("several queries",))
-    report = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config)
+    report = run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config)
     full, ours, streaming = report.rows
     assert full["asked"] == 8
     if full["right"] < 0.4:

@@ -1,6 +1,4 @@
-"""Test the measured time to first token of resumed sessions: each repetition computes the turn again from the given
-tier.
-"""
+"""Test the time to first token of resumed sessions: each repetition loads KV from its tier and computes the turn."""
 
 from __future__ import annotations
 
@@ -18,22 +16,22 @@ from offload_rt.sessions.host_tier import TierStats
 HISTORY = 150
 
 
-def test_every_repetition_computes_the_turn_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetitions_compute_only_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
     counted: list[tuple[int, int]] = []
     begin, count, model = Runner.begin_prefill, TierStats.count, tiny_model("llama")
 
-    def begun(self: Runner, sequence: Any, stop: int, **options: Any) -> Any:
+    def begin_prefill(self: Runner, sequence: Any, stop: int, **options: Any) -> Any:
         computed.append(stop - sequence.position)
         return begin(self, sequence, stop, **options)
 
-    def told(self: TierStats, before: int, known: int, loaded: int) -> None:
+    def count_tokens(self: TierStats, before: int, known: int, loaded: int) -> None:
         counted.append((known - loaded, loaded))
         count(self, before, known, loaded)
 
     monkeypatch.setattr(session_ttft, "VOCABULARY", 190)
-    monkeypatch.setattr(Runner, "begin_prefill", begun)
-    monkeypatch.setattr(TierStats, "count", told)
+    monkeypatch.setattr(Runner, "begin_prefill", begin_prefill)
+    monkeypatch.setattr(TierStats, "count", count_tokens)
     rows = session_ttft.measure(lambda: LLM(model, policy="full", host_memory="16MiB"), HISTORY, 2, tmp_path)
     assert [row["source"] for row in rows] == ["recomputed", "host", "disk warm", "disk cold"]
     assert all(row["seconds"] > 0 and len(row["samples"]) == 2 for row in rows[1:])

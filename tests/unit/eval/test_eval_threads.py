@@ -16,14 +16,14 @@ TEXT = "The river was high that spring, and nobody crossed it. " * 20
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_child_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     count = torch.get_num_threads()
     monkeypatch.setattr(threads, "_in_a_process", threads.measure_case)
     yield
     torch.set_num_threads(count)
 
 
-def measured(tmp_path: Path, context: int, *more: str) -> int:
+def run_threads(tmp_path: Path, context: int, *more: str) -> int:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     flags = ["--text", str(text), "--out", str(tmp_path / "out"), "--context", str(context), "--tokens", "3", *more]
@@ -33,8 +33,8 @@ def measured(tmp_path: Path, context: int, *more: str) -> int:
 
 
 @pytest.mark.parametrize("interface", ["llm", "offload"])
-def test_each_case_has_a_row_and_its_ratios(interface: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measured(tmp_path, 100, "--interface", interface) == 0
+def test_each_case_has_a_row_with_ratios(interface: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_threads(tmp_path, 100, "--interface", interface) == 0
     rows = json.loads((tmp_path / "out" / "threads.json").read_text())["rows"]
     assert [(row["threads"], row["policy"]) for row in rows] == [(1, "full"), (1, "auto"), (2, "full"), (2, "auto")]
     for row in rows:
@@ -45,6 +45,6 @@ def test_each_case_has_a_row_and_its_ratios(interface: str, tmp_path: Path, caps
         assert row["to_full"] == row["median"] / full["median"] and row["to_one"] == row["median"] / one["median"]
 
 
-def test_a_text_that_is_too_short_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measured(tmp_path, 5_000) == 2
+def test_short_text_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_threads(tmp_path, 5_000) == 2
     assert "5,000 are needed: give a longer one" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Test tuning: the chosen setting is the cheapest trial within the limit, and LLM loads it."""
+"""Test tuning: the choice is the cheapest trial within the limit, and `LLM` loads it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from offload_rt.skewing.tuned import TunedPolicy, default_options
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Search few values of each option."""
+def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "STAGES", (("scorer", ("int8", "int2")), ("source", ("residual",)), ("recent", (16, 64)),
                                          ("skew", ("balanced",))))  # fmt: skip
     monkeypatch.setattr(tune, "ALPHAS", (1.0, 3.0, 6.0, 20.0))
@@ -33,10 +32,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "REPAIR_FROM", (2.0,))
 
 
-def test_the_choice_keeps_the_limit_and_is_loaded(
-    short: None, tmp_path: Path, pages: Path, capsys: pytest.CaptureFixture[str]
+def test_choice_is_within_the_limit_and_llm_loads_it(
+    small_search: None, tmp_path: Path, short_book: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, book = tmp_path / "tuned", str(pages)
+    out, book = tmp_path / "tuned", str(short_book)
     flags = ("--max-missed-mass", "0.1", "--context", "200", "--scored", "8", "--quiet")
     assert main(("tune", "reference", "--prompt-file", book, "--out", str(out), *flags)) == 0
     assert capsys.readouterr().out.startswith("# Tuning infinigen for reference: at most 10.00% missed")
@@ -45,9 +44,9 @@ def test_the_choice_keeps_the_limit_and_is_loaded(
     choice = record["measured"]["choice"]
     assert record["measured"]["kept"] is True
     assert choice["missed"] <= choice["worst"] <= 0.1
-    kept = [row for row in table["rows"] if row["keeps"]]
-    assert len(table["rows"]) > len(kept) > 0
-    assert [row["bytes"] for row in table["rows"] if row["chosen"]] == [min(row["bytes"] for row in kept)]
+    within_limit = [row for row in table["rows"] if row["keeps"]]
+    assert len(table["rows"]) > len(within_limit) > 0
+    assert [row["bytes"] for row in table["rows"] if row["chosen"]] == [min(row["bytes"] for row in within_limit)]
 
     tuned, plain = LLM("reference", skew=out), LLM("reference")
     assert tuned.runner.policy.provenance_key != plain.runner.policy.provenance_key
@@ -55,31 +54,33 @@ def test_the_choice_keeps_the_limit_and_is_loaded(
     assert tuned.runner.policy.provenance_key == explicit.runner.policy.provenance_key
     other = LLM("reference", policy_options={"recent": 33}, skew=out)
     assert other.runner.policy.recent == 33
-    again = ("generate", "reference", "--prompt-file", book, "--prompt-tokens", "100", "--max-new-tokens", "3")
-    assert main((*again, "--skew", str(out), "--quiet")) == 0
-    assert main((*again, "--skew", str(out), "--quiet", "--policy", "h2o")) == 0
+    generate_flags = ("generate", "reference", "--prompt-file", book, "--prompt-tokens", "100", "--max-new-tokens", "3")
+    assert main((*generate_flags, "--skew", str(out), "--quiet")) == 0
+    assert main((*generate_flags, "--skew", str(out), "--quiet", "--policy", "h2o")) == 0
 
 
-def trial(missed: float, worst: float, transfer: float) -> Trial:
+def make_trial(missed: float, worst: float, transfer: float) -> Trial:
     return Trial({}, missed, worst, 0.1, transfer, 1.0, 1.0)
 
 
-def test_the_cheapest_of_those_that_keep_it() -> None:
+def test_cheapest_trial_within_the_limit_is_chosen() -> None:
     search = Search(ModelUnderTest("reference"), Text((1, 2, 3), 0, 1), TuneConfig(0.05), lambda: None)
-    good, dear, bad = trial(0.01, 0.05, 10), trial(0.0, 0.0, 20), trial(0.01, 0.06, 1)
+    good, dear, bad = make_trial(0.01, 0.05, 10), make_trial(0.0, 0.0, 20), make_trial(0.01, 0.06, 1)
     assert search.cheapest([dear, bad, good]) is good
-    assert search.cheapest([bad, trial(0.02, 0.2, 0)]) is bad
+    assert search.cheapest([bad, make_trial(0.02, 0.2, 0)]) is bad
 
 
-def test_bisection_finds_the_first_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bisection_finds_the_smallest_value_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     search = Search(ModelUnderTest("reference"), Text((1, 2, 3), 0, 1), TuneConfig(0.05), lambda: None)
     ladder = tuple(range(1, 11))
     for first in (*ladder, 99):
-        monkeypatch.setattr(search, "measure", lambda o, first=first: trial(0, 0.0 if o["x"] >= first else 1.0, o["x"]))
+        monkeypatch.setattr(
+            search, "measure", lambda o, first=first: make_trial(0, 0.0 if o["x"] >= first else 1.0, o["x"])
+        )
         assert search.smallest({}, "x", ladder).fetched_bytes == min(first, 10)
 
 
-def test_the_text_is_cut_to_the_model() -> None:
+def test_text_is_truncated_to_the_model() -> None:
     cut = cut_text(range(500), TuneConfig(context=300, scored=20), 200)
     assert (len(cut.tokens), cut.decode_from, cut.scored_from) == (200, 179, 180)
     with pytest.raises(InputError, match="too few"):
@@ -90,7 +91,7 @@ def test_the_text_is_cut_to_the_model() -> None:
         TuneConfig(max_missed_mass=0)
 
 
-def test_a_damaged_choice_or_one_for_another_model_is_refused(tmp_path: Path) -> None:
+def test_damaged_or_foreign_choice_is_refused(tmp_path: Path) -> None:
     assert TunedPolicy.load(tmp_path, "me") is None
     (tmp_path / "policy.json").write_text(TunedPolicy("infinigen", {"recent": 8}, "you").text())
     with pytest.raises(ArtifactError, match=r"you.*me"):
@@ -111,10 +112,10 @@ def test_a_damaged_choice_or_one_for_another_model_is_refused(tmp_path: Path) ->
 # ---------------------------------------------------------------------------------- the runtime's own contract: repair
 
 
-def estimated(
+def estimated_missed_mass(
     state: InfiniGenState, layer: int, q: torch.Tensor, visible: VisibleTokens, tokens: torch.Tensor
 ) -> float:
-    """Return the missed attention mass as estimated from scoring keys, averaged over query heads.
+    """Estimate the missed attention mass from scoring keys, averaged over query heads.
 
     Attended tokens are `tokens` `[Hkv, n]` and the resident tokens.
     """
@@ -130,21 +131,20 @@ def estimated(
 def test_repair_keeps_the_estimated_missed_mass_within_the_limit(
     scorer: str, slack: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After repair, the missed mass estimated from the scoring keys is within the limit at every layer and step.
-
-    With exact keys, the estimate is the true missed mass.
-    """
+    """The scoring keys give the estimate. With exact keys, it is the true missed mass."""
     limit, after, before = 0.02, [], []
     repair = InfiniGenState.repair
 
-    def spy(self: InfiniGenState, layer: int, q: torch.Tensor, visible: VisibleTokens, chosen: Selection) -> Any:
+    def recorded_repair(
+        self: InfiniGenState, layer: int, q: torch.Tensor, visible: VisibleTokens, chosen: Selection
+    ) -> Any:
         extra = repair(self, layer, q, visible, chosen)
         tokens = chosen.tokens if extra is None else torch.cat((chosen.tokens, extra.tokens), 1)
-        before.append(estimated(self, layer, q, visible, chosen.tokens))
-        after.append(estimated(self, layer, q, visible, tokens))
+        before.append(estimated_missed_mass(self, layer, q, visible, chosen.tokens))
+        after.append(estimated_missed_mass(self, layer, q, visible, tokens))
         return extra
 
-    monkeypatch.setattr(InfiniGenState, "repair", spy)
+    monkeypatch.setattr(InfiniGenState, "repair", recorded_repair)
     options = {"preset": "rows", "scorer": scorer, "partial_ratio": 1.0, "alpha": 1.0, "max_fraction": 1.0, "recent": 8}
     model, prompt = tiny_model("llama"), tiny_prompt(170)
     llm = LLM(model, policy_options=options | {"max_missed_mass": limit}, missed_mass_every=1)

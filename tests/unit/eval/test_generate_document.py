@@ -9,7 +9,7 @@ import pytest
 from support.scripts import load_example
 
 
-def test_the_same_command_continues(
+def test_repeated_command_continues_the_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script, path = load_example("generate_document"), tmp_path / "novel.txt"
@@ -22,7 +22,7 @@ def test_the_same_command_continues(
     assert "2 chapters" in capsys.readouterr().err
 
 
-def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_input_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "novel.txt"
     monkeypatch.setattr("sys.argv", ["generate_document.py", str(path), "--start", str(tmp_path / "none.txt")])
     with pytest.raises(SystemExit, match=r"none\.txt.*No such file"):

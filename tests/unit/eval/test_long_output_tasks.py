@@ -19,7 +19,7 @@ def test_every_template_names_every_field() -> None:
 
 
 @pytest.mark.parametrize("records", [1, 16, 128])
-def test_documents_hold_their_records_in_order(records: int) -> None:
+def test_documents_contain_their_records_in_order(records: int) -> None:
     document = text2json.document(3, records, 2)
     made = json.loads(document["records"])
     places = [document["text"].index(str(record["badge"])) for record in made]
@@ -67,7 +67,7 @@ def test_pages_score_whole_rows() -> None:
 
 
 @pytest.mark.skipif(not (DATA / "longproc").is_dir(), reason=f"no LongProc files in {DATA}")
-def test_reference_answers_score_full_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_answers_have_full_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets", reason="the extra 'eval' is not installed")
     monkeypatch.setenv("OFFLOAD_RT_DATA", str(DATA))
     routes, pages = longproc.routes()["test"], longproc.pages()["test"]

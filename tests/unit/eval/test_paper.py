@@ -18,7 +18,7 @@ RATIO, CAP = 0.3, 0.2
 
 
 class PlainInfiniGen:
-    """Plain InfiniGen, which keeps K and V of every token and expresses a selection as a mask."""
+    """InfiniGen with dense matrices: it keeps K and V of every token, and a selection is a mask."""
 
     def __init__(self, adapter: ModelAdapter, artifact: SkewArtifact, prompt: list[int]) -> None:
         self.adapter, self.geometry = adapter, adapter.geometry
@@ -44,17 +44,17 @@ class PlainInfiniGen:
 
     def _choose_columns(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Return the columns `[Hkv, r]` with the largest sum of |Q~| + |K~| over the prompt."""
-        kept = max(1, int(RATIO * self.geometry.head_dim))
+        count = max(1, int(RATIO * self.geometry.head_dim))
         chosen = []
         for head in range(self.geometry.kv_heads):
             skew = self.artifact.query[layer, head].to(k.dtype)
             group = q[head * self.geometry.group : (head + 1) * self.geometry.group].flatten(0, 1)
             sums = (group @ skew).abs().sum(0) + (k[head] @ skew).abs().sum(0)
-            chosen.append(sums.topk(kept).indices)
+            chosen.append(sums.topk(count).indices)
         return torch.stack(chosen)
 
     def _attention(self, layer: int, q: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Attend q `[H, T, d]` to the tokens in `seen`, bool `[H, T, N]`. Return `[H, T, d]`."""
+        """Attend `q` `[H, T, d]` to the tokens in `seen` (bool `[H, T, N]`). Return `[H, T, d]`."""
         k, v = (x.repeat_interleave(self.geometry.group, 0) for x in (self.k[layer], self.v[layer]))
         scores = (q @ k.transpose(1, 2) * self.geometry.scales[layer]).masked_fill(~seen, -math.inf)
         return torch.softmax(scores, -1) @ v
@@ -89,7 +89,7 @@ class PlainInfiniGen:
         return adapter.logits(x)[0]
 
     def _select(self, layer: int, q: torch.Tensor, candidates: range) -> list[torch.Tensor]:
-        """Return the token indices of each KV head, selected with the predicted query `[H, d]`."""
+        """Return the tokens of each KV head, selected with the predicted query `q` `[H, d]`."""
         group, scores = self.geometry.group, []
         for head in range(self.geometry.heads):
             kv = head // group
@@ -108,8 +108,8 @@ class PlainInfiniGen:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_preset_paper_is_design_section_6(name: str) -> None:
-    """Compare logits of 40 decode steps in float64. RMSNorm computes in float32, which causes errors of up to 1e-6."""
+def test_preset_paper_equals_the_published_method(name: str) -> None:
+    """Compute in float64. RMSNorm computes in float32, which causes errors of up to 1e-6."""
     tokens = tiny_prompt(160)
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy_options={"preset": "paper"}, dtype="float64", host_memory="16MiB")

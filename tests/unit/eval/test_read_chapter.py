@@ -30,8 +30,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    """Return a function that runs the script on the book with the given flags."""
+def run_script(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     (tmp_path / "book.txt").write_text(BOOK)
 
     def main(*flags: str) -> None:
@@ -48,12 +47,12 @@ def test_chapters_end_where_the_next_begins(script: ModuleType) -> None:
         script.chapter_of(BOOK, "CHAPTER X")
 
 
-def test_questions_and_the_continuation_read_the_chapter_once(
-    script: ModuleType, run: object, instruct: Path, capfd: pytest.CaptureFixture[str]
+def test_chapter_is_computed_once_for_questions_and_continuation(
+    script: ModuleType, run_script: object, instruct: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert callable(run)
+    assert callable(run_script)
     asked = [part for doubt in DOUBTS for part in ("--question", doubt)]
-    run("--model", str(instruct), "--chapter", "CHAPTER II", "--max-new-tokens", "4", *asked)
+    run_script("--model", str(instruct), "--chapter", "CHAPTER II", "--max-new-tokens", "4", *asked)
     err = " ".join(capfd.readouterr().err.split())
     places = [err.index(f"> {turn}") for turn in (*DOUBTS, script.CONTINUE)]
     assert places == sorted(places)
@@ -63,27 +62,25 @@ def test_questions_and_the_continuation_read_the_chapter_once(
     assert "Loading" not in err and "Converting" not in err
 
 
-def test_unreadable_documents_are_one_line(run: object, instruct: Path) -> None:
-    assert callable(run)
+def test_unreadable_documents_are_reported_in_one_line(run_script: object, instruct: Path) -> None:
+    assert callable(run_script)
     with pytest.raises(SystemExit, match=r"^read_chapter: no line of the document begins with 'PART'"):
-        run("--model", str(instruct), "--chapter", "PART")
+        run_script("--model", str(instruct), "--chapter", "PART")
     with pytest.raises(SystemExit, match=r"^read_chapter: reference has no chat template: give an instruct model"):
-        run("--model", "reference", "--chapter", "CHAPTER I")
+        run_script("--model", "reference", "--chapter", "CHAPTER I")
 
 
-def test_ctrl_c_ends_it(script: ModuleType, run: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_script(script: ModuleType, run_script: object, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*given: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    assert callable(run)
+    assert callable(run_script)
     monkeypatch.setattr(script, "LLM", interrupted)
     with pytest.raises(SystemExit, match="interrupted"):
-        run("--model", "any", "--chapter", "CHAPTER I")
+        run_script("--model", "any", "--chapter", "CHAPTER I")
 
 
-def test_transformers_not_yet_imported_is_told_by_the_environment(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_quiets_transformers_before_its_import(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers")
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")

@@ -34,12 +34,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def measured(name: str) -> dict:
+def measured_scores(name: str) -> dict:
     return json.loads((REFERENCE / name / "measured.json").read_text(encoding="utf-8"))
 
 
-def test_files_are_the_measured_ones(name):
-    assert sha256_of(REFERENCE / name) == measured(name)["sha256"]
+def test_file_digests_equal_the_measured_files(name):
+    assert sha256_of(REFERENCE / name) == measured_scores(name)["sha256"]
 
 
 def test_checkpoint_fits_the_repository(name):
@@ -49,7 +49,7 @@ def test_checkpoint_fits_the_repository(name):
     assert not [file.name for file in files if file.suffix in (".bin", ".pt", ".pkl")]
 
 
-def test_architecture_is_what_the_package_needs(name):
+def test_architecture_meets_the_package_requirements(name):
     model = AutoModelForCausalLM.from_pretrained(REFERENCE / name, use_safetensors=True)
     config = model.config
     assert model.dtype == torch.bfloat16
@@ -62,9 +62,9 @@ def test_architecture_is_what_the_package_needs(name):
 
 
 @pytest.mark.sampled(2)
-def test_scores_are_the_measured_ones(name):
+def test_scores_equal_the_measured_scores(name):
     model, tokenizer = load_model(REFERENCE / name)
-    pinned, found = measured(name)["pinned"], pinned_scores(model, tokenizer, TEXT)
+    pinned, found = measured_scores(name)["pinned"], pinned_scores(model, tokenizer, TEXT)
     # float32 on every machine: builds differ by the order of sums alone, about 1e-6 of a value; one changed byte of
     # the text or one layer's weights rounded again moves the score by more than 1e-4.
     assert found.bits_per_byte == pytest.approx(pinned["bits_per_byte"], abs=2e-5)
@@ -74,7 +74,6 @@ def test_scores_are_the_measured_ones(name):
 
 @pytest.mark.sampled(2)
 def test_questions_cannot_be_answered_without_the_facts(name):
-    """Without the facts in the passage, the model cannot answer the questions."""
     model, tokenizer = load_model(REFERENCE / name)
     ids = np.array(tokenizer.encode(TEXT, add_special_tokens=False).ids, dtype=np.uint16)
     corpus, encoder = Corpus.from_ids(ids, tokenizer), Encoder(tokenizer)
@@ -90,15 +89,15 @@ def test_questions_cannot_be_answered_without_the_facts(name):
 
 def test_card_states_the_measurements(name):
     card = (REFERENCE / name / "README.md").read_text(encoding="utf-8")
-    assert tables(measured(name)) in card
+    assert tables(measured_scores(name)) in card
 
 
-def test_measured_context_helps(name):
-    """The reference model predicts text better from 2,048 tokens than from 512, and finds facts there.
+def test_long_context_helps_the_reference_model(name):
+    """The reference model predicts text better from 2,048 tokens than from 512, and finds facts.
 
-    The OPT checkpoint is trained for less and does neither, as its card states.
+    The OPT checkpoint was trained for a shorter time and does neither, as its card states.
     """
-    found = measured(name)
+    found = measured_scores(name)
     _, low, high = found["bits_per_byte"]["difference_from_512"]["2048"]
     recall = [share for facts in found["recall"]["by_length_and_facts"].values() for share in facts.values()]
     assert (low < high < 0) == (name == "llama")

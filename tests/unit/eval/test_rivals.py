@@ -25,7 +25,7 @@ WINDOW: dict[str, Any] = {"budget": 0.4, "sinks": 2, "recent": 8, "dense_layers"
 
 
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
-def test_rivals_are_registered_only_by_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rivals_are_registered_only_by_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     for name in ("core.rival_options", "core.variants", "quality.rivals", "quality.comparison"):
         runpy.run_module(importlib.import_module(f"offload_rt.eval.{name}").__name__)
@@ -50,7 +50,7 @@ def test_landmarks_rank_blocks_by_their_mean_key(group: int) -> None:
         assert found == set(order[:30])  # 40 tokens, of which 10 are resident
 
 
-def test_snapkv_keeps_what_the_end_of_the_prompt_attended_to() -> None:
+def test_snapkv_keeps_tokens_attended_to_by_the_prompt_end() -> None:
     shape = geometry(group=2)
     q, k = tokens(shape, 100)
     options = SnapKVOptions(**WINDOW, observed=5, pooled=3)
@@ -72,7 +72,7 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_attended_to() -> None:
 
 
 @pytest.mark.parametrize("policy", ["landmarks", "snapkv"])
-def test_batched_requests_get_the_tokens_of_each_alone(policy: str) -> None:
+def test_batched_tokens_equal_those_of_single_requests(policy: str) -> None:
     llm = LLM(
         tiny_model("llama", num_hidden_layers=2, head_dim=32),
         policy=policy,

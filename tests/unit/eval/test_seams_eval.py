@@ -34,31 +34,35 @@ def words(args: argparse.Namespace) -> int:
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> str:
+def external_benchmark(tmp_path: Path) -> str:
     (tmp_path / "book.txt").write_text("to be or not to be here")
     (tmp_path / "toy.py").write_text(TOY.replace("NAME", "words"))
     return str(tmp_path / "toy.py")
 
 
-def test_a_measure_in_one_file_runs(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_in_one_file_runs(
+    external_benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = str(tmp_path / "book.txt")
     for _ in range(2):  # it is registered again each time
-        assert main(["eval", toy, "--text", text, "--least", "3"]) == 0
+        assert main(["eval", external_benchmark, "--text", text, "--least", "3"]) == 0
         assert capsys.readouterr().out == "2\n"
     assert "words" not in MEASURES
     with pytest.raises(SystemExit, match="0"):
-        main(["eval", toy, "--help"])
+        main(["eval", external_benchmark, "--help"])
     said = capsys.readouterr().out
     assert "--least" in said and "Counts the words of a text" in said
 
 
-def test_its_mistakes_are_one_line(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_reported_in_one_line(
+    external_benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty, taken = tmp_path / "empty.py", tmp_path / "taken.py"
     empty.write_text("")
     taken.write_text(TOY.replace("NAME", "perplexity"))
     for arguments, words in (
-        ([toy], "required: --text"),
-        ([toy, "--text", "x", "--least", "a"], "invalid int value"),
+        ([external_benchmark], "required: --text"),
+        ([external_benchmark, "--text", "x", "--least", "a"], "invalid int value"),
         ([str(empty)], "registers 0 evaluations"),
         ([str(taken)], "there is an evaluation 'perplexity' already"),
         ([str(tmp_path / "none.py")], "there is no such file"),
@@ -69,7 +73,7 @@ def test_its_mistakes_are_one_line(toy: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_listing_benchmarks_imports_no_heavy_module() -> None:
-    """Listing benchmarks imports no more heavy modules than `import offload_rt`."""
+    """Modules that `import offload_rt` imports are allowed."""
     code = (
         "import sys; import offload_rt; before = set(sys.modules);"
         "from offload_rt.eval.cli import listing; assert 'perplexity' in listing();"

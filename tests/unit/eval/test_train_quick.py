@@ -1,6 +1,6 @@
 """Test the training of the reference model on small inputs: data, loss weights and refused arguments.
 
-`make test-training` runs `test_train_reference.py`.
+`test_train_reference.py` is slow and runs with `make test-training`.
 """
 
 from __future__ import annotations
@@ -82,6 +82,6 @@ def test_loss_counts_weighted_tokens_only():
     torch.testing.assert_close(weighted_loss(model, ids, weights), expected)
 
 
-def test_command_line_names_what_is_wrong(tmp_path, capsys):
+def test_command_line_names_the_invalid_argument(tmp_path, capsys):
     assert main(["cpu", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
     assert "no .txt file to train on" in capsys.readouterr().err

@@ -1,6 +1,4 @@
-"""Test the training of the reference model: held-out data, passages with their answers, and resumed
-runs bit for bit.
-"""
+"""Test the training of the reference model: held-out data, passages with their answers, and resumed runs."""
 
 from __future__ import annotations
 
@@ -107,7 +105,7 @@ def test_names_are_split_once_for_all_kinds():
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("held_out", [False, True])
-def test_every_kind_draws_names_from_its_side_only(kind, held_out):
+def test_facts_use_only_names_of_their_split(kind, held_out):
     facts = make_facts(np.random.default_rng(1), 5, held_out=held_out, kinds=[kind])
     words = {w.strip(".") for fact in facts for s in fact.statements for w in s.replace("'s", "").split()}
     assert words & set(names(held_out))
@@ -154,13 +152,13 @@ def test_a_question_has_several_answers():
     assert min(len(found) for found in answers.values()) >= 4
 
 
-def test_chains_share_no_link_and_are_walked_in_order():
+def test_chain_questions_follow_the_links():
     for fact in make_facts(np.random.default_rng(3), 4, held_out=False, kinds=["chain"]):
         for (_, answer), (prompt, _) in pairwise(fact.question):
             assert answer in prompt
 
 
-def test_copy_passage_repeats_its_stretch(corpus):
+def test_copy_passage_repeats_its_text(corpus):
     passage = copy_passage(np.random.default_rng(5), 256, corpus)
     second = passage.ids[passage.answer]
     at = [i for i in range(256 - 2 * len(second)) if np.array_equal(passage.ids[i : i + len(second)], second)]
@@ -177,7 +175,7 @@ def test_batch_is_a_function_of_seed_and_step(tokenizer, corpus):
     assert set(np.unique(weights)) == {np.float32(0.15), np.float32(1.0), np.float32(3.0)}
 
 
-def test_training_passage_has_the_asked_length(tokenizer, corpus):
+def test_training_passage_has_the_requested_length(tokenizer, corpus):
     rng = np.random.default_rng(9)
     assert all(
         len(recall_passage(rng, length, corpus, Encoder(tokenizer)).ids) == length for length in (256, 512, 1024)
@@ -205,7 +203,7 @@ def test_impossible_configurations_raise(change, message):
         replace(TINY, **change)
 
 
-def test_impossible_parts_raise():
+def test_impossible_mixtures_raise():
     with pytest.raises(ValueError, match="head_dim is 64"):
         ReferenceShape(hidden=100, heads=2)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
@@ -218,7 +216,7 @@ def test_impossible_parts_raise():
         Stage(1.0, ((32, 1.0),))
 
 
-def test_presets_reach_their_final_contexts():
+def test_presets_reach_their_final_context():
     assert PRESETS["cuda"].longest() == 16_384
     assert PRESETS["cpu"].longest() == PRESETS["opt"].longest() == 2048
     with torch.device("meta"):
@@ -247,7 +245,7 @@ def test_grown_model_computes_the_same_logits():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3_5"])
-def test_model_of_the_shape_is_taken_as_it_is(architecture):
+def test_model_of_the_target_shape_is_unchanged(architecture):
     shape = ReferenceShape(architecture, 64, layers=2, hidden=64, mlp=96, heads=1, kv_heads=1)
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
     assert grow(model, shape) is model
@@ -262,7 +260,7 @@ def test_opt_does_not_grow():
         grow(model, replace(shape, layers=2))
 
 
-def test_shifted_sequences_read_the_positions_they_begin_at():
+def test_shifted_sequences_use_their_start_positions():
     torch.manual_seed(0)
     shape = ReferenceShape("opt", 64, layers=1, hidden=64, mlp=96, heads=1, kv_heads=1, max_positions=64)
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
@@ -275,7 +273,7 @@ def test_shifted_sequences_read_the_positions_they_begin_at():
     assert weighted_loss(model, ids, weights, 54) != weighted_loss(model, ids, weights)
 
 
-def test_share_of_steps_begins_anywhere_it_fits():
+def test_shifted_steps_start_at_any_valid_position():
     config = replace(TINY, shifted=0.5, total_tokens=1024 * 400)
     begins = [config.first_position(step) for step in range(400)]
     assert 120 < sum(begin == 0 for begin in begins) < 300  # half of the steps, and those of full length
@@ -397,6 +395,6 @@ def test_uniform_model_scores_log_vocabulary(tokenizer, corpus):
         nats_by_context(_uniform_model(), corpus.ids[:100], [128], batch=1, **sample)
 
 
-def test_token_bytes_add_up_to_the_text(books, tokenizer, corpus):
+def test_token_bytes_sum_to_the_text(books, tokenizer, corpus):
     whole = sum(book.stat().st_size for book in training_books(books))
     assert token_bytes(tokenizer)[corpus.ids].sum() == whole

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.levels import unload
-from support.low_bit import approximate, copied, joined, ragged_lists, stored_rows
+from support.low_bit import approximate_only, cloned_pages, concatenated_pages, ragged_lists, random_pages
 
 from offload_rt.kernels import low_bit, low_bit_lists, low_bit_sequence, native, selection
 from offload_rt.kernels.low_bit import (
@@ -64,7 +64,10 @@ def reference_attention(
     weights, scale = quantise_query(q)
     keys, values = (
         dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
-        for parts, bits in ((layout.keys(joined(pages)), KEY_BITS), (layout.values(joined(pages)), layout.value_bits))
+        for parts, bits in (
+            (layout.keys(concatenated_pages(pages)), KEY_BITS),
+            (layout.values(concatenated_pages(pages)), layout.value_bits),
+        )
     )
     shift = torch.einsum("hgd,hd->hg", q.double(), mean.double()).unsqueeze(-1)
     scores = torch.einsum("hgd,hnd->hgn", weights.double() * scale, keys) + shift
@@ -80,7 +83,7 @@ def reference_attention(
 @pytest.mark.parametrize("tokens", [range(64), range(5, 177), range(64, 65), range(500, 530), range(512, 1024)])
 def test_approximate_attention_excludes_skipped_tokens(value_bits: int, tokens: range) -> None:
     layout = Layout(32, value_bits)
-    pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
+    pages, q, mean = random_pages(layout, 2, 1100), torch.randn(2, 3, 32) / 6, torch.randn(2, 32)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     out, lse = approximate_attention(q, mean, pages, layout, tokens, skip)
@@ -91,14 +94,14 @@ def test_approximate_attention_excludes_skipped_tokens(value_bits: int, tokens: 
 
 def test_approximate_attention_without_tokens_is_zero() -> None:
     layout = Layout(16, 2)
-    pages, q = stored_rows(layout, 2, 70), torch.randn(2, 2, 16)
+    pages, q = random_pages(layout, 2, 70), torch.randn(2, 2, 16)
     out, lse = approximate_attention(q, torch.zeros(2, 16), pages, layout, range(3, 6), torch.tensor([[3, 4, 5]] * 2))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
 def test_batched_scores_equal_those_of_each_sequence() -> None:
     layout = Layout(16, 2)
-    pages = [stored_rows(layout, 2, 100), stored_rows(layout, 2, 600)]
+    pages = [random_pages(layout, 2, 100), random_pages(layout, 2, 600)]
     q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
     starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 580, 580])
     batched = low_bit_lists.scores(q, mean, layout, PageTable.of(pages), starts, stops, 600)
@@ -130,8 +133,8 @@ def test_batch_merges_approximate_attention_to_tokens_not_selected(value_bits: i
 
 def test_rows_of_a_batch_are_appended_to_each_sequence() -> None:
     layout = Layout(16, 4)
-    pages = [stored_rows(layout, 2, PAGE_TOKENS + 64), stored_rows(layout, 2, 128)]
-    before = [joined(own) for own in pages]
+    pages = [random_pages(layout, 2, PAGE_TOKENS + 64), random_pages(layout, 2, 128)]
+    before = [concatenated_pages(own) for own in pages]
     slots = torch.tensor([PAGE_TOKENS + 63] * 2 + [5, 5])
     basis, mean, k, v = torch.randn(2, 16, 16), torch.randn(2, 16), torch.randn(4, 16), torch.randn(4, 16)
     mixed = mixing(16).float()
@@ -145,7 +148,7 @@ def test_rows_of_a_batch_are_appended_to_each_sequence() -> None:
             parts = zip((*layout.keys(old), *layout.values(old)), (*keys, *values), strict=True)
             for part, data in parts:
                 part[head, block, row] = data[0]
-        assert joined(own).equal(old), "only the new rows have changed"
+        assert concatenated_pages(own).equal(old), "only the new rows have changed"
 
 
 @pytest.fixture(params=["torch", *native_code.available_levels()])
@@ -170,7 +173,7 @@ def test_cpu_attention_equals_the_definition(
     implementation: str, tokens: range, d: int, group: int, value_bits: int
 ) -> None:
     layout = Layout(d, value_bits)
-    pages, q, mean = stored_rows(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
+    pages, q, mean = random_pages(layout, 2, 1100), torch.randn(2, group, d) / 4, torch.randn(2, d)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     expected = low_bit_scores(q, mean, pages, layout, tokens)
@@ -180,7 +183,7 @@ def test_cpu_attention_equals_the_definition(
     out, lse = approximate(query, skip, softcap)
     expected, expected_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
-    packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(joined(pages)))
+    packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(concatenated_pages(pages)))
     largest = dequantise_rows(packed, steps, value_bits, torch.float32)
     # The C code rounds the weights of values to 16 bits.
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-15 * float(largest.abs().max()))
@@ -204,9 +207,9 @@ def test_exact_and_approximate_attention_are_merged_by_lse(implementation: str, 
 
 def test_cpu_attention_without_tokens_is_zero(implementation: str) -> None:
     layout = Layout(32, 2)
-    pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
+    pages, q = random_pages(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
-    out, lse = approximate(low_bit_query(q, torch.zeros(2, 32), pages, layout, range(3, 120)), skip)
+    out, lse = approximate_only(low_bit_query(q, torch.zeros(2, 32), pages, layout, range(3, 120)), skip)
     assert out.eq(0).all() and lse.isneginf().all()
 
 
@@ -247,7 +250,7 @@ def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: p
     """After a long context, the system allocator might not reuse freed memory."""
     monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
     layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
-    pages, q, mean = stored_rows(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
+    pages, q, mean = random_pages(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
     if low_bit_sequence.library(32, 4) is None:
         pytest.skip("no C compiler")
     for _ in range(3):

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.compilers import unoptimised
+from support.compilers import unoptimised_compiler
 from support.levels import unload
-from support.low_bit import approximate, stored_rows
+from support.low_bit import approximate_only, random_pages
 
 from offload_rt.errors import ConfigError
 from offload_rt.kernels import low_bit, low_bit_sequence, native
@@ -37,7 +37,7 @@ def native_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     """Use an empty cache folder and a compiler without optimisation. Unload all libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (compiler := native_code.find_compiler()) is not None:
-        monkeypatch.setenv("CC", str(unoptimised(compiler, tmp_path / "quick")))
+        monkeypatch.setenv("CC", str(unoptimised_compiler(compiler, tmp_path / "quick")))
     unload()
     yield tmp_path / "offload-rt" / "native"
     unload()
@@ -113,7 +113,7 @@ def test_failing_compiler_is_reported_and_torch_computes(
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
-    storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
+    storage, q, mean = random_pages(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
     monkeypatch.setattr(native, "MIN_SCORES_PER_THREAD", 1)
     results = []
     for threads in (1, 2, 5, 64):

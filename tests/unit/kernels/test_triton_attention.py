@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.interpreter import ROUNDING, compiled
+from support.interpreter import ROUNDING, is_compiled
 
 from offload_rt.kernels import lists
 from offload_rt.kernels.reference import merge_lse

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.interpreter import compiled
+from support.interpreter import is_compiled
 
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.kernels import embedding, lists, pool_rows
@@ -30,7 +30,7 @@ def test_rows_are_copied_unchanged(kernel_device: torch.device, dtype: torch.dty
     from offload_rt.kernels.triton_gather import gather_rows
 
     cuda = kernel_device.type == "cuda"
-    total, listed = (1 << 20, 6554) if compiled(kernel_device) else (90, 21)
+    total, listed = (1 << 20, 6554) if is_compiled(kernel_device) else (90, 21)
     rows = random_rows(total, width, dtype)
     rows = rows.pin_memory() if cuda and pinned else rows.to(kernel_device)
     counts = torch.tensor([listed, 0, 1, 13], dtype=torch.int32, device=kernel_device)

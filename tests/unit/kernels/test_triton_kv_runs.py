@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.interpreter import ROUNDING, compiled
+from support.interpreter import ROUNDING, is_compiled
 
 from offload_rt.kernels import dispatch, kv_runs
 from offload_rt.kernels.kv_runs import Run

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.low_bit import copied, joined, ragged_lists, stored_rows
+from support.low_bit import cloned_pages, concatenated_pages, ragged_lists, random_pages
 
 from offload_rt.kernels import low_bit, low_bit_lists
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, dequantise_rows, mixing, unpack_rows
@@ -48,7 +48,7 @@ def test_approximate_attention_equals_the_definition(
 
     torch.manual_seed(d + group)
     layout = Layout(d, value_bits)
-    pages = stored_rows(layout, 2, 600, kernel_device)
+    pages = random_pages(layout, 2, 600, kernel_device)
     q = torch.randn(2, group, d, device=kernel_device) * d**-0.5
     mean = torch.randn(2, d, device=kernel_device)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
@@ -64,7 +64,7 @@ def test_approximate_attention_without_tokens_is_zero(kernel_device: torch.devic
     from offload_rt.kernels.triton_low_bit import merge_approximate
 
     layout = Layout(64, 2)
-    pages = stored_rows(layout, 2, 700, kernel_device)
+    pages = random_pages(layout, 2, 700, kernel_device)
     q, skip = torch.randn(2, 2, 64, device=kernel_device), torch.arange(3, 640, device=kernel_device).repeat(2, 1)
     mean = torch.zeros(2, 64, device=kernel_device)
     out, lse = merge_approximate(*single_sequence_arguments(q, mean, pages, layout, range(3, 640), skip))

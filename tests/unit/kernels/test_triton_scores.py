@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.interpreter import compiled
+from support.interpreter import is_compiled
 
 from offload_rt.kernels import lists
 from offload_rt.kernels.pointer_table import PointerTable
@@ -134,7 +134,7 @@ def test_appended_column_equals_the_skewed_key(kernel_device: torch.device, d: i
     keys = torch.cat(table.tensors)
     lists.append_partial(k.double(), basis.double(), PointerTable.of(expected.split(HEADS)), slots)
     unit = torch.finfo(dtype).eps
-    if compiled(kernel_device) or dtype != torch.bfloat16:
+    if is_compiled(kernel_device) or dtype != torch.bfloat16:
         unit /= 2  # round to nearest; the interpreter truncates bfloat16
     bound = unit * expected.abs() + d * 2.0**-24 * k.double().abs().max()
     assert ((keys.double() - expected).abs() <= bound).all()

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from support.interpreter import compiled
+from support.interpreter import is_compiled
 from support.select_models import as_sets
 
 from offload_rt.kernels import lists
@@ -50,7 +50,7 @@ def test_selected_tokens_equal_the_definition(
     from offload_rt.kernels.triton_select import select_tokens
 
     torch.manual_seed(group)
-    tokens, first = (131_072, 64) if compiled(kernel_device) else (1100, 9)
+    tokens, first = (131_072, 64) if is_compiled(kernel_device) else (1100, 9)
     stop = [tokens - 5, tokens // 2, first, first + 1]  # a batch: long, short, without candidates, with one
     starts = torch.full((4 * heads,), first, dtype=torch.int32, device=kernel_device)
     stops = torch.tensor(stop, dtype=torch.int32, device=kernel_device).repeat_interleave(heads)

@@ -20,15 +20,15 @@ from support.disk_blocks import (
     KILLS,
     LAYER_BYTES,
     LAYERS,
+    block_data,
     block_files,
     block_name,
-    blocks_of,
     fork_saver,
     load,
-    named,
     open_store,
+    padded_name,
     save,
-    tokens_of,
+    token_bytes,
 )
 
 from offload_rt.errors import StoreError
@@ -233,7 +233,7 @@ def test_truncated_and_overlong_files_are_misses_and_replaced(tmp_path: Path, si
     store = open_store(tmp_path)
     assert load(store, 1) is None
     store.check_integrity()
-    assert save(store, 1) and load(store, 1) == blocks_of(1)
+    assert save(store, 1) and load(store, 1) == block_data(1)
 
 
 def test_file_of_another_key_or_version_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +241,10 @@ def test_file_of_another_key_or_version_is_a_miss(tmp_path: Path, monkeypatch: p
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
     for parent, provenance_key, tokens in (
-        (b"x" * 16, "exact", tokens_of(1)),
-        (store.root, "other", tokens_of(1)),
-        (store.root, "exact", tokens_of(2)),
-        (store.root, "exact", tokens_of(1, 63)),
+        (b"x" * 16, "exact", token_bytes(1)),
+        (store.root, "other", token_bytes(1)),
+        (store.root, "exact", token_bytes(2)),
+        (store.root, "exact", token_bytes(1, 63)),
     ):
         name = NamedBlock(0, parent, provenance_key, tokens)
         copy = store._path(name.key)
@@ -267,7 +267,7 @@ def test_file_of_another_key_or_version_is_a_miss(tmp_path: Path, monkeypatch: p
         save(newer, 5)
         newer.close()
     store = open_store(tmp_path)
-    assert load(store, 5) is None and load(store, 1) == blocks_of(1)
+    assert load(store, 5) is None and load(store, 1) == block_data(1)
 
 
 def test_limit_includes_files_that_are_being_written(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_limit_includes_files_that_are_being_written(tmp_path: Path) -> None:
 
 def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES + 100)
-    store.documents.put(named("session"), b"x" * 50)
+    store.documents.put(padded_name("session"), b"x" * 50)
     for number in range(3):
         save(store, number)
     store.pin([block_name(store, n).key for n in (0, 1, 2)])
@@ -292,9 +292,9 @@ def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
     store.unpin([block_name(store, 1).key])
     assert save(store, 7)
     assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
-    assert store.documents.get(named("session")) == Document(b"x" * 50)
+    assert store.documents.get(padded_name("session")) == Document(b"x" * 50)
     with pytest.raises(StoreError, match="full"):
-        store.documents.put(named("huge"), bytes(5 * FILE_BYTES))
+        store.documents.put(padded_name("huge"), bytes(5 * FILE_BYTES))
 
 
 def test_documents_may_evict_pinned_blocks(tmp_path: Path) -> None:
@@ -303,9 +303,9 @@ def test_documents_may_evict_pinned_blocks(tmp_path: Path) -> None:
     keys = [block_name(store, n).key for n in (0, 1)]
     store.pin(keys)
     assert save(store, 0) and save(store, 1) and not save(store, 2)
-    store.documents.put(named("history"), bytes(100))
+    store.documents.put(padded_name("history"), bytes(100))
     assert [load(store, n) is not None for n in (0, 1)] == [False, True]
-    assert store.documents.get(named("history")) == Document(bytes(100))
+    assert store.documents.get(padded_name("history")) == Document(bytes(100))
     store.check_integrity()
 
 
@@ -318,7 +318,7 @@ def test_sequence_is_evicted_from_its_end(tmp_path: Path) -> None:
         keys.append(parent)
     store.touch(keys)
     save(store, 9)
-    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == blocks_of(2)
+    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == block_data(2)
 
 
 def test_time_to_live_with_a_clock_that_moves_back(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_store_has_one_writer_and_several_readers(tmp_path: Path) -> None:
         open_store(tmp_path)
     readers = [open_store(tmp_path, read_only=True) for _ in range(3)]
     save(store, 1)
-    assert all(load(reader, 1) == blocks_of(1) for reader in readers)
+    assert all(load(reader, 1) == block_data(1) for reader in readers)
     found = readers[0].find(block_name(store, 1))
     assert found is not None
     store.remove([found.key])
@@ -396,7 +396,7 @@ def test_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path) -
     save(store, 1)
     if level == "namespace":
         with pytest.raises(StoreError, match="a symbolic link replaces a folder"):
-            store.documents.put(named("one"), b"text")
+            store.documents.put(padded_name("one"), b"text")
     store.close()
     store = open_store(tmp_path / "store")
     assert load(store, 1) is None
@@ -448,7 +448,7 @@ def test_failed_system_calls_leave_no_partial_block(tmp_path: Path, monkeypatch:
             assert not save(store, 2) and "No space" in store.last_error
             if name != "pwrite":
                 with pytest.raises(StoreError):
-                    store.documents.put(named("d"), b"x")
+                    store.documents.put(padded_name("d"), b"x")
         store.check_integrity()
         assert load(store, 2) is None
         assert load(store, 1) in (blocks_of(1), None), "a document may have evicted the block"
@@ -471,7 +471,7 @@ def test_store_is_consistent_after_kills_during_saving(tmp_path: Path) -> None:
         assert not list(tmp_path.rglob("*.tmp"))
         for number in range(start, start + 100):
             blocks = load(store, number)
-            assert blocks in (None, blocks_of(number))
+            assert blocks in (None, block_data(number))
             saved += blocks is not None
         store.close()
     assert saved > 0 and temporary_files > 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.architectures import architecture
 from support.outputs import completed
-from support.plain_decode import Kept, assert_evicts_oldest, plain_step
+from support.plain_decode import LayerKV, assert_evicts_oldest, plain_step
 from support.staged_transfer import staged
 from support.tiny_models import VOCAB, assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
@@ -343,7 +343,7 @@ def test_sliding_layers_ignore_tokens_before_a_truncation_gap(
     answer(session, tiny_prompt(200), count=11)
     tokens, computed = list(session.history.tokens), session.history.computed
     adapter = llm.runner.adapter
-    rows: Kept = [[] for _ in range(adapter.geometry.layers)]
+    rows: LayerKV = [[] for _ in range(adapter.geometry.layers)]
     plain_step(adapter, tokens[:computed], 0, rows)
     session.truncate(**cut)
     floor, history = session.history.floor, session.history

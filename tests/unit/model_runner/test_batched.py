@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import OPTIONS, begun, compiled, make
+from support.batches import OPTIONS, make_runner, prefilled_sequence, use_triton
 from support.host_sync import NoHostSync
 from support.staged_transfer import staged
 from support.tiny_models import tiny_model

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.architectures import RECURRENT, VOCAB, architecture
 from support.hybrids import SPARSE_DRAFTS as SPARSE
-from support.hybrids import answer, make, prompt_of
+from support.hybrids import make_llm, random_prompt, take_turn
 from support.interrupts import interrupt_call
 from support.outputs import completed
 from support.tiny_models import assert_greedy
@@ -165,7 +165,7 @@ def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytes
     _, llm = make(name, **LOOKUP)
     assert generate(llm, [prompt], params) == [text]
     monkeypatch.undo()
-    following = [*prompt, *text[:75], *prompt_of(5, seed=3)]
+    following = [*prompt, *text[:75], *random_prompt(5, seed=3)]
     [output] = llm.generate([following], SamplingParams(max_tokens=6, temperature=0))
     assert output.num_cached_tokens == 200 // BLOCK_SIZE * BLOCK_SIZE
     assert_greedy(model, following, output.outputs[0].token_ids)
@@ -186,7 +186,7 @@ def test_approximate_drafts_leave_no_snapshots() -> None:
 def test_preempted_requests_give_the_same_tokens(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three growing prompts do not fit together. If there is memory for snapshots, the exact state is swapped."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
-    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    prompts = [random_prompt(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
     _, full = make("qwen3_5")
     assert full.runner.pool.states is not None
@@ -210,9 +210,9 @@ def test_session_with_drafts_equals_full_attention(name: str, tmp_path: Path) ->
     for options in (SPARSE, {}):
         answers = []
         for turn in range(3):
-            _, llm = make(name, **options)
+            _, llm = make_llm(name, **options)
             session = llm.session("talk", tmp_path / str(bool(options)))
-            answers.append(answer(session, prompt_of(56 + turn, seed=turn), params))
+            answers.append(take_turn(session, random_prompt(56 + turn, seed=turn), params))
             assert not turn or session.last_stats.reused_tokens >= BLOCK_SIZE  # type: ignore[union-attr]
             session.check_integrity()
             session.close()
@@ -226,7 +226,7 @@ def test_session_continues_after_an_interrupted_round(
 ) -> None:
     model, llm = make("qwen3_5", **SPARSE)
     session = llm.session("talk", tmp_path)
-    events, target = session.send(prompt_of(40), GREEDY), llm.runner if where == "decode" else decoder
+    events, target = session.send(random_prompt(40), GREEDY), llm.runner if where == "decode" else decoder
     interrupt_call(monkeypatch, target, where, 6 if where == "decode" else 2)
     received: list[int] = []
     with pytest.raises(KeyboardInterrupt):
@@ -281,7 +281,7 @@ def test_failed_replay_restarts_only_requests_with_rejected_drafts(monkeypatch: 
 
     monkeypatch.setattr(Lookup, "propose", propose)
     monkeypatch.setattr(RollbackStates, "replay", fail)
-    _, llm = make("qwen3_5", **LOOKUP)
+    _, llm = make_llm("qwen3_5", **LOOKUP)
     engine = Engine(llm.runner, max_num_seqs=2)
     requests = engine.run_all(prompts, [GREEDY] * 2, "", Progress(enabled=False))
     assert [list(request.completions()[0].token_ids) for request in requests] == expected
@@ -328,6 +328,6 @@ def test_planned_state_memory_includes_rollback_copies() -> None:
     shape = load_shape(architecture("granite_hybrid"))
     costs, without_drafts = costs_for(EngineConfig(**SPARSE), shape), costs_for(EngineConfig(policy="full"), shape)
     for count in range(1, 8):
-        runner.rollbacks.set(runner.new_sequence(prompt_of(5), 6), record=True)
+        runner.rollbacks.set(runner.new_sequence(random_prompt(5), 6), record=True)
         assert runner.states.bytes + runner.rollbacks._copies.bytes <= costs.states(count)
         assert costs.states(count) >= 2 * without_drafts.states(count)

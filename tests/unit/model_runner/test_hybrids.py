@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.architectures import architecture
 from support.cuda_simulator import Lazy, simulated
-from support.hybrids import FAMILIES, SPARSE_DRAFTS, make, prompt_of, rotated
+from support.hybrids import FAMILIES, SPARSE_DRAFTS, make_llm, random_prompt, rotated_pairs
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
@@ -49,7 +49,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[l
 def test_prefill_in_chunks_of_7_tokens_equals_transformers(name: str, disk: bool, tmp_path: Path) -> None:
     """With KV on disk, each segment passes all layers before the next segment begins."""
     options = {"disk": tmp_path, "host_memory": "4MiB"} if disk else {}
-    model, llm = make(name, prefill_chunk_size=7, **options)
+    model, llm = make_llm(name, prefill_chunk_size=7, **options)
     for length in (75, 8):
         prompt = prompt_of(length)
         assert_greedy(model, prompt, generate(llm, [prompt])[0])
@@ -69,7 +69,7 @@ def test_gathering_states_does_not_synchronise_the_host() -> None:
     with simulated(Lazy()) as sim:
         model = architecture("lfm2").to("cuda")
         runner = LLM(model, policy="full", host_memory="8MiB", verify="off", enable_prefix_caching=False).runner
-        batch = [runner.new_sequence(prompt_of(22, seed=i), 22) for i in range(3)]
+        batch = [runner.new_sequence(random_prompt(22, seed=i), 22) for i in range(3)]
         for sequence in batch:
             runner.prefill(sequence, 20)
         runner.free(batch.pop(1))  # the first and the last of three slots remain
@@ -109,7 +109,7 @@ def test_preempted_requests_give_the_same_tokens(
     options: dict[str, Any] = {"policy": policy}
     if policy != "full":
         options["policy_options"] = {"recent": 4, "budget": 0.3}
-    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    prompts = [random_prompt(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0)
     _, large_pool = make("qwen3_5", **options)
     states = large_pool.runner.pool.states
@@ -141,7 +141,7 @@ def test_scores_equal_transformers() -> None:
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_drop_in_generate_equals_transformers(name: str) -> None:
     model = architecture(name)
-    ids = torch.tensor([prompt_of(30), prompt_of(30, seed=1)])
+    ids = torch.tensor([random_prompt(30), random_prompt(30, seed=1)])
     expected = model.generate(ids, max_new_tokens=6, do_sample=False), model(ids).logits
     with offload(model, policy="full", host_memory="8MiB", verify="off") as llm:
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.allocations import count
+from support.allocations import count_device_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_rt import LLM

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.outputs import completed
-from support.sharing import BLOCK_BYTES, LAYERS, ROW, greedy, make
+from support.sharing import BLOCK_BYTES, LAYERS, ROW, greedy, make_llm
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
@@ -189,7 +189,7 @@ def test_short_shared_runs_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 def test_equal_selections_are_copied_once(staged: bool) -> None:
     options = {"dense_layers": (), "sinks": 2, "recent": 8, "max_fraction": 0.3}
-    llm = make(policy="infinigen", policy_options=options, staged=staged)
+    llm = make_llm(policy="infinigen", policy_options=options, staged=staged)
     runner = llm.runner
     first = runner.new_sequence(tiny_prompt(4 * BLOCK_SIZE + 1), 5 * BLOCK_SIZE)
     runner.prefill(first, 4 * BLOCK_SIZE)
@@ -252,7 +252,7 @@ def test_random_requests_with_cancellations_in_a_small_pool() -> None:
 @pytest.mark.parametrize(("policy", "reuses_decoded"), [("full", True), ("infinigen", False)])
 def test_decoded_kv_is_reused_as_exact_only_with_full_attention(policy: str, reuses_decoded: bool) -> None:
     options = {} if policy == "full" else {"recent": 8, "sinks": 2, "max_fraction": 0.1, "dense_layers": ()}
-    llm = make(policy=policy, policy_options=options)
+    llm = make_llm(policy=policy, policy_options=options)
     prompt = tiny_prompt(2 * BLOCK_SIZE + 5)
     [first] = completed(llm.generate([prompt], greedy(2 * BLOCK_SIZE)))
     [continued] = completed(llm.generate([prompt + first.token_ids], greedy(1)))
@@ -265,7 +265,7 @@ def test_decoded_kv_is_reused_as_exact_only_with_full_attention(policy: str, reu
 def test_another_policy_reuses_prefilled_kv() -> None:
     options = {"budget": 0.3, "recent": 8, "sinks": 2}
     prompt = tiny_prompt(3 * BLOCK_SIZE + 5)
-    first = make(policy="full")
+    first = make_llm(policy="full")
     first.generate([prompt], greedy(4))
     other = first.under("quest", options)
     [output] = completed(other.generate([prompt], greedy(24)))
@@ -279,6 +279,6 @@ def test_another_policy_reuses_prefilled_kv() -> None:
     assert repeated.stats.reused_tokens == 3 * BLOCK_SIZE
     first.runner.check_integrity()
     with pytest.raises(ConfigError, match="planned for one policy"):
-        make(policy="full", device_memory="1GiB").under("quest", options)
+        make_llm(policy="full", device_memory="1GiB").under("quest", options)
     with pytest.raises(ConfigError, match="budgt"):
         first.under("quest", {"budgt": 0.3})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.architectures import VOCAB, architecture
 from support.cuda_simulator import Late, simulated
-from support.hybrids import FAMILIES, make, prompt_of
+from support.hybrids import FAMILIES, make_llm, random_prompt
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
@@ -101,14 +101,14 @@ def random_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]
         text = list(rng.choice(texts))
         change = rng.choice(["same", "longer", "edit", "truncate", "new"])
         if change == "longer":
-            text += prompt_of(rng.randrange(1, 150), rng.randrange(1 << 30))
+            text += random_prompt(rng.randrange(1, 150), rng.randrange(1 << 30))
         elif change == "edit":
             start = rng.randrange(len(text))
             text = text[:start] + prompt_of(len(text) - start, rng.randrange(1 << 30))
         elif change == "truncate":
             text = text[: rng.randrange(1, len(text) + 1)]
         elif change == "new":
-            text = prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))
+            text = random_prompt(rng.randrange(1, 300), rng.randrange(1 << 30))
         texts.append(text)
         width = rng.choice([1, 1, 2, 3])
         sampling: dict[str, Any] = (
@@ -162,9 +162,9 @@ def test_snapshot_memory_is_part_of_host_memory() -> None:
     assert pool.states.limit_bytes <= 100_000 < pool.states.limit_bytes + pool.states.slot_bytes
     assert pool.block_count * pool.block_bytes + pool.states.limit_bytes <= 1 << 20
     with pytest.raises(MemoryLimitError, match="snapshot_memory"):
-        make("qwen3_5", host_memory=1 << 20, snapshot_memory=1 << 21)
+        make_llm("qwen3_5", host_memory=1 << 20, snapshot_memory=1 << 21)
     with pytest.raises(ConfigError, match="snapshot_memory"):
-        make("qwen3_5", snapshot_memory="much")
+        make_llm("qwen3_5", snapshot_memory="much")
 
 
 @pytest.mark.parametrize("options", [{"snapshot_memory": 1}, {"enable_prefix_caching": False}])
@@ -233,7 +233,7 @@ def test_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: 
 def test_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     _, llm = make("qwen3_5")
     runner = llm.runner
-    sequence = runner.new_sequence([*prompt_of(70), 5], 71)
+    sequence = runner.new_sequence([*random_prompt(70), 5], 71)
     runner.prefill(sequence, 70)
     assert runner.snapshots is not None and runner.pool.cached.snapshots is not None
     used = len(runner.pool.cached.snapshots)

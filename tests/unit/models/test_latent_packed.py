@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.architectures import architecture
-from support.hybrids import prompt_of
+from support.hybrids import random_prompt
 from support.tiny_models import assert_greedy
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -23,7 +23,7 @@ from offload_rt.models.linear.packed import PackedLinear
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.device_plan import plan_for
 
-PROMPTS = [prompt_of(70), prompt_of(40, seed=1)]
+PROMPTS = [random_prompt(70), random_prompt(40, seed=1)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 COPY = 4 * (10 + 12) * 64 * 4
 """Size in bytes of the weights of 4 heads (10 + 12 outputs, 64 inputs) in float32."""

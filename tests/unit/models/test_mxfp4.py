@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import VOCAB, architecture
-from support.cuda_cells import GRAPHS, POLICIES, captured
+from support.cuda_cells import GRAPHS, POLICIES, captured_graphs
 from support.cuda_simulator import Late, simulated
 from support.outputs import completed
 from support.tiny_models import edit_config
@@ -103,7 +103,7 @@ def test_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkeypa
     with simulated(Late()):
         llm = LLM(folder, device="cuda", **options, **GRAPHS)
         found = completed(llm.generate(PROMPTS[1:], few))
-        assert captured(llm)
+        assert captured_graphs(llm)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.outputs import completed
-from support.sessions import answer
+from support.sessions import take_turn
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_model, tiny_prompt
 

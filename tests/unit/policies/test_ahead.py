@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import architecture
-from support.hybrids import make, prompt_of
+from support.hybrids import make_llm, random_prompt
 from support.outputs import completed
 from support.select_models import CPU, artifact, geometry
 from support.tiny_models import assert_greedy, tiny_model
@@ -200,7 +200,7 @@ def test_streamed_layers_are_copied_once_per_step(source: str, tmp_path: Path) -
     )  # fmt: skip
     assert llm.runner.weights is not None and llm.runner.weights.stream is not None
     assert llm.runner.weights.stream.layers == (0, 2, 3, 4)
-    [output] = llm.generate([prompt_of(30)], SamplingParams(max_tokens=9, temperature=0))
+    [output] = llm.generate([random_prompt(30)], SamplingParams(max_tokens=9, temperature=0))
     copied = output.outputs[0].stats.h2d_weight_bytes_steps  # type: ignore[union-attr]
     assert copied <= 8.5 * sum(sizes[layer] for layer in (0, 2, 3, 4))
 

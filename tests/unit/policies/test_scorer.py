@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda_cells import GRAPHS, captured
+from support.cuda_cells import GRAPHS, captured_graphs
 from support.cuda_simulator import Lazy, simulated
 from support.outputs import completed
 from support.select_models import CPU, as_sets, geometry, no_keys, pass_keys, tokens

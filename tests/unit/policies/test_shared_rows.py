@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import begun
-from support.sharing import make
+from support.batches import prefilled_sequence
+from support.sharing import make_llm
 from support.tiny_models import tiny_prompt
 
 from offload_rt.core import BLOCK_SIZE
@@ -21,7 +21,7 @@ COMMON_TOKENS = PAGE_TOKENS + 2 * BLOCK_SIZE
 
 def make_runner(**options: Any) -> Runner:
     tail = {"approximate_kv": "int2", "recent": 8, "budget": 0.3}
-    return make(policy="infinigen", policy_options=tail, missed_mass_every=0, **options).runner
+    return make_llm(policy="infinigen", policy_options=tail, missed_mass_every=0, **options).runner
 
 
 def prompts() -> list[list[int]]:

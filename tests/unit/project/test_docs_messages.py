@@ -10,24 +10,24 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "pages" / "troubleshooting.md"
 
 
-def text_of(node: ast.expr) -> str:
+def string_value(node: ast.expr) -> str:
     """Return a string expression with a NUL character in place of each formatted value."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
-        return "".join(text_of(part) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        return "".join(string_value(part) if isinstance(part, ast.Constant) else "\0" for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return text_of(node.left) + text_of(node.right)
+        return string_value(node.left) + string_value(node.right)
     return "\0"
 
 
-def test_quoted_messages_exist() -> None:
+def test_quoted_messages_occur_in_the_code() -> None:
     sources = [*(ROOT / "offload_rt").rglob("*.py"), *(ROOT / "skewing").glob("*.py")]
     strings = set()
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
-                strings.add(" ".join(text_of(node).split()))
+                strings.add(" ".join(string_value(node).split()))
     quoted = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("| `"):

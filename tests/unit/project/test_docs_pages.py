@@ -16,7 +16,7 @@ from offload_rt.models import registry
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def script(name: str) -> ModuleType:
+def load_script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,9 +24,9 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_every_command_has_its_help_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_reference_has_the_help_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # the script must set its own value, for this process only
-    commands = script("commands")
+    commands = load_script("commands")
     page = commands.page()
     from offload_rt.cli import _parser
 
@@ -36,19 +36,23 @@ def test_every_command_has_its_help_on_the_page(monkeypatch: pytest.MonkeyPatch)
     assert "--preset" in page
 
 
-def test_the_picture_has_every_folder_and_no_import_points_up(
+def test_structure_diagram_has_every_folder_and_no_upward_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    structure = script("structure")
+    structure = load_script("structure")
     lines, uses = structure.folders()
-    where = structure.places(lines)
-    assert where.keys() == lines.keys() and {"eval/measures", "kernels", "llm"} <= where.keys()
+    positions = structure.places(lines)
+    assert positions.keys() == lines.keys() and {"eval/measures", "kernels", "llm"} <= positions.keys()
     assert sum(lines.values()) == sum(
         (structure.ROOT / path).read_text(encoding="utf-8").count("\n")
-        for path in test_layering.files()
+        for path in test_layering.python_files()
         if path.parts[0] == "offload_rt"
     )
-    assert all(where[other][1] > where[folder][1] for folder, others in uses.items() for other in others & where.keys())
+    assert all(
+        positions[other][1] > positions[folder][1]
+        for folder, others in uses.items()
+        for other in others & positions.keys()
+    )
     monkeypatch.setattr(sys, "argv", ["structure.py", str(tmp_path / "structure.svg")])
     structure.main()
     assert (tmp_path / "structure.svg").read_text(encoding="utf-8").count("<rect") == 1 + len(lines)
@@ -56,20 +60,20 @@ def test_the_picture_has_every_folder_and_no_import_points_up(
 
 
 @pytest.mark.slow
-def test_the_table_of_architectures_is_up_to_date() -> None:
-    models = script("models")
+def test_table_of_architectures_is_up_to_date() -> None:
+    models = load_script("models")
     text = models.PAGE.read_text(encoding="utf-8")
     assert models.page() == text, "run python docs/models.py"
     assert all(f"`{name}`" in text for name in registry.architectures())
 
 
-def test_the_tables_of_results_are_up_to_date() -> None:
-    results = script("results")
+def test_tables_of_results_are_up_to_date() -> None:
+    results = load_script("results")
     for path, text in results.pages().items():
         assert text == path.read_text(encoding="utf-8"), f"run python docs/results.py: {path.name} is out of date"
 
 
-def test_every_link_of_the_readme_leads_to_a_file() -> None:
+def test_links_of_the_readme_lead_to_files() -> None:
     root = DOCS.parent
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
         links = re.findall(r"\]\(([^)#]+)", (root / name).read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Test that the Python snippets of the documentation run and that its commands are valid.
 
-Both use a tiny model, few new tokens and short texts.
+The tests use a tiny model, few new tokens and short texts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def shell_lines(page: Path) -> list[str]:
     return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
-def commands(page: Path) -> list[str]:
+def documented_commands(page: Path) -> list[str]:
     """Return the lines of shell sessions, and commands quoted in sentences."""
     text, found = page.read_text(encoding="utf-8"), shell_lines(page)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -73,20 +73,22 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def workplace(instruct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Write the files that snippets read, and return the names that earlier parts of a page define."""
+def snippet_globals(instruct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Write the files that snippets read. Return the global names that snippets use."""
 
-    class Tiny(LLM):
-        """Tiny model with a small KV cache, whatever model and memory a snippet names."""
+    class TinyLLM(LLM):
+        """`LLM` of snippets: loads a tiny model with a small KV cache, and ignores the model that the snippet names."""
 
         def __init__(self, model: Any, *args: Any, **options: Any) -> None:
-            kept = {name: value for name, value in options.items() if name not in ("tokenizer", "disk", "disk_limit")}
-            super().__init__(instruct, *args, **kept | {"host_memory": "64MiB", "device": "cpu"})
+            supported = {
+                name: value for name, value in options.items() if name not in ("tokenizer", "disk", "disk_limit")
+            }
+            super().__init__(instruct, *args, **supported | {"host_memory": "64MiB", "device": "cpu"})
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache().parent))  # with the compiled C code
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(offload_rt, "LLM", Tiny)
+    monkeypatch.setattr(offload_rt, "LLM", TinyLLM)
     monkeypatch.setattr(offload_rt, "SamplingParams", FewTokens)
     write_document = offload_rt.write_document
     monkeypatch.setattr(
@@ -96,25 +98,25 @@ def workplace(instruct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Path(name).write_text("It was a dark night, and nobody was on the road to the moat house. " * 4)
     Path("questions.txt").write_text("Who was there?\nWhere was it?\n")
     with contextlib.redirect_stdout(io.StringIO()):
-        yield {"LLM": Tiny, "SamplingParams": FewTokens, "offload_rt": offload_rt, "__name__": "snippet"}
+        yield {"LLM": TinyLLM, "SamplingParams": FewTokens, "offload_rt": offload_rt, "__name__": "snippet"}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that snippets do not close
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
-def test_snippets_run(page: Path, workplace: dict[str, Any]) -> None:
-    found = snippets(page)
+def test_snippets_run(page: Path, snippet_globals: dict[str, Any]) -> None:
+    code_blocks = snippets(page)
     if page.name in NOT_RUN:
-        for code in found:
+        for code in code_blocks:
             compile(code, page.name, "exec")
         return
     if page.name == "README.md":
-        found = [code for code in found if "model.generate" not in code]  # needs a transformers model
-    for code in found:
-        exec(compile(code, page.name, "exec"), workplace)
+        code_blocks = [code for code in code_blocks if "model.generate" not in code]  # needs a transformers model
+    for code in code_blocks:
+        exec(compile(code, page.name, "exec"), snippet_globals)
 
 
-def check(command: str) -> None:
-    """Raise an error if a command names an option, target, extra or file that does not exist."""
+def check_command(command: str) -> None:
+    """Raise an error if the command names an option, target, extra or file that does not exist."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     words = shlex.split(command.split(" > ")[0], comments=True)
     words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # without variables of the environment
@@ -130,11 +132,11 @@ def check(command: str) -> None:
         assert all(f"\n{extra} = [" in project for extra in extras), command
     elif words[0] == "offload-rt":
         flags = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"--help"}
-        assert flags <= set(re.findall(r"--?[a-z][a-z_-]*", options_of(words[1:]))), command
+        assert flags <= set(re.findall(r"--?[a-z][a-z_-]*", help_text(words[1:]))), command
 
 
-def options_of(words: list[str]) -> str:
-    """Return the help of a command, or of a benchmark or evaluation, including one registered by a file."""
+def help_text(words: list[str]) -> str:
+    """Return the help of a command, a benchmark or an evaluation."""
     name = words[1] if words[0] == "eval" else words[0]
     if name == "--help":
         return ""
@@ -152,40 +154,40 @@ def options_of(words: list[str]) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_valid(page: Path) -> None:
-    for command in commands(page):
-        check(command)
+    for command in documented_commands(page):
+        check_command(command)
 
 
-RUN = ("info", "generate", "write", "chat", "batch", "skew")
+COMMANDS_RUN = ("info", "generate", "write", "chat", "batch", "skew")
 """Commands that run here. `serve`, `eval` and `tune` have tests of their own."""
 
-SMALL = {
+SMALL_VALUES = {
     "--max-new-tokens": "4", "--chapter-tokens": "4", "--chapters": "2", "--more": "4", "--host-memory": "64MiB",
     "--disk-limit": "128MiB",
 }  # fmt: skip
 """Values in place of those in the documentation."""
 
 
-LENGTH = dict.fromkeys(("generate", "write", "chat"), ("--max-new-tokens", "4"))
-LENGTH["skew"] = ("--calibration-tokens", "128")
+LENGTH_OPTIONS = dict.fromkeys(("generate", "write", "chat"), ("--max-new-tokens", "4"))
+LENGTH_OPTIONS["skew"] = ("--calibration-tokens", "128")
 """Options that shorten commands without a length."""
 
 
-def runs(line: str) -> bool:
+def is_run(line: str) -> bool:
     words = line.split()
-    return words[0] in ("cp", "head") or (words[0] == "offload-rt" and words[1] in RUN)
+    return words[0] in ("cp", "head") or (words[0] == "offload-rt" and words[1] in COMMANDS_RUN)
 
 
 def run_line(line: str, model: str) -> int:
-    """Run a line of a shell session in this process, with option values from `SMALL`. Return its exit code."""
+    """Run a line of a shell session in this process. Return its exit code."""
     words = shlex.split(line, comments=True)
     out = io.StringIO()
     if words[0] == "offload-rt":
-        small = [SMALL.get(before, word) for before, word in itertools.pairwise(words)]
-        args = [model if word in ("MODEL", "reference") or word.startswith("meta-llama/") else word for word in small]
+        values = [SMALL_VALUES.get(before, word) for before, word in itertools.pairwise(words)]
+        args = [model if word in ("MODEL", "reference") or word.startswith("meta-llama/") else word for word in values]
         args = [str(Path.cwd() / "kv") if word == "/nvme/kv" else word for word in args]
-        if args[0] in LENGTH and not set(args) & {"--max-new-tokens", "--more", "--chapters", "--outline"}:
-            args[1:1] = LENGTH[args[0]]
+        if args[0] in LENGTH_OPTIONS and not set(args) & {"--max-new-tokens", "--more", "--chapters", "--outline"}:
+            args[1:1] = LENGTH_OPTIONS[args[0]]
         with contextlib.redirect_stdout(out):
             code = main(args[: args.index(">")] if ">" in args else args)
     else:
@@ -199,16 +201,18 @@ def run_line(line: str, model: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(map(runs, shell_lines(page)))], ids=lambda page: page.name
+    "page", [page for page in PAGES if any(map(is_run, shell_lines(page)))], ids=lambda page: page.name
 )
-def test_commands_run(page: Path, instruct: str, workplace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run(
+    page: Path, instruct: str, snippet_globals: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(Path(instruct) / "cache"))
     Path("offload_rt").symlink_to(ROOT / "offload_rt")
     Path("opening.txt").write_text("It was a dark night.")
     Path("outline.txt").write_text("The road\nThe house\n")
     for name in ("questions.jsonl", "IN.jsonl"):
         Path(name).write_text('{"prompt": "It was"}\n{"prompt": "Nobody was"}\n')
-    for line in filter(runs, shell_lines(page)):
+    for line in filter(is_run, shell_lines(page)):
         monkeypatch.setattr(
             "sys.stdin", io.StringIO("/read chapter.txt Who was there?\n" if "novel" in line else "Who?\n")
         )
@@ -218,7 +222,7 @@ def test_commands_run(page: Path, instruct: str, workplace: dict[str, Any], monk
         assert run_line(line, instruct) == 0, line
 
 
-def test_an_unknown_option_is_found() -> None:
+def test_unknown_options_and_targets_are_found() -> None:
     for command in ("offload-rt generate MODEL --no-such-option", "make no-such-target", "make stress PART=nothing"):
         with pytest.raises(AssertionError):
-            check(command)
+            check_command(command)

@@ -52,7 +52,7 @@ NAME_ALLOWED = {"truncation_id", "answers"}
 
 
 def identifiers() -> Iterator[tuple[Path, str]]:
-    """Yield the names of modules, classes, functions, parameters and fields with their files."""
+    """Yield file and name of each module, class, function, parameter and field."""
     for path in (path for folder in CODE for path in sorted(folder.rglob("*.py"))):
         yield path, path.stem
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -64,7 +64,7 @@ def identifiers() -> Iterator[tuple[Path, str]]:
                 yield path, node.target.id
 
 
-def pieces(name: str) -> set[str]:
+def split_identifier(name: str) -> set[str]:
     """Split an identifier into its words, in lower case and without plural."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
     return {word.lower() for word in words} | {word.lower().removesuffix("s") for word in words}
@@ -73,7 +73,7 @@ def pieces(name: str) -> set[str]:
 def test_identifiers_use_the_terms_of_the_glossary() -> None:
     found: dict[str, set[str]] = {}
     for path, name in identifiers():
-        for word in {*pieces(name)} & WORDS.keys() | {name.strip("_")} & NAMES.keys():
+        for word in {*split_identifier(name)} & WORDS.keys() | {name.strip("_")} & NAMES.keys():
             found.setdefault(word, set()).add(f"{path.relative_to(ROOT)}: {name}")
     for word, uses in found.items():
         most, _ = WORD_ALLOWED.get(word, (0, ""))

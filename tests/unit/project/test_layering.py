@@ -1,4 +1,4 @@
-"""Test imports: no folder imports from a folder above or beside it, and no modules import each other in a circle."""
+"""Test imports: no folder imports from a folder above or beside it, and there are no import cycles."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ORDER = (
     "transfer", "model_runner storage planning", "engine", "sessions", "llm", "async_llm drop_in writing", "__init__",
     "eval server", "cli", "__main__",
 )  # fmt: skip
-RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()}
+RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders.split()}
 LINKED = {"kernels", "skewing", "eval"}  # top-level folders that must not be imported by these names
 BARE = re.compile(r"\b(from|import)\s.*\b(kernels|skewing|eval)\b")
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements below a node. Visiting expressions too would take ten times as long."""
+    """Yield all statements below a node. Expressions are skipped, because visiting them takes ten times as long."""
     for name in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, name, ()):
             yield child
@@ -31,8 +31,8 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 @functools.cache
-def imported(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the absolute name of every module imported in `source`, as parts. `package` is the package of `source`."""
+def imported_modules(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the name of each imported module, split at dots. `package` resolves relative imports."""
     found: list[tuple[str, ...]] = []
     for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -44,45 +44,43 @@ def imported(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
     return found
 
 
-def violations(source: str, path: Path) -> list[str]:
-    """Return the forbidden imports in `source`, the text of file `path` (relative to the repository)."""
-    room = path.with_suffix("").parts[1] if path.parts[0] == "offload_rt" else None
+def find_violations(source: str, path: Path) -> list[str]:
+    folder = path.with_suffix("").parts[1] if path.parts[0] == "offload_rt" else None
     found: list[str] = []
-    if room is None and not BARE.search(source):
+    if folder is None and not BARE.search(source):
         return found
-    for name in imported(source, path.parent.parts):
+    for name in imported_modules(source, path.parent.parts):
         if name[0] in LINKED:
             found.append(f"{path}: bare import of {name[0]}; it is offload_rt.{name[0]}")
-        if room is None or name[0] != "offload_rt":
+        if folder is None or name[0] != "offload_rt":
             continue
         other = name[1] if len(name) > 1 and name[1] in RANK else "__init__"
-        if other != room and RANK[other] >= RANK[room]:
-            found.append(f"{path}: {room} may not import {other}")
+        if other != folder and RANK[other] >= RANK[folder]:
+            found.append(f"{path}: {folder} may not import {other}")
     return found
 
 
-def module(path: Path) -> tuple[str, ...]:
-    """Return the module name of file `path`, as parts."""
+def module_name(path: Path) -> tuple[str, ...]:
     parts = path.with_suffix("").parts
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
 def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
-    """Return the imports between these modules.
+    """Return the modules that each module imports.
 
     A name re-exported by a package counts as an import of the package. Parent packages of an imported module do not
     count.
     """
-    modules = {module(path) for path in sources}
+    modules = {module_name(path) for path in sources}
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for path, source in sources.items():
-        targets = {name if name in modules else name[:-1] for name in imported(source, path.parent.parts)}
-        graph[module(path)] = (targets & modules) - {module(path)}
+        targets = {name if name in modules else name[:-1] for name in imported_modules(source, path.parent.parts)}
+        graph[module_name(path)] = (targets & modules) - {module_name(path)}
     return graph
 
 
-def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str]]:
-    """Return the modules in import cycles: one sorted list for each strongly connected component."""
+def find_cycles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str]]:
+    """Return the modules of each import cycle (strongly connected component)."""
 
     def reach(start: tuple[str, ...]) -> set[tuple[str, ...]]:
         found: set[tuple[str, ...]] = set()
@@ -94,18 +92,17 @@ def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str
         return found
 
     reached = {name: reach(name) for name in graph}
-    knots = {frozenset(other for other in found if name in reached[other]) for name, found in reached.items()}
-    return sorted(sorted(".".join(name) for name in knot) for knot in knots if knot)
+    components = {frozenset(other for other in found if name in reached[other]) for name, found in reached.items()}
+    return sorted(sorted(".".join(name) for name in component) for component in components if component)
 
 
 EVAL_ORDER = ("core", "quality speed", "suites", "measures", "cli")
 EVAL_RANK = {folder: rank for rank, folders in enumerate(EVAL_ORDER) for folder in folders.split()}
 
 
-def eval_violations(source: str, path: Path) -> list[str]:
-    """Return the forbidden imports in `source`, the text of file `path` of `eval` (relative to the repository)."""
+def find_eval_violations(source: str, path: Path) -> list[str]:
     folder, found = path.with_suffix("").parts[2], []
-    for parts in imported(source, path.parent.parts):
+    for parts in imported_modules(source, path.parent.parts):
         if parts[:2] != ("offload_rt", "eval") or len(parts) < 3:
             continue
         if parts[2] != folder and EVAL_RANK[parts[2]] >= EVAL_RANK[folder]:
@@ -113,25 +110,28 @@ def eval_violations(source: str, path: Path) -> list[str]:
     return found
 
 
-def files() -> list[Path]:
-    """Return the Python files of package, scripts and tests, relative to the repository."""
+def python_files() -> list[Path]:
     folders = [entry for entry in PACKAGE.iterdir() if entry.is_dir()] + [ROOT / "scripts", ROOT / "tests"]
     paths = [*PACKAGE.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     return sorted(path.relative_to(ROOT) for path in paths)
 
 
-def test_no_import_against_the_order() -> None:
-    found = [line for path in files() for line in violations((ROOT / path).read_text(encoding="utf-8"), path)]
+def test_no_folder_imports_from_a_higher_layer() -> None:
+    found = [
+        line for path in python_files() for line in find_violations((ROOT / path).read_text(encoding="utf-8"), path)
+    ]
     assert not found, "\n" + "\n".join(found)
 
 
 def test_no_import_cycles() -> None:
-    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in files() if path.parts[0] == "offload_rt"}
+    sources = {
+        path: (ROOT / path).read_text(encoding="utf-8") for path in python_files() if path.parts[0] == "offload_rt"
+    }
     assert len(sources) > 100
-    assert circles(import_graph(sources)) == []
+    assert find_cycles(import_graph(sources)) == []
 
 
-def test_every_kind_of_import_cycle_is_found() -> None:
+def test_import_cycles_are_found() -> None:
     sources = {
         Path("offload_rt/a/one.py"): "from .two import f",
         Path("offload_rt/a/two.py"): "def f():\n    from offload_rt.b import three",
@@ -139,25 +139,27 @@ def test_every_kind_of_import_cycle_is_found() -> None:
         Path("offload_rt/b/four.py"): "from . import three",
         Path("offload_rt/__init__.py"): "from .a.one import f",
     }
-    assert circles(import_graph(sources)) == [["offload_rt.a.one", "offload_rt.a.two", "offload_rt.b.three"]]
+    assert find_cycles(import_graph(sources)) == [["offload_rt.a.one", "offload_rt.a.two", "offload_rt.b.three"]]
     del sources[Path("offload_rt/b/three.py")]
-    assert circles(import_graph(sources)) == []
+    assert find_cycles(import_graph(sources)) == []
 
 
-def test_no_import_against_the_order_of_eval() -> None:
-    mine = [path for path in files() if path.parts[:2] == ("offload_rt", "eval")]
-    assert {path.with_suffix("").parts[2] for path in mine} == EVAL_RANK.keys()
-    found = [line for path in mine for line in eval_violations((ROOT / path).read_text(encoding="utf-8"), path)]
+def test_no_folder_of_eval_imports_from_a_higher_layer() -> None:
+    eval_files = [path for path in python_files() if path.parts[:2] == ("offload_rt", "eval")]
+    assert {path.with_suffix("").parts[2] for path in eval_files} == EVAL_RANK.keys()
+    found = [
+        line for path in eval_files for line in find_eval_violations((ROOT / path).read_text(encoding="utf-8"), path)
+    ]
     assert not found, "\n" + "\n".join(found)
     bad = "from ..speed.bench import run_bench"
-    assert len(eval_violations(bad, Path("offload_rt/eval/quality/x.py"))) == 1
-    assert eval_violations(bad, Path("offload_rt/eval/suites/x.py")) == []
+    assert len(find_eval_violations(bad, Path("offload_rt/eval/quality/x.py"))) == 1
+    assert find_eval_violations(bad, Path("offload_rt/eval/suites/x.py")) == []
 
 
 def test_every_file_is_in_a_known_folder() -> None:
-    rooms = {path.with_suffix("").parts[1] for path in files() if path.parts[0] == "offload_rt"}
-    assert rooms <= RANK.keys(), f"rooms without a rank: {sorted(rooms - RANK.keys())}"
-    assert {"errors", "core", "config", "models", "policies", "transfer"} <= rooms
+    folders = {path.with_suffix("").parts[1] for path in python_files() if path.parts[0] == "offload_rt"}
+    assert folders <= RANK.keys(), f"folders without a rank: {sorted(folders - RANK.keys())}"
+    assert {"errors", "core", "config", "models", "policies", "transfer"} <= folders
 
 
 @pytest.mark.parametrize(
@@ -173,8 +175,8 @@ def test_every_file_is_in_a_known_folder() -> None:
         ("scripts/x.py", "import eval.speed"),
     ],
 )
-def test_violations_are_found(path: str, source: str) -> None:
-    assert len(violations(source, Path(path))) == 1
+def test_forbidden_imports_are_found(path: str, source: str) -> None:
+    assert len(find_violations(source, Path(path))) == 1
 
 
 def test_linked_folders_are_no_packages() -> None:

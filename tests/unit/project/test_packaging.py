@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.compilers import idle
+from support.compilers import fake_compiler
 from transformers.utils import is_kernels_available
 
 from offload_rt.utils import native_code, native_libraries
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 LINKED = ("kernels", "skewing", "eval")
 
 
-def tracked_or_new() -> list[str]:
-    """Return the paths of the working tree that git does not ignore, without following links."""
+def unignored_files() -> list[str]:
+    """Return the files that git tracks or would track."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     return subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
@@ -39,15 +39,15 @@ def run(*command: str, cwd: Path, **variables: str) -> subprocess.CompletedProce
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the working tree as a clone would contain it, with a module in every linked folder.
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the working tree as a clone would contain it, and add a module to every linked folder.
 
     Model weights are truncated, because compressing 22 MB three times is slow.
     """
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the list of files comes from git")
     copy = tmp_path_factory.mktemp("tree")
-    for name in tracked_or_new():
+    for name in unignored_files():
         if (ROOT / name).is_symlink() or (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
@@ -60,22 +60,22 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build sdist and wheel from the tree, and another wheel in `again` from the sdist without a compiler.
+def out(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build sdist and wheel from the working tree, and another wheel in `again` from the sdist without a compiler.
 
-    `make stress` builds the tree's wheel as for a release. Otherwise its libraries are empty files.
+    `make stress` builds the first wheel as for a release. Otherwise its libraries are empty files.
     """
     out = tmp_path_factory.mktemp("out")
     compiler = native_code.find_compiler()
     if compiler is not None and not STRESS:
-        compiler = [str(idle(out / "quick"))]
+        compiler = [str(fake_compiler(out / "quick"))]
     build = (
         "import setuptools.build_meta as b, sys\n"
         "_, out, *kinds = sys.argv\n"
         "for kind in kinds:\n"
         "    getattr(b, 'build_' + kind)(out)\n"
     )
-    run(sys.executable, "-c", build, str(out), "sdist", "wheel", cwd=tree, CC=shlex.join(compiler or ["no-compiler"]))
+    run(sys.executable, "-c", build, str(out), "sdist", "wheel", cwd=clone, CC=shlex.join(compiler or ["no-compiler"]))
     sdist = next(out.glob("*.tar.gz"))
     subprocess.run(["tar", "-xzf", str(sdist), "-C", str(out)], check=True)
     unpacked = out / sdist.name.removesuffix(".tar.gz")
@@ -85,8 +85,7 @@ def out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(out: Path) -> dict[str, set[str]]:
-    """Return the file names inside the sdist and both wheels."""
+def archive_files(out: Path) -> dict[str, set[str]]:
     with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
         in_sdist = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
     return {
@@ -97,8 +96,8 @@ def built(out: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("kind", ["sdist", "wheel", "wheel from sdist"])
-def test_package_is_complete(built: dict[str, set[str]], kind: str) -> None:
-    names = built[kind]
+def test_package_is_complete(archive_files: dict[str, set[str]], kind: str) -> None:
+    names = archive_files[kind]
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "offload_rt").glob("*.py")}
     modules |= {f"offload_rt/{name}/probe.py" for name in LINKED}
     modules |= {f"offload_rt/{p.relative_to(ROOT)}" for name in LINKED for p in (ROOT / name).rglob("*.py")}
@@ -110,34 +109,33 @@ def test_package_is_complete(built: dict[str, set[str]], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sdist", "wheel", "wheel from sdist"])
-def test_data_files_of_the_code_are_included(built: dict[str, set[str]], kind: str) -> None:
-    """The package contains C code, texts, models and task files, but no README pages or measured results."""
-    rooms = {f"{name}/": f"offload_rt/{name}/" for name in LINKED} | {"offload_rt/": "offload_rt/"}
-    files = [name for name in tracked_or_new() if (ROOT / name).is_file() and not name.endswith((".py", "README.md"))]
+def test_data_files_are_included(archive_files: dict[str, set[str]], kind: str) -> None:
+    folders = {f"{name}/": f"offload_rt/{name}/" for name in LINKED} | {"offload_rt/": "offload_rt/"}
+    files = [name for name in unignored_files() if (ROOT / name).is_file() and not name.endswith((".py", "README.md"))]
     wanted = {
         inside + name.removeprefix(outside)
-        for outside, inside in rooms.items()
+        for outside, inside in folders.items()
         for name in files
         if name.startswith(outside) and not name.startswith("eval/results/")
     }
     assert {"offload_rt/kernels/low_bit.c", "offload_rt/eval/quality/tasks/piqa_local.yaml"} <= wanted
-    assert not wanted - built[kind]
+    assert not wanted - archive_files[kind]
 
 
 @pytest.mark.parametrize("kind", ["wheel", "wheel from sdist"])
-def test_wheel_holds_one_top_level_package(built: dict[str, set[str]], kind: str) -> None:
-    tops = {name.split("/", 1)[0] for name in built[kind]}
+def test_wheel_contains_one_top_level_package(archive_files: dict[str, set[str]], kind: str) -> None:
+    tops = {name.split("/", 1)[0] for name in archive_files[kind]}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"offload_rt"}
 
 
-def test_the_wheel_contains_all_libraries_of_this_architecture(out: Path, built: dict[str, set[str]]) -> None:
-    """The wheel has the tag of the platform. Without a compiler, it has no libraries and is tagged for any platform."""
+def test_wheel_has_all_libraries_and_the_platform_tag(out: Path, archive_files: dict[str, set[str]]) -> None:
+    """Without a compiler, the wheel has no libraries and is tagged for any platform."""
     assert next((out / "again").glob("*.whl")).stem.endswith("-py3-none-any")
-    assert not any("/native/" in name for name in built["wheel from sdist"])
+    assert not any("/native/" in name for name in archive_files["wheel from sdist"])
     if native_code.find_compiler() is None:
         pytest.skip("no C compiler")
     names = {native_code.library_name(*library) for library in native_libraries.prebuilt_libraries()}
-    assert {name.rsplit("/", 1)[1] for name in built["wheel"] if "/native/" in name} == names
+    assert {name.rsplit("/", 1)[1] for name in archive_files["wheel"] if "/native/" in name} == names
     wheel = next(out.glob("*.whl"))
     assert wheel.stem.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}")
     with zipfile.ZipFile(wheel) as archive:
@@ -146,8 +144,7 @@ def test_the_wheel_contains_all_libraries_of_this_architecture(out: Path, built:
 
 
 @pytest.mark.skipif(not STRESS, reason="needs a release build: make stress PART=wheel")
-def test_the_wheel_needs_no_compiler(out: Path, tmp_path: Path) -> None:
-    """The PATH of the environment contains only itself, and its cache folder is empty."""
+def test_wheel_runs_without_a_compiler(out: Path, tmp_path: Path) -> None:
     if native_code.find_compiler() is None:
         pytest.skip("no C compiler")
     environment, cache = tmp_path / "environment", tmp_path / "cache"
@@ -175,21 +172,21 @@ def test_the_wheel_needs_no_compiler(out: Path, tmp_path: Path) -> None:
         assert not list(cache.rglob("*.so")) and "C code" not in done.stderr
 
 
-def test_editable_install_reaches_the_links_and_nothing_else(tree: Path, tmp_path: Path) -> None:
+def test_editable_install_has_linked_folders_only_in_the_package(clone: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
-    run(*pip, "--target", str(target), "--editable", str(tree), cwd=tmp_path)
+    run(*pip, "--target", str(target), "--editable", str(clone), cwd=tmp_path)
     probe = (
         "import importlib, importlib.util, site, sys\n"
         f"site.addsitedir({str(target)!r})\n"
         f"sys.path.append({sysconfig.get_path('purelib')!r})\n"
         "from pathlib import Path\n"
         "import offload_rt\n"
-        f"assert Path(next(iter(offload_rt.__path__))).is_relative_to({str(tree)!r}), offload_rt.__path__\n"
+        f"assert Path(next(iter(offload_rt.__path__))).is_relative_to({str(clone)!r}), offload_rt.__path__\n"
         f"for name in {LINKED!r}:\n"
         "    assert importlib.import_module(f'offload_rt.{name}.probe').NAME == name\n"
         "    spec = importlib.util.find_spec(name)\n"
-        f"    assert spec is None or {str(tree)!r} not in str(spec), spec\n"
+        f"    assert spec is None or {str(clone)!r} not in str(spec), spec\n"
     )
     # -S uses this environment's packages without its .pth files, whose editable install would be found first.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
@@ -201,13 +198,13 @@ def test_editable_install_reaches_the_links_and_nothing_else(tree: Path, tmp_pat
 
 def test_no_file_is_too_large_for_git() -> None:
     limit = 16 * 2**20
-    large = [n for n in tracked_or_new() if (ROOT / n).is_file() and (ROOT / n).stat().st_size > limit]
+    large = [n for n in unignored_files() if (ROOT / n).is_file() and (ROOT / n).stat().st_size > limit]
     assert not large
     assert (ROOT / "offload_rt/data/black_arrow.txt").stat().st_size <= 400_000
 
 
-def test_transformers_does_not_import_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers imports a package named `kernels`, and must not find this project's folder of that name."""
+def test_transformers_ignores_the_folder_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports a package named `kernels`. It must not find this project's folder of that name."""
     monkeypatch.syspath_prepend(ROOT)
     is_kernels_available.cache_clear()
     assert not is_kernels_available()

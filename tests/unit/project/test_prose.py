@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def prose() -> ModuleType:
+def prose_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("prose", Path(__file__).parents[3] / "scripts" / "prose.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,8 +28,8 @@ def prose() -> ModuleType:
         "The pool is given back anew.",
     ],
 )
-def test_obscure_constructions_are_found(prose: ModuleType, text: str) -> None:
-    assert prose.PATTERN.search(text)
+def test_obscure_constructions_are_found(prose_script: ModuleType, text: str) -> None:
+    assert prose_script.PATTERN.search(text)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_obscure_constructions_are_found(prose: ModuleType, text: str) -> None:
         "Padding entries are zero, where `n` is the number of tokens.",
     ],
 )
-def test_plain_sentences_pass(prose: ModuleType, text: str) -> None:
-    assert not prose.PATTERN.search(text)
+def test_plain_sentences_pass(prose_script: ModuleType, text: str) -> None:
+    assert not prose_script.PATTERN.search(text)
 
 
-def test_docstrings_comments_and_messages_are_read(prose: ModuleType) -> None:
+def test_docstrings_comments_and_messages_are_read(prose_script: ModuleType) -> None:
     source = '"""The first text of this module."""\n\nx = 1  # a comment\nraise ValueError("a message of five words")\n'
-    assert [line for line, _ in prose.python_prose(source)] == [1, 4, 3]
-    assert [text for _, text in prose.markdown_prose("Text\n\n```\ncode\n```\n\nMore")][::2][0] == "Text"
+    assert [line for line, _ in prose_script.python_prose(source)] == [1, 4, 3]
+    assert [text for _, text in prose_script.markdown_prose("Text\n\n```\ncode\n```\n\nMore")][::2][0] == "Text"

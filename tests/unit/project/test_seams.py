@@ -35,13 +35,11 @@ from offload_rt.policies.scorer import ScorerPolicy
 from offload_rt.storage.options import StoreOptions
 from offload_rt.utils.config_fields import check, option, option_of
 
-# ------------------------------------------------------------------------------------------------------ a toy policy
+# -------------------------------------------------------------------------------------------------- an external policy
 
 
 @dataclass(frozen=True)
 class EveryNthOptions(BudgetOptions):
-    """Options of a policy that selects every `stride`-th candidate."""
-
     stride: int = option(2, help="every how many-th candidate is attended", metavar="N")
 
     def __post_init__(self) -> None:
@@ -80,14 +78,14 @@ class EveryNth(ScorerPolicy[EveryNthOptions]):
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "every-nth" not in policy_names()
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     register_policy("every-nth", f"{__name__}:EveryNth")(EveryNthOptions)
 
 
-@pytest.mark.usefixtures("toy")
-def test_a_policy_from_outside_runs() -> None:
+@pytest.mark.usefixtures("registered_policy")
+def test_external_policy_runs() -> None:
     settings: dict[str, Any] = {"policy": "every-nth", "host_memory": "16MiB", "device": "cpu", "dtype": "float32"}
     prompt, greedy = tiny_prompt(90), SamplingParams(max_tokens=6, temperature=0)
     model = tiny_model("llama", dtype=torch.float32)
@@ -100,8 +98,8 @@ def test_a_policy_from_outside_runs() -> None:
     assert third.stats.exact_fraction == pytest.approx((2 + 4 + 84 / 3) / 90, abs=0.02)
 
 
-@pytest.mark.usefixtures("toy")
-def test_the_command_line_and_info_know_a_policy_from_outside(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("registered_policy")
+def test_command_line_and_info_know_an_external_policy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(("generate", "--help"))
     text = " ".join(capsys.readouterr().out.split())
@@ -120,8 +118,8 @@ def test_the_command_line_and_info_know_a_policy_from_outside(capsys: pytest.Cap
     assert "--stride is an option of" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("toy")
-def test_a_policy_name_can_be_registered_once() -> None:
+@pytest.mark.usefixtures("registered_policy")
+def test_policy_name_can_be_registered_once() -> None:
     register_policy("every-nth", f"{__name__}:EveryNth")(EveryNthOptions)
     with pytest.raises(ConfigError, match="registered already, by test_seams:EveryNth"):
         register_policy("every-nth", f"{__name__}:Other")(EveryNthOptions)
@@ -134,15 +132,13 @@ def test_a_policy_name_can_be_registered_once() -> None:
 
 @dataclass(frozen=True)
 class ToyConfig(EngineConfig):
-    """Engine configuration with additional fields."""
-
     cushion: Size = option(1024, help="bytes left free", group="pool", plans=True)
     colour: Literal["red", "blue"] = option("red", help="what colour", group="toys")
     secret: int = option(0, help="not a flag")
 
 
 @pytest.mark.parametrize(("plan", "flags"), [(False, 2), (True, 1)])
-def test_a_field_of_the_configuration_is_a_flag(plan: bool, flags: int) -> None:
+def test_field_of_the_configuration_becomes_a_flag(plan: bool, flags: int) -> None:
     parser = argparse.ArgumentParser()
     add_engine_flags(parser, ToyConfig, plan=plan)
     text = " ".join(parser.format_help().split())
@@ -155,7 +151,7 @@ def test_a_field_of_the_configuration_is_a_flag(plan: bool, flags: int) -> None:
     assert engine_config(given, ToyConfig) == ToyConfig(cushion="4096", colour="blue" if flags == 2 else "red")  # type: ignore[arg-type]
 
 
-def test_llm_takes_a_configuration_and_fields_on_top() -> None:
+def test_llm_accepts_a_configuration_and_overrides() -> None:
     model, config = tiny_model("llama"), ToyConfig(policy="full", host_memory="8MiB", max_num_seqs=2)  # type: ignore[arg-type]
     llm = LLM(model, config, colour="blue", max_num_seqs=3)
     assert llm.config == replace(config, colour="blue", max_num_seqs=3) == llm.runner.config
@@ -166,7 +162,7 @@ def test_llm_takes_a_configuration_and_fields_on_top() -> None:
         LLM(model, EngineConfig(), colour="blue")
 
 
-def test_a_configuration_converts_common_notations() -> None:
+def test_configuration_converts_common_notations() -> None:
     config = EngineConfig(
         host_memory="1GiB", device_memory="2GB", eviction="lru", skew="x", swap="~/y", dtype=torch.bfloat16,
         device=torch.device("cpu"), policy_options=None,
@@ -207,7 +203,7 @@ def test_every_field_has_help(kind: type) -> None:
         ("streaming", {}, "streaming-14c4124bb13ca6ef"),
     ],
 )
-def test_provenance_keys_are_those_of_stores_that_exist(
+def test_provenance_keys_equal_those_of_existing_stores(
     reference_policy: Callable[..., Any], policy: str, options: dict[str, Any], provenance_key: str
 ) -> None:
     assert reference_policy(policy, options).provenance_key == provenance_key
@@ -238,15 +234,15 @@ def reference_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calla
 
 
 @dataclass(frozen=True)
-class _Later(BudgetOptions):
+class _ExtendedOptions(BudgetOptions):
     since: int = option(0, help="an option that was added later", neutral=0)
     always: int = option(0, help="an option that was always there")
 
 
-def test_neutral_values_of_new_options_are_not_in_the_digest() -> None:
-    text = "_Later(budget=0.1, sinks=4, recent=64, dense_layers=(0,), "
-    assert _Later().provenance_text() == f"{text}always=0)"
-    assert _Later(since=3).provenance_text() == f"{text}since=3, always=0)"
+def test_provenance_text_omits_neutral_values_of_new_options() -> None:
+    text = "_ExtendedOptions(budget=0.1, sinks=4, recent=64, dense_layers=(0,), "
+    assert _ExtendedOptions().provenance_text() == f"{text}always=0)"
+    assert _ExtendedOptions(since=3).provenance_text() == f"{text}since=3, always=0)"
     for policy in policy_names():
         for options in ({}, *({"preset": preset} for preset in options_class(policy).presets)):
             chosen = parse_options(policy, options)
@@ -266,7 +262,7 @@ def test_memory_demand_follows_the_options_of_a_policy() -> None:
         assert (demand.key_bytes > 0) == (policy in ("infinigen", "auto", "h2o", "quest"))
 
 
-# ------------------------------------------------------------------------------------------------ a toy architecture
+# ------------------------------------------------------------------------------------------ an external architecture
 
 
 class ScaledConfig(LlamaConfig):
@@ -298,7 +294,7 @@ class ScaledAdapter(DecoderAdapter):
 
 
 @pytest.fixture
-def scaled(monkeypatch: pytest.MonkeyPatch) -> ScaledForCausalLM:
+def scaled_model(monkeypatch: pytest.MonkeyPatch) -> ScaledForCausalLM:
     monkeypatch.setattr(model_registry, "_adapters", dict(model_registry._adapters))
     register_architecture("ScaledForCausalLM", f"{__name__}:ScaledAdapter")
     model = ScaledForCausalLM(
@@ -308,15 +304,17 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> ScaledForCausalLM:
     return model.eval()
 
 
-def test_an_architecture_from_outside_runs_like_transformers(scaled: ScaledForCausalLM, tmp_path: Path) -> None:
+def test_external_architecture_equals_transformers(scaled_model: ScaledForCausalLM, tmp_path: Path) -> None:
     prompt = tiny_prompt(70)
     with torch.no_grad():
-        expected = scaled(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-        decoded = scaled.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()
+        expected = scaled_model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        decoded = scaled_model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
     AutoConfig.register("scaled-llama", ScaledConfig)
     AutoModelForCausalLM.register(ScaledConfig, ScaledForCausalLM)
-    scaled.save_pretrained(tmp_path)
-    for given in (scaled, tmp_path):
+    scaled_model.save_pretrained(tmp_path)
+    for given in (scaled_model, tmp_path):
         llm = LLM(given, policy="full", host_memory="16MiB", device="cpu", dtype="float32")
         token = int(expected.argmax())
         [score] = llm.score([prompt], [[token]])
@@ -326,7 +324,7 @@ def test_an_architecture_from_outside_runs_like_transformers(scaled: ScaledForCa
         assert output.token_ids == decoded
 
 
-def test_an_architecture_has_one_adapter(scaled: ScaledForCausalLM) -> None:
+def test_architecture_has_one_adapter(scaled_model: ScaledForCausalLM) -> None:
     register_architecture("ScaledForCausalLM", f"{__name__}:ScaledAdapter")
     with pytest.raises(ConfigError, match="is already registered"):
         register_architecture("LlamaForCausalLM", f"{__name__}:ScaledAdapter")

@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -
 
 @pytest.fixture(scope="module")
 def url(request: pytest.FixtureRequest, engine: ScriptedEngine) -> Iterator[str]:
-    from support.serving import served
+    from support.serving import run_server
 
     with served(engine, **getattr(request.module, "SERVER_OPTIONS", {})) as address:
         yield address

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import TEMPLATE, served
+from support.serving import TEMPLATE, run_server
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM
@@ -25,7 +25,15 @@ if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
     pytest.skip("no Chromium on this machine: apt-get install chromium", allow_module_level=True)
 
 from playwright.sync_api import Browser, expect
-from support.browser import PATIENCE, action, ask, chromium, done, page_of, picture
+from support.browser import (
+    TIMEOUT_MS,
+    chromium,
+    click_action,
+    open_page,
+    send_message,
+    take_screenshot,
+    wait_for_answer,
+)
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
 NIGHT = "It was a dark night, and the river was high. "
@@ -49,20 +57,20 @@ def serving(model: Path, store: Path | None, port: int = 0) -> Iterator[str]:
     llm = LLM(model, policy="infinigen", verify="off", host_memory="512MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     named: dict[str, Any] = {} if store is None else {"documents": store / "server"}
-    with served(AsyncLLM(llm, store=store), **named, port=port) as url:
+    with run_server(AsyncLLM(llm, store=store), **named, port=port) as url:
         yield url
 
 
 def test_stream_stop_reload_and_restart(browser: Browser, model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path) as url, page_of(browser, url) as page:
+    with serving(model, tmp_path) as url, open_page(browser, url) as page:
         expect(page.locator("#model")).to_have_text("tiny")
-        ask(page, NIGHT * 12, 8)
-        done(page)
+        send_message(page, NIGHT * 12, 8)
+        wait_for_answer(page)
         expect(page.locator("article.assistant")).to_have_count(1)
         answer = page.locator("article.assistant .text").inner_text()
         expect(page.locator("#sources button").first).to_contain_text("%")
         assert page.locator("#matrix").get_attribute("aria-label") != "No steps yet"
-        ask(page, "On and on.", 4000)
+        send_message(page, "On and on.", 4000)
         expect(page.locator("#status")).to_have_text("Answering…")
         page.keyboard.press("Escape")
         expect(page.locator("#status")).to_have_text("Stopped.")
@@ -74,7 +82,7 @@ def test_stream_stop_reload_and_restart(browser: Browser, model: Path, tmp_path:
         # The server has sent more than the page may have read.
         assert page.locator("article.assistant .text").nth(1).inner_text().startswith(stopped[: len(stopped) // 2])
         state, port = page.context.storage_state(), int(url.rsplit(":", 1)[1])
-    with serving(model, tmp_path, port) as url, page_of(browser, url, storage_state=state) as page:
+    with serving(model, tmp_path, port) as url, open_page(browser, url, storage_state=state) as page:
         expect(page.locator("article")).to_have_count(4)
         assert page.locator("article.assistant .text").nth(0).inner_text() == answer
         ask(page, "And then?", 8)
@@ -89,14 +97,14 @@ def test_stream_stop_reload_and_restart(browser: Browser, model: Path, tmp_path:
 def test_a_document_of_200_kilobytes(browser: Browser, model: Path, tmp_path: Path) -> None:
     text = BOOK.read_text(encoding="utf-8")
     text = (text * (1 + 200_000 // len(text)))[:200_000]
-    with serving(model, tmp_path) as url, page_of(browser, url) as page:
+    with serving(model, tmp_path) as url, open_page(browser, url) as page:
         page.set_input_files("#upload", {"name": "book.txt", "mimeType": "text/plain", "buffer": text.encode()})
         expect(page.locator("#files")).to_contain_text("book.txt (200,000 characters)")
         expect(page.locator("#tokens")).to_contain_text("of 131,072 tokens")
-        ask(page, "Who is Dick?", 4)
-        expect(page.locator("#prefill-text")).to_contain_text("layer 1 of 2", timeout=5 * PATIENCE)
-        picture(page, "reading")
-        done(page)
+        send_message(page, "Who is Dick?", 4)
+        expect(page.locator("#prefill-text")).to_contain_text("layer 1 of 2", timeout=5 * TIMEOUT_MS)
+        take_screenshot(page, "reading")
+        wait_for_answer(page)
         assert 800 < page.locator("#prompt-text span").count() <= 1024
         assert page.locator("#prompt-text").evaluate("e => e.textContent.length") > 200_000
         page.locator("#sources button").first.click()
@@ -108,22 +116,22 @@ def test_a_document_of_200_kilobytes(browser: Browser, model: Path, tmp_path: Pa
         at = here.evaluate("e => [...e.parentElement.children].indexOf(e) / e.parentElement.children.length")
         assert abs(at - 0.95) < 0.02
         expect(here).to_be_in_viewport()
-        picture(page, "document")
+        take_screenshot(page, "document")
         page.reload()
         expect(page.locator("summary", has_text="book.txt (200,000 characters)")).to_have_count(1)
 
 
 def test_a_message_that_is_too_long_can_be_shortened(browser: Browser, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "short", "llama", num_hidden_layers=2, max_position_embeddings=512)
-    with serving(model, None) as url, page_of(browser, url) as page:
+    with serving(model, None) as url, open_page(browser, url) as page:
         expect(page.locator("#model")).to_have_text("short")
         whole = "".join(f"Line {i} of a long letter. " for i in range(200))
-        ask(page, whole, 8)
+        send_message(page, whole, 8)
         expect(page.locator("#too-long")).to_be_visible()
         expect(page.locator("#status")).to_have_text("The message is too long and was not sent.")
         expect(page.locator("#too-long-text")).to_contain_text("512")
         assert page.input_value("#text") == whole and page.locator("article").count() == 0
-        picture(page, "too_long")
+        take_screenshot(page, "too_long")
         page.click("#cut-end")
         expect(page.locator("#status")).to_contain_text("Shortened to")
         kept = page.input_value("#text")
@@ -135,35 +143,35 @@ def test_a_message_that_is_too_long_can_be_shortened(browser: Browser, tmp_path:
         expect(page.locator("#status")).to_contain_text("Shortened to")
         assert "[…]" in page.input_value("#text") and page.input_value("#text").startswith("Line 0")
         page.press("#text", "Enter")
-        done(page)
+        wait_for_answer(page)
         expect(page.locator("article")).to_have_count(2)
 
 
 def test_continue_regenerate_and_edit(browser: Browser, model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path) as url, page_of(browser, url) as page:
-        ask(page, NIGHT * 3, 6)
-        done(page)
+    with serving(model, tmp_path) as url, open_page(browser, url) as page:
+        send_message(page, NIGHT * 3, 6)
+        wait_for_answer(page)
         answer = page.locator("article.assistant .text")
         expect(page.locator("article.assistant")).to_contain_text("Stopped at the maximum number of new tokens.")
         first = answer.inner_text()
-        action(page, "assistant", "Continue the answer")
-        done(page)
+        click_action(page, "assistant", "Continue the answer")
+        wait_for_answer(page)
         expect(answer).to_have_count(1)
         assert answer.inner_text().startswith(first.rstrip()) and len(answer.inner_text()) > len(first)
-        action(page, "assistant", "Regenerate the answer")
-        done(page)
+        click_action(page, "assistant", "Regenerate the answer")
+        wait_for_answer(page)
         expect(answer).to_have_count(1)
-        ask(page, "Second question.")
-        done(page)
-        action(page, "user", "Edit the message", 0)
+        send_message(page, "Second question.")
+        wait_for_answer(page)
+        click_action(page, "user", "Edit the message", 0)
         expect(page.locator("#editing")).to_be_visible()
         assert page.input_value("#text") == (NIGHT * 3).strip()
         page.click("#editing-cancel")
         expect(page.locator("article")).to_have_count(4)
-        action(page, "user", "Edit the message", 0)
+        click_action(page, "user", "Edit the message", 0)
         page.fill("#text", "Another question.")
         page.press("#text", "Enter")
-        done(page)
+        wait_for_answer(page)
         expect(page.locator("article")).to_have_count(2)
         page.reload()
         expect(page.locator("article.user .text")).to_have_text(re.compile("Another question."))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import ScriptedEngine, answering, served
+from support.serving import ScriptedEngine, run_asgi_app, run_server
 from transformers import PreTrainedTokenizerBase
 from uvicorn import Server
 
@@ -34,13 +34,13 @@ from support.browser import (
     DESKTOP,
     NAME,
     PHONE,
-    action,
-    ask,
     check_accessible,
     chromium,
-    done,
-    page_of,
-    picture,
+    click_action,
+    open_page,
+    send_message,
+    take_screenshot,
+    wait_for_answer,
 )
 
 MARKDOWN = """# The letter
@@ -84,14 +84,14 @@ def engine(tokenizer: PreTrainedTokenizerBase) -> Engine:
 
 @pytest.fixture
 def url(engine: Engine, tmp_path: Path) -> Iterator[str]:
-    with served(engine, documents=tmp_path / "server") as address:
+    with run_server(engine, documents=tmp_path / "server") as address:
         yield address
 
 
 def test_markdown(browser: Browser, url: str) -> None:
-    with page_of(browser, url, permissions=["clipboard-read", "clipboard-write"]) as page:
-        ask(page, "Who wrote?")
-        done(page)
+    with open_page(browser, url, permissions=["clipboard-read", "clipboard-write"]) as page:
+        send_message(page, "Who wrote?")
+        wait_for_answer(page)
         text = page.locator("article.assistant .text")
         assert text.locator("table td").all_inner_texts() == ["Dick", "1460"]
         assert text.locator("ol > li > ul > li > ul > li").inner_text() == "innermost"
@@ -103,14 +103,14 @@ def test_markdown(browser: Browser, url: str) -> None:
         text.get_by_role("button", name="Copy the code").click()
         copied = page.evaluate("navigator.clipboard.readText()")
         assert copied.startswith("def answer") and copied.endswith("# why not")
-        action(page, "assistant", "Copy the message")
+        click_action(page, "assistant", "Copy the message")
         assert page.evaluate("navigator.clipboard.readText()").strip() == MARKDOWN.strip()
 
 
 def test_a_sentence_shows_its_sources(browser: Browser, url: str) -> None:
-    with page_of(browser, url) as page:
-        ask(page, "Who wrote? " * 40)
-        done(page)
+    with open_page(browser, url) as page:
+        send_message(page, "Who wrote? " * 40)
+        wait_for_answer(page)
         page.locator("article.assistant .sentence", has_text="four").first.click()
         expect(page.locator("#sentence-text")).to_contain_text("He wrote four letters.")
         chosen = page.locator(".sentence.chosen")
@@ -120,24 +120,24 @@ def test_a_sentence_shows_its_sources(browser: Browser, url: str) -> None:
         expect(page.locator("#prompt-text .here").first).to_be_in_viewport()
         page.click("#after")
         expect(page.locator("#sentence-text")).not_to_contain_text("He wrote four letters.")
-        picture(page, "sources")
+        take_screenshot(page, "sources")
         page.click("#whole")
         expect(page.locator(".sentence.chosen")).to_have_count(0)
 
 
 def test_search_rename_export_and_undo(browser: Browser, url: str) -> None:
-    with page_of(browser, url) as page:
+    with open_page(browser, url) as page:
         for question in ("Who wrote the letter?", "What of the night?"):
             page.click("#fresh")
-            ask(page, question)
-            done(page)
+            send_message(page, question)
+            wait_for_answer(page)
         titles = page.locator("#session-list .title")
         expect(titles).to_have_count(2)
         page.fill("#search", "INNERMOST ellis")  # words of an answer
         expect(titles).to_have_count(1)
         expect(titles.first).to_contain_text("Who wrote the letter?")
         expect(titles.locator("small")).to_contain_text("Ellis")
-        picture(page, "search")
+        take_screenshot(page, "search")
         page.fill("#search", "no such words")
         expect(page.locator("#no-session")).to_have_text("No conversation contains these words.")
         page.fill("#search", "")
@@ -165,7 +165,7 @@ def test_search_rename_export_and_undo(browser: Browser, url: str) -> None:
 
 
 def test_a_page_that_could_not_load_tries_again(browser: Browser, url: str) -> None:
-    with page_of(browser, url, allowed="net::ERR_FAILED") as page:
+    with open_page(browser, url, allowed="net::ERR_FAILED") as page:
         refused: list[Route] = []
         page.route("**/v1/models", lambda route: (refused.append(route), route.abort())[1], times=1)
         page.reload()
@@ -183,9 +183,9 @@ def test_a_failed_deletion_is_reported(browser: Browser, url: str, status: int |
         else:
             route.fulfill(status=status, json={"error": {"message": "a file cannot be deleted"}})
 
-    with page_of(browser, url, allowed="Failed to load resource") as page:
-        ask(page, "Who wrote?")
-        done(page)
+    with open_page(browser, url, allowed="Failed to load resource") as page:
+        send_message(page, "Who wrote?")
+        wait_for_answer(page)
         page.route("**/v1/sessions/*", fail)
         page.get_by_role("button", name="Delete Who wrote?").click()
         expect(page.locator("#session-list .title")).to_have_count(0)
@@ -199,7 +199,7 @@ def fail_during_action(page: Page, engine: Engine, server: Server, label: str, l
     """Start the action `label` of the page. After one token, abort the connections (`lost`) or raise an error."""
     engine.pause, engine.fails_after = 2, 1
     engine.fails = None if lost else InputError("the disk is full")
-    action(page, "assistant", label)
+    click_action(page, "assistant", label)
     if lost:
         expect(page.locator("#status")).to_have_text("Answering…")
         for connection in list(server.server_state.connections):
@@ -215,11 +215,11 @@ def test_an_answer_stays_if_its_continuation_fails(
     engine.say = lambda prompt: prompts.append(prompt) or "It was a dark night."  # type: ignore[func-returns-value]
     options = ServerOptions(port=0, grace=5, documents=tmp_path / "server")
     with (
-        answering(make_app(engine, options), options) as (url, server),  # type: ignore[arg-type]
-        page_of(browser, url, allowed="net::ERR_") as page,
+        run_asgi_app(make_app(engine, options), options) as (url, server),  # type: ignore[arg-type]
+        open_page(browser, url, allowed="net::ERR_") as page,
     ):
-        ask(page, "What of the night?", 3)
-        done(page)
+        send_message(page, "What of the night?", 3)
+        wait_for_answer(page)
         answer = page.locator("article.assistant .text")
         before = answer.inner_text()
         fail_during_action(page, engine, server, "Continue the answer", lost)
@@ -227,8 +227,8 @@ def test_an_answer_stays_if_its_continuation_fails(
         assert answer.inner_text() == before
         expect(page.locator("article.failed")).to_have_count(0)
         engine.fails, engine.pause = None, 0
-        action(page, "assistant", "Continue the answer")
-        done(page)
+        click_action(page, "assistant", "Continue the answer")
+        wait_for_answer(page)
         assert prompts[-1].endswith(before)
         assert answer.inner_text().startswith(before) and answer.inner_text() != before
 
@@ -237,12 +237,12 @@ def test_an_answer_stays_if_its_continuation_fails(
 def test_an_answer_stays_if_it_cannot_be_replaced(browser: Browser, engine: Engine, tmp_path: Path, lost: bool) -> None:
     options = ServerOptions(port=0, grace=5, documents=tmp_path / "server")
     with (
-        answering(make_app(engine, options), options) as (url, server),  # type: ignore[arg-type]
-        page_of(browser, url, allowed="net::ERR_") as page,
+        run_asgi_app(make_app(engine, options), options) as (url, server),  # type: ignore[arg-type]
+        open_page(browser, url, allowed="net::ERR_") as page,
     ):
         engine.say = lambda prompt: "It was a dark night."
-        ask(page, "What of the night?")
-        done(page)
+        send_message(page, "What of the night?")
+        wait_for_answer(page)
         answer = page.locator("article.assistant .text")
         expect(answer).to_have_text("It was a dark night.")
         engine.say = lambda prompt: "Another answer, which is never complete."
@@ -251,8 +251,8 @@ def test_an_answer_stays_if_it_cannot_be_replaced(browser: Browser, engine: Engi
         expect(answer).to_have_text("It was a dark night.")
         expect(page.locator("article.failed")).to_have_count(0)
         engine.fails, engine.pause = None, 0
-        action(page, "assistant", "Regenerate the answer")
-        done(page)
+        click_action(page, "assistant", "Regenerate the answer")
+        wait_for_answer(page)
         expect(answer).to_have_text("Another answer, which is never complete.")
 
 
@@ -267,7 +267,7 @@ def download(page: Page, button: str) -> tuple[str, ...]:
 def test_files_of_any_suffix_are_added_and_dropped(browser: Browser, url: str, engine: Engine) -> None:
     prompts: list[str] = []
     engine.say = lambda prompt: prompts.append(prompt) or "Yes."  # type: ignore[func-returns-value]
-    with page_of(browser, url) as page:
+    with open_page(browser, url) as page:
         names = ("main.rs", "Makefile", "notes.weird")
         files: list[Any] = [{"name": name, "mimeType": "", "buffer": f"text of {name}".encode()} for name in names]
         page.set_input_files("#upload", files)
@@ -284,9 +284,9 @@ def test_files_of_any_suffix_are_added_and_dropped(browser: Browser, url: str, e
         expect(page.locator("#problem")).to_have_text("picture.bin is not a text file.")
         page.get_by_role("button", name="Remove Makefile").click()
         expect(page.locator("#files li")).to_have_count(3)
-        picture(page, "files")
-        ask(page, "What is this?")
-        done(page)
+        take_screenshot(page, "files")
+        send_message(page, "What is this?")
+        wait_for_answer(page)
         prompt = prompts[-1]
         assert [prompt.count(f"text of {name}") for name in names] == [1, 0, 1] and "select 1" in prompt
 
@@ -294,7 +294,7 @@ def test_files_of_any_suffix_are_added_and_dropped(browser: Browser, url: str, e
 def test_settings_are_one_click_away_and_kept(browser: Browser, url: str, engine: Engine) -> None:
     prompts: list[str] = []
     engine.say = lambda prompt: prompts.append(prompt) or "Yes."  # type: ignore[func-returns-value]
-    with page_of(browser, url) as page:
+    with open_page(browser, url) as page:
         page.click("#settings-open")
         page.fill("#system", "Answer in verse.")
         page.fill("#temperature", "0.3")
@@ -302,11 +302,11 @@ def test_settings_are_one_click_away_and_kept(browser: Browser, url: str, engine
         page.fill("#seed", "5")
         page.select_option("#theme", "dark")
         assert page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor") == "rgb(20, 24, 29)"
-        picture(page, "settings_dark")
+        take_screenshot(page, "settings_dark")
         page.keyboard.press("Escape")
         page.reload()
-        ask(page, "Well?")
-        done(page)
+        send_message(page, "Well?")
+        wait_for_answer(page)
         assert "Answer in verse." in prompts[-1]
         assert (engine.params.temperature, engine.params.top_k, engine.params.seed) == (0.3, 7, 5)
 
@@ -321,7 +321,7 @@ def test_the_page_shows_the_progress_of_loading(browser: Browser, engine: Engine
         return make_app(engine)  # type: ignore[arg-type]
 
     # the browser logs each response with status 503
-    with answering(Loading(make)) as (url, _), page_of(browser, url, allowed="503") as page:
+    with run_asgi_app(Loading(make)) as (url, _), open_page(browser, url, allowed="503") as page:
         expect(page.locator("#loading-text")).to_have_text("Loading the model: reading weights")
         expect(page.locator("#loaded")).to_have_attribute("value", "0.25")
         steps[0].set()
@@ -329,17 +329,17 @@ def test_the_page_shows_the_progress_of_loading(browser: Browser, engine: Engine
         page.fill("#text", "Early")
         page.press("#text", "Enter")
         expect(page.locator("#status")).to_have_text("Waiting for the server…")
-        picture(page, "loading")
+        take_screenshot(page, "loading")
         check_accessible(page)
         steps[1].set()
         expect(page.locator("#loading")).to_be_hidden()
         expect(page.locator("#model")).to_have_text("scripted")
-        done(page)
+        wait_for_answer(page)
         expect(page.locator("article.user .text")).to_have_text("Early")
 
 
 def test_columns_collapse_and_stay_so(browser: Browser, url: str) -> None:
-    with page_of(browser, url) as page:
+    with open_page(browser, url) as page:
         for name in ("nav", "aside"):
             page.click(f"#{name}-toggle")
             expect(page.locator(f"#{name}")).to_be_hidden()
@@ -354,35 +354,35 @@ def test_columns_collapse_and_stay_so(browser: Browser, url: str) -> None:
 @pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_accessibility_and_layout(browser: Browser, url: str, device: Any, scheme: str) -> None:
     kind = "phone" if device is PHONE else "desktop"
-    with page_of(browser, url, **device, color_scheme=scheme) as page:
+    with open_page(browser, url, **device, color_scheme=scheme) as page:
         expect(page.locator("#welcome")).to_be_visible()
         check_accessible(page)
-        picture(page, f"{kind}_{scheme}_welcome")
-        ask(page, "Who wrote?")
-        done(page)
+        take_screenshot(page, f"{kind}_{scheme}_welcome")
+        send_message(page, "Who wrote?")
+        wait_for_answer(page)
         check_accessible(page)
-        picture(page, f"{kind}_{scheme}_answer")
+        take_screenshot(page, f"{kind}_{scheme}_answer")
         expect(page.locator("#send")).to_be_in_viewport(ratio=1)
         assert page.evaluate("document.documentElement.scrollWidth") <= device["viewport"]["width"], "scrolls sideways"
         page.locator("article.assistant .sentence", has_text="four").first.click()
         expect(page.locator("#sentences")).to_be_visible()
         check_accessible(page)
-        picture(page, f"{kind}_{scheme}_sources")
+        take_screenshot(page, f"{kind}_{scheme}_sources")
         page.click("#settings-open")
         check_accessible(page)
-        picture(page, f"{kind}_{scheme}_settings")
+        take_screenshot(page, f"{kind}_{scheme}_settings")
         page.click("#settings-close")
         if kind == "phone":
             page.click("#nav-toggle")
             expect(page.locator("#aside")).to_be_hidden()
             check_accessible(page)
-            picture(page, f"{kind}_{scheme}_conversations")
+            take_screenshot(page, f"{kind}_{scheme}_conversations")
 
 
 def test_the_keyboard_reaches_every_control(browser: Browser, url: str) -> None:
-    with page_of(browser, url) as page:
-        ask(page, "Who wrote?")
-        done(page)
+    with open_page(browser, url) as page:
+        send_message(page, "Who wrote?")
+        wait_for_answer(page)
         page.reload()
         expect(page.locator("article")).to_have_count(2)
         names = []

@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.agents import AGENTS, AgentRequest
-from support.serving import TEMPLATE, served
+from support.serving import TEMPLATE, run_server
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, StoreOptions
@@ -74,7 +74,7 @@ def serving(model: str, store: Path, limit: int | None = None) -> Iterator[Servi
     if not getattr(llm.tokenizer, "chat_template", None):
         llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     engine = AsyncLLM(llm, store=store, store_options=StoreOptions(limit=limit))
-    with served(engine, documents=store / "server") as url, httpx2.Client(base_url=url, timeout=600) as http:
+    with run_server(engine, documents=store / "server") as url, httpx2.Client(base_url=url, timeout=600) as http:
         yield Service(http, engine, store)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, reference_tokenizer, run_server, wait_until
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, SamplingParams

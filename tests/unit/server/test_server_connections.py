@@ -18,7 +18,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
-from support.serving import ScriptedEngine, answering, served, wait_until
+from support.serving import ScriptedEngine, run_asgi_app, run_server, wait_until
 from transformers import PreTrainedTokenizerBase
 from uvicorn.server import ServerState
 
@@ -86,7 +86,7 @@ def test_a_client_that_does_not_read_is_disconnected(
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 200)
     ask = post(ASK | {"stream": True, "n": 4})
     with (
-        served(engine, **{"timeout": 600, "send_timeout": 600, limit: 0.5}) as url,
+        run_server(engine, **{"timeout": 600, "send_timeout": 600, limit: 0.5}) as url,
         connect(url, ask, receive_buffer=4096),
     ):
         wait_until(lambda: engine.begun == 1)
@@ -142,7 +142,7 @@ def test_health_answers_among_half_open_connections(
 ) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was.")
     descriptors = psutil.Process().num_fds()
-    with served(engine, max_connections=32) as url, httpx2.Client(base_url=url) as http, ExitStack() as stack:
+    with run_server(engine, max_connections=32) as url, httpx2.Client(base_url=url) as http, ExitStack() as stack:
         for _ in range(300):
             stack.callback(connect(url, HALF).close)
             if _ % 30 == 0:
@@ -157,7 +157,7 @@ def test_health_answers_among_half_open_connections(
 
 def test_a_connection_is_refused_if_all_others_wait_for_answers(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was.", pause=0.3)
-    with served(engine, max_connections=2) as url:
+    with run_server(engine, max_connections=2) as url:
         asking = [connect(url, post(ASK)) for _ in range(2)]
         wait_until(lambda: engine.begun == 2)
         refused = read_until_closed(connect(url))
@@ -183,7 +183,7 @@ def test_a_new_connection_does_not_end_a_response_being_read(tokenizer: PreTrain
 def test_a_shutdown_during_an_answer_is_reported(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 1000, pause=0.1)
     options = ServerOptions(port=0, grace=1)
-    with answering(make_app(engine, options), options) as (url, server):  # type: ignore[arg-type]
+    with run_asgi_app(make_app(engine, options), options) as (url, server):  # type: ignore[arg-type]
         asking = connect(url, post(ASK | {"stream": stream}))
         wait_until(lambda: engine.begun == 1)
         if stream:
@@ -217,7 +217,7 @@ def test_a_refused_client_receives_the_reason(
 ) -> None:
     """Closing the socket before the request arrives would reset the connection and lose the response."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 50, pause=0.1)
-    with served(engine, max_connections=4) as url, ExitStack() as stack:
+    with run_server(engine, max_connections=4) as url, ExitStack() as stack:
         for _ in range(4):
             stack.callback(connect(url, post(ASK)).close)
         wait_until(lambda: engine.begun == 4)
@@ -262,7 +262,7 @@ def test_a_waiting_request_is_not_replaced_by_idle_connections(most: int) -> Non
         await send({"type": "http.response.body", "body": b""})
 
     options = ServerOptions(port=0, max_connections=most)
-    with answering(busy, options) as (url, _), ExitStack() as stack:
+    with run_asgi_app(busy, options) as (url, _), ExitStack() as stack:
         stack.callback(go.set)
         stack.callback(connect(url, b"GET /busy HTTP/1.1\r\nHost: x\r\n\r\n").close)
         assert begun.wait(20)

@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 from support.faults import fault
-from support.serving import TEMPLATE, served, wait_until
+from support.serving import TEMPLATE, run_server, wait_until
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, AsyncLLM, SamplingParams
@@ -174,7 +174,7 @@ def test_a_template_without_tools_supports_required_calls(tmp_path: Path) -> Non
     )
     tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
     body = {"messages": [{"role": "user", "content": "Who?"}], "tools": [tool], "tool_choice": "required"}
-    with served(AsyncLLM(llm)) as url:
+    with run_server(AsyncLLM(llm)) as url:
         for stream in (False, True):
             asked = body | {"temperature": 0, "n": 2, "max_tokens": 600, "stream": stream}
             answer = httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=60)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.serving import ScriptedEngine, answering, served, wait_until
+from support.serving import ScriptedEngine, run_asgi_app, run_server, wait_until
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt import ConfigError
@@ -83,7 +83,7 @@ def send(url: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnected_client_ends_its_request(tokenizer: PreTrainedTokenizerBase, stream: bool) -> None:
     slow = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 20, pause=0.05)
-    with served(slow) as address:  # without an abort, the answer would take several seconds
+    with run_server(slow) as address:  # without an abort, the answer would take several seconds
         connection = send(address, ASK | {"stream": stream})
         wait_until(lambda: slow.begun == 1)
         if stream:
@@ -119,7 +119,7 @@ def test_prompts_are_logged_only_with_the_option(
     logged = next(fields for line in lines if (fields := json.loads(line)).get("path") == "/v1/chat/completions")
     assert {"id", "status", "seconds", "prompt_tokens", "cached_tokens", "generated_tokens", "finish"} <= logged.keys()
     caplog.clear()
-    with served(engine, log_prompts=True) as address:
+    with run_server(engine, log_prompts=True) as address:
         httpx2.post(f"{address}/v1/chat/completions", json=ASK)
         assert httpx2.post(f"{address}/v1/completions", json={"prompt": [2**40]}).status_code == 400
     lines = [JsonLines().format(record) for record in caplog.records]
@@ -129,7 +129,7 @@ def test_prompts_are_logged_only_with_the_option(
 def test_running_answers_are_finished_at_shutdown(tokenizer: PreTrainedTokenizerBase) -> None:
     slow = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night.", pause=0.1)
     found: list[httpx2.Response] = []
-    with served(slow) as address:
+    with run_server(slow) as address:
         asking = threading.Thread(target=lambda: found.append(httpx2.post(f"{address}/v1/chat/completions", json=ASK)))
         asking.start()
         wait_until(lambda: slow.begun == 1)
@@ -161,7 +161,7 @@ def test_the_server_reports_progress_while_the_model_is_loaded(tokenizer: PreTra
         assert ready.wait(20)
         return make_app(engine)  # type: ignore[arg-type]
 
-    with answering(Loading(make)) as (address, _):
+    with run_asgi_app(Loading(make)) as (address, _):
         wait_until(lambda: "task" in httpx2.get(f"{address}/health").json())
         early = httpx2.get(f"{address}/health"), httpx2.post(f"{address}/v1/chat/completions", json=ASK)
         assert [answer.status_code for answer in early] == [503, 503] and early[0].json()["status"] == "loading"
@@ -183,7 +183,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     loading = Loading(make)
     ends: list[bool] = []
     loading.on_failure = lambda: ends.append(True)
-    with answering(loading) as (address, _):
+    with run_asgi_app(loading) as (address, _):
         wait_until(lambda: bool(ends))
         assert httpx2.get(f"{address}/health").status_code == 503
     assert isinstance(loading.error, ConfigError)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, reference_tokenizer, run_server, wait_until
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -159,7 +159,7 @@ PATHS: dict[str, Callable[[str], Any]] = {
 def test_a_prompt_that_waits_too_long_gets_status_408(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TokenizationRecorder(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
-    with served(engine, timeout=0.1) as url, ThreadPoolExecutor(len(PATHS)) as threads:
+    with run_server(engine, timeout=0.1) as url, ThreadPoolExecutor(len(PATHS)) as threads:
         try:
             text = "It was a dark night. " * 50
             posts = {
@@ -177,7 +177,7 @@ def test_a_prompt_that_waits_too_long_gets_status_408(monkeypatch: pytest.Monkey
 def test_prompts_that_can_never_fit_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TokenizationRecorder(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
-    with served(engine) as url, httpx2.Client(base_url=url, timeout=30) as http:
+    with run_server(engine) as url, httpx2.Client(base_url=url, timeout=30) as http:
         for path, body in PATHS.items():
             answer = http.post(path, json=body("It was a dark night. " * 40_000))
             assert answer.status_code == 400, path
@@ -192,7 +192,7 @@ def test_a_long_prompt_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> N
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     engine.llm.geometry.max_positions = engine.llm.max_model_len = 10**7
     long = {"prompt": "It was a dark night. " * 40_000, "max_tokens": 2}
-    with served(engine) as url, ThreadPoolExecutor(2) as threads:
+    with run_server(engine) as url, ThreadPoolExecutor(2) as threads:
         leaving = httpx2.Client(base_url=url, timeout=0.5)
         waiting = [threads.submit(leaving.post, "/v1/completions", json=long) for _ in range(2)]
         wait_until(lambda: len(recorder.lengths) == 1)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from support.serving import ScriptedEngine, claude_client, reference_tokenizer, served
+from support.serving import ScriptedEngine, claude_client, reference_tokenizer, run_server
 from transformers import PreTrainedTokenizerBase
 
 PLAIN = (
@@ -51,7 +51,7 @@ def test_several_or_any_model_names_are_accepted(http: httpx2.Client, engine: Sc
             assert http.post(f"/v1/{path}", json=body | {"model": name}).json()["model"] == name
         answer = http.post(f"/v1/{path}", json=body | {"model": "third"})
         assert answer.status_code == 404 and "'first' and 'second'" in answer.text
-    with served(engine, accept_any_model=True) as url:
+    with run_server(engine, accept_any_model=True) as url:
         body = {"messages": [USER], "model": "gpt-5"}
         assert httpx2.post(f"{url}/v1/chat/completions", json=body).json()["model"] == "gpt-5"
 
@@ -104,12 +104,12 @@ def test_input_items_are_listed_and_can_be_sent_back(http: httpx2.Client) -> Non
 def test_fill_in_the_middle_needs_special_tokens() -> None:
     tokenizer = reference_tokenizer()
     engine = ScriptedEngine(tokenizer, say)
-    with served(engine) as url:
+    with run_server(engine) as url:
         answer = httpx2.post(f"{url}/v1/completions", json={"prompt": "a", "suffix": "b"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    with served(engine) as url:
+    with run_server(engine) as url:
         body = {"prompt": "def f():", "suffix": "\n    return x", "stop_token_ids": [3], "stream": False}
         assert httpx2.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"] == "Yes."
         assert say.prompts[-1] == "<|fim_prefix|>def f():<|fim_suffix|>\n    return x<|fim_middle|>"
@@ -185,7 +185,7 @@ def test_truncated_tool_calls_are_returned_in_every_protocol(stream: bool) -> No
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: text)
     tool: Any = {"name": "find", "input_schema": {"type": "object"}}
     flat: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}}
-    with served(engine) as url:
+    with run_server(engine) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             options: Any = {"model": "scripted", "messages": [USER], "tools": [FIND], "max_tokens": 60}
             whole: Any = client.chat.completions.create(**options, stream=stream)

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.routing import Mount
 from starlette.types import Message
-from support.serving import ScriptedEngine, answering, served, wait_until
+from support.serving import ScriptedEngine, run_asgi_app, run_server, wait_until
 
 from offload_rt.errors import ConfigError
 from offload_rt.server.app import make_app
@@ -66,7 +66,7 @@ def test_answers_equal_those_of_the_application(http: httpx2.Client, engine: Scr
         models = client.get("/v1/models", params={"x": "y"}).json()["data"][0]["id"]
         return [whole["choices"], deltas, streamed.headers["content-type"], page.text, wrong.status_code, models]
 
-    with served(engine) as url, httpx2.Client(base_url=url) as straight:
+    with run_server(engine) as url, httpx2.Client(base_url=url) as straight:
         expected = parts(straight)
     assert parts(http) == expected and len(expected[1]) > 5
     assert http.post("/v1/chat/completions", content=b"x" * 20_000).status_code == 413

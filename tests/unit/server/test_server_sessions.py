@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from support.serving import TEMPLATE, ScriptedEngine, served, wait_until
+from support.serving import TEMPLATE, ScriptedEngine, run_server, wait_until
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 from transformers import PreTrainedTokenizerBase
 
@@ -43,7 +43,7 @@ def serving(
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     engine = AsyncLLM(llm, store=store)
     given = {"api_keys": ("one", "two"), "documents": None if store is None else store / "server"} | options
-    with served(engine, **given) as url, httpx2.Client(base_url=url, headers=ONE, timeout=60) as http:
+    with run_server(engine, **given) as url, httpx2.Client(base_url=url, headers=ONE, timeout=60) as http:
         yield http, engine
 
 
@@ -186,7 +186,10 @@ TOOL = {"role": "tool", "tool_call_id": "c", "content": "Dick"}
 
 @pytest.fixture(scope="module")
 def http(tokenizer: PreTrainedTokenizerBase) -> Iterator[httpx2.Client]:
-    with served(ScriptedEngine(tokenizer, lambda prompt: "A dark night.")) as url, httpx2.Client(base_url=url) as made:
+    with (
+        run_server(ScriptedEngine(tokenizer, lambda prompt: "A dark night.")) as url,
+        httpx2.Client(base_url=url) as made,
+    ):
         yield made
 
 
@@ -227,7 +230,7 @@ def test_a_final_assistant_message_is_continued(
         return " a dark night."
 
     name = "input" if path == "responses" else "messages"
-    with served(ScriptedEngine(tokenizer, say)) as url, httpx2.Client(base_url=url) as http:
+    with run_server(ScriptedEngine(tokenizer, say)) as url, httpx2.Client(base_url=url) as http:
         for messages in ([USER, ASSISTANT], [USER, {"role": "assistant", "content": "<think>\nIt"}]):
             answer = http.post(f"/v1/{path}", json={name: messages} | more)
             assert answer.status_code == 200 and seen[-1] == f"user: Who?\nassistant: {messages[-1]['content']}"
@@ -248,7 +251,7 @@ def test_a_final_assistant_message_is_continued(
 
 def test_a_new_message_may_follow_an_assistant_message(tokenizer: PreTrainedTokenizerBase) -> None:
     seen: list[str] = []
-    with served(ScriptedEngine(tokenizer, lambda prompt: seen.append(prompt) or "Yes.")) as url:  # type: ignore[func-returns-value]
+    with run_server(ScriptedEngine(tokenizer, lambda prompt: seen.append(prompt) or "Yes.")) as url:  # type: ignore[func-returns-value]
         body = {"messages": [USER, ASSISTANT], "continue_final_message": False}
         assert httpx2.post(f"{url}/v1/chat/completions", json=body).status_code == 200
     assert seen == ["user: Who?\nassistant: It was\nassistant: "]
@@ -272,7 +275,7 @@ def test_other_conversations_are_answered(http: httpx2.Client, path: str, body: 
 def test_a_session_is_not_deleted_during_an_answer(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 40, pause=0.02)
     ask = {"messages": [USER], "session": "novel", "stream": True}
-    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+    with run_server(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
         with http.stream("POST", "/v1/chat/completions", json=ask) as answer:
             lines = answer.iter_lines()  # must stay referenced, as collecting the generator closes the connection
             next(lines)
@@ -293,7 +296,7 @@ def test_a_session_is_not_deleted_during_an_answer(tokenizer: PreTrainedTokenize
 
 def test_a_conversation_is_renamed_and_replaced(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
-    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+    with run_server(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
         path = "/v1/sessions/novel"
         assert http.post(path, json={"title": "A"}).status_code == 404
         assert http.post(path, json={"messages": [USER, ASSISTANT]}).status_code == 200
@@ -316,7 +319,7 @@ def test_a_response_is_not_deleted_while_its_conversation_continues(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * (40 if "more" in prompt else 1), 0.02)
-    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+    with run_server(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
         first = http.post("/v1/responses", json={"input": "Who?"}).json()["id"]
         ask = {"input": "more", "previous_response_id": first, "stream": True}
         with http.stream("POST", "/v1/responses", json=ask) as answer:
@@ -370,7 +373,7 @@ def test_salts_do_not_reveal_api_keys(tokenizer: PreTrainedTokenizerBase) -> Non
     salts = []
     for _ in range(2):  # each process has its own secret
         engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
-        with served(engine, api_keys=("one", "two")) as url, httpx2.Client(base_url=url) as http:
+        with run_server(engine, api_keys=("one", "two")) as url, httpx2.Client(base_url=url) as http:
             for headers, more in ((ONE, {}), (TWO, {}), (ONE, {"cache_salt": "a"}), (ONE, {"cache_salt": "b"})):
                 answer = http.post("/v1/completions", json={"prompt": "Who?"} | more, headers=headers)
                 assert answer.status_code == 200
@@ -382,7 +385,7 @@ def test_the_error_of_a_full_pool_names_no_sessions(tokenizer: PreTrainedTokeniz
     engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
     engine.fails = PoolFullError("the pool is full; sessions use 3 MB of it: 'abc' 3 MB (answering)")
     engine.fails.__cause__ = PoolFullError("the pool is full")
-    with served(engine) as url, httpx2.Client(base_url=url) as http:
+    with run_server(engine) as url, httpx2.Client(base_url=url) as http:
         error = http.post("/v1/completions", json={"prompt": "Who?"}).json()["error"]
         assert error["message"] == "the pool is full" and error["code"] == "pool_full"
 

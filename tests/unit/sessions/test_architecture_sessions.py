@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import RECURRENT, RUNS, VOCAB, architecture
-from support.plain_decode import Kept, assert_evicts_oldest, plain_step
+from support.plain_decode import LayerKV, assert_evicts_oldest, plain_step
 from support.tiny_models import assert_greedy
 
 from offload_rt import LLM, ModelError, SamplingParams
@@ -58,7 +58,7 @@ def test_restored_and_truncated_session_equals_references(name: str, tmp_path: P
             session.truncate(drop=DROPPED)
         session.close()
         return
-    rows: Kept = [[] for _ in range(geometry.layers)]
+    rows: LayerKV = [[] for _ in range(geometry.layers)]
     plain_step(runner.adapter, tokens[:computed], 0, rows)
     assert session.truncate(drop=DROPPED) == len(DROPPED)
     # Sliding layers attend only to kept tokens after the gap.

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from support.disk_blocks import named, open_store
+from support.disk_blocks import open_store, padded_name
 from support.outputs import completed
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams, StoreError
@@ -264,8 +264,8 @@ def test_document_is_intact_after_a_kill_before_any_system_call(
     for stop in range(20):
         folder = tmp_path / str(stop)
         store, count = open_store(folder), 0
-        store.documents.put(named("one"), b"first")
-        store.documents.put(named("one"), b"second")
+        store.documents.put(padded_name("one"), b"first")
+        store.documents.put(padded_name("one"), b"second")
         with monkeypatch.context() as patch:
             for name in calls:
                 real = refuse if name == "link" and not links else getattr(os, name)
@@ -280,7 +280,7 @@ def test_document_is_intact_after_a_kill_before_any_system_call(
                 patch.setattr(os, name, call)
             patch.setattr(Path, "unlink", lambda *args, **options: None)  # a killed process does not clean up
             try:
-                store.documents.put(named("one"), b"third")
+                store.documents.put(padded_name("one"), b"third")
                 finished = True
             except Killed:
                 finished = False
@@ -312,8 +312,8 @@ def test_damaged_document_never_becomes_the_previous_one(tmp_path: Path) -> None
     assert last is not None and last.data == b"first"
     store.check_integrity()
     for _ in range(2):
-        store.documents.delete(named("one"))
-        assert store.documents.get(named("one")) is None and not list(tmp_path.rglob(f"{named('one')}.*"))
+        store.documents.delete(padded_name("one"))
+        assert store.documents.get(padded_name("one")) is None and not list(tmp_path.rglob(f"{padded_name('one')}.*"))
     store.close()
 
 
@@ -323,7 +323,7 @@ def test_huge_sparse_document_is_damaged(tmp_path: Path) -> None:
     with document_path(tmp_path, f"{named('one')}.doc").open("r+b") as sparse:
         sparse.truncate(1 << 40)
     with pytest.raises(StoreError, match=r"one-0+\.doc.* is damaged"):
-        store.documents.get(named("one"))
+        store.documents.get(padded_name("one"))
     assert list(store.documents.read_all().values()) == [None]
     store.close()
 
@@ -338,7 +338,7 @@ def test_crash_after_linking_leaves_no_stale_file(tmp_path: Path) -> None:
     )
     store.close()
     store = open_store(tmp_path)
-    store.documents.put(named("one"), b"second")
+    store.documents.put(padded_name("one"), b"second")
     store.check_integrity()
     assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{named('one')}.*"))) == 2
     flip_bit(document_path(tmp_path, f"{named('one')}.doc"), 70)

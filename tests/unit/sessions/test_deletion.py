@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.leftovers import leftovers
+from support.leftovers import find_leftovers
 from support.outputs import completed
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
@@ -122,7 +122,7 @@ def test_no_data_of_a_deleted_session_is_left(method: str, llm: LLM, tmp_path: P
         llm.session("gone", tmp_path).discard()
     else:
         assert main(["sessions", "delete", "gone", "--store", str(tmp_path)]) == 0
-    assert leftovers(tmp_path, seen, [kept], ["Fahrrad"]) == {}
+    assert find_leftovers(tmp_path, seen, [kept], ["Fahrrad"]) == {}
     session = llm.session("kept", tmp_path)
     assert set(files(tmp_path)) == {"lock", f"{session.history.document}.doc", f"{session.history.document}.before"} | {
         f"{key}.kv" for key in session.history.keys
@@ -146,7 +146,7 @@ def test_deletion_names_damaged_files_that_it_keeps(suffix: str, llm: LLM, tmp_p
     kept = run_session(llm, tmp_path, "kept", tiny_prompt(9, seed=1), tiny_prompt(5, seed=2))
     copy = copy_damaged_history(tmp_path, "gone", "kept", suffix)
     removed = delete_stored(tmp_path, "gone").removed
-    assert list(leftovers(tmp_path, seen, [kept])) == [copy]
+    assert list(find_leftovers(tmp_path, seen, [kept])) == [copy]
     assert removed.kept == (copy.name,) and copy.name in removed.note and not removed.unreadable
     assert delete_stored(tmp_path, "kept").removed.note == "" and files(tmp_path) == ["lock"]
 
@@ -160,7 +160,7 @@ def test_history_renamed_to_a_block_of_another_session_is_deleted(damaged: bool,
     [document] = tmp_path.glob(f"*/{document_name('gone')}.doc")
     path.write_bytes(document.read_bytes()[: -1 if damaged else None])
     removed = delete_stored(tmp_path, "gone").removed
-    assert leftovers(tmp_path, seen, [kept]) == {} and not removed.note and not path.exists()
+    assert find_leftovers(tmp_path, seen, [kept]) == {} and not removed.note and not path.exists()
     with llm.session("kept", tmp_path) as session:
         assert session.tokens == kept and answer(session, tiny_prompt(9))
 

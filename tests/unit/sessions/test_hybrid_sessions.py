@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.architectures import architecture
 from support.child_processes import fork_until_killed
-from support.hybrids import FAMILIES, answer, computed, make, prompt_of, rotated
+from support.hybrids import FAMILIES, computed_tokens, make_llm, random_prompt, rotated_pairs, take_turn
 from support.tiny_models import assert_greedy
 
 from offload_rt import AsyncLLM, ModelError, RequestOutput, SamplingParams
@@ -32,17 +32,21 @@ KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "16")) // 4
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("name", "restarts"), rotated(FAMILIES, (False, True)))
+@pytest.mark.parametrize(("name", "restarts"), rotated_pairs(FAMILIES, (False, True)))
 def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_path: Path) -> None:
-    model, llm = make(name)
+    model, llm = make_llm(name)
     session = llm.session("s", tmp_path)
-    for turn in (prompt_of(189, 1), prompt_of(20, 2), prompt_of(32, 3)):  # the first and last answer fill a block
+    for turn in (
+        random_prompt(189, 1),
+        random_prompt(20, 2),
+        random_prompt(32, 3),
+    ):  # the first and last answer fill a block
         before = session.tokens
-        assert_greedy(model, [*before, *turn], answer(session, turn))
-        assert computed(session) <= len(turn) + BLOCK_SIZE
+        assert_greedy(model, [*before, *turn], take_turn(session, turn))
+        assert computed_tokens(session) <= len(turn) + BLOCK_SIZE
         if restarts:
             session.close()
-            session = make(name)[1].session("s", tmp_path)
+            session = make_llm(name)[1].session("s", tmp_path)
     session.close()
 
 
@@ -53,13 +57,13 @@ def test_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
     found = []
     for restarts in (False, True):
-        session = make(name, **options)[1].session("s", tmp_path / str(restarts))
+        session = make_llm(name, **options)[1].session("s", tmp_path / str(restarts))
         for seed, length in ((1, 120), (2, 100), (3, 100)):  # the first two answers fill a block
-            answer(session, prompt_of(length, seed), LONG)
-            assert seed == 1 or computed(session) <= 100 + BLOCK_SIZE
+            take_turn(session, random_prompt(length, seed), LONG)
+            assert seed == 1 or computed_tokens(session) <= 100 + BLOCK_SIZE
             if restarts:
                 session.close()
-                session = make(name, **options)[1].session("s", tmp_path / str(restarts))
+                session = make_llm(name, **options)[1].session("s", tmp_path / str(restarts))
         found.append(session.tokens)
         session.close()
     assert found[0] == found[1]
@@ -69,9 +73,9 @@ def test_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path
 def test_undo_deletes_snapshots_and_the_session_continues(restarts: bool, tmp_path: Path) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(200, 1), LONG)
+    take_turn(session, random_prompt(200, 1), LONG)
     first, states = session.tokens, set(session.history.states)
-    answer(session, prompt_of(300, 2), LONG)
+    take_turn(session, random_prompt(300, 2), LONG)
     later = set(session.history.states) - states
     session.undo()
     assert session.tokens == first and later
@@ -79,10 +83,10 @@ def test_undo_deletes_snapshots_and_the_session_continues(restarts: bool, tmp_pa
     assert not any(bytes.fromhex(key) in session.context.storage for key in later)
     if restarts:
         session.close()
-        session = make("qwen3_5")[1].session("s", tmp_path)
-    turn = prompt_of(30, 3)
-    assert_greedy(model, [*first, *turn], answer(session, turn))
-    assert computed(session) <= len(turn) + BLOCK_SIZE
+        session = make_llm("qwen3_5")[1].session("s", tmp_path)
+    turn = random_prompt(30, 3)
+    assert_greedy(model, [*first, *turn], take_turn(session, turn))
+    assert computed_tokens(session) <= len(turn) + BLOCK_SIZE
     session.discard()
     assert not list(tmp_path.rglob("*.kv")), "the snapshots are deleted with the session"
 
@@ -96,8 +100,8 @@ def test_session_continues_after_a_closed_stream_or_failed_step(step: int, tmp_p
     for _ in range(step):
         next(events)
     events.close()  # type: ignore[attr-defined]
-    before, turn = session.tokens, prompt_of(10, 3)
-    assert_greedy(model, [*before, *turn], answer(session, turn))
+    before, turn = session.tokens, random_prompt(10, 3)
+    assert_greedy(model, [*before, *turn], take_turn(session, turn))
     with pytest.MonkeyPatch.context() as patch:
         calls, real_run = iter(range(1000)), session.kv.runner.steps.run
 
@@ -108,9 +112,9 @@ def test_session_continues_after_a_closed_stream_or_failed_step(step: int, tmp_p
 
         patch.setattr(session.kv.runner.steps, "run", run)
         with pytest.raises(KeyboardInterrupt):
-            list(session.send(prompt_of(40, 4), LONG))
+            list(session.send(random_prompt(40, 4), LONG))
     before = session.tokens
-    assert_greedy(model, [*before, *turn], answer(session, turn))
+    assert_greedy(model, [*before, *turn], take_turn(session, turn))
     session.close()
 
 
@@ -122,8 +126,8 @@ def test_forks_and_evicted_sessions_continue_correctly(tmp_path: Path) -> None:
     sessions = {name: llm.session(name, tmp_path) for name in "abc"}
     for seed in range(3):
         for name, session in list(sessions.items()):
-            before, turn = session.tokens, prompt_of(100, seed + ord(name))
-            assert_greedy(model, [*before, *turn], answer(session, turn))
+            before, turn = session.tokens, random_prompt(100, seed + ord(name))
+            assert_greedy(model, [*before, *turn], take_turn(session, turn))
         if seed == 1:
             sessions["d"] = sessions["a"].fork("d")
     for session in sessions.values():
@@ -134,12 +138,12 @@ def test_forks_and_evicted_sessions_continue_correctly(tmp_path: Path) -> None:
 def test_truncation_is_refused_and_overflow_recomputes(tmp_path: Path) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(300, 1))
+    take_turn(session, random_prompt(300, 1))
     with pytest.raises(ModelError, match="recurrent layers"):
         session.truncate(keep_last=100)
     most = session.kv.runner.adapter.geometry.max_positions
     with pytest.warns(UserWarning, match="would outgrow"):
-        found = answer(session, prompt_of(most - 200, 2))
+        found = take_turn(session, random_prompt(most - 200, 2))
     assert len(session.tokens) <= most
     assert_greedy(model, session.tokens[: -len(found)], found)
     session.close()
@@ -164,7 +168,7 @@ def state_files(folder: Path, session: Session) -> list[Path]:
 def test_bit_flip_in_a_stored_state_changes_no_token(tmp_path: Path) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(1500, 1), LONG)
+    take_turn(session, random_prompt(1500, 1), LONG)
     session.close()
     before, files = session.tokens, state_files(tmp_path, session)
     turn, rng = prompt_of(20, 2), random.Random(1)
@@ -177,8 +181,8 @@ def test_bit_flip_in_a_stored_state_changes_no_token(tmp_path: Path) -> None:
             damaged = bytearray(contents[path])
             damaged[place] ^= 1 << rng.randrange(8)
             path.write_bytes(damaged)
-            session = make("qwen3_5")[1].session("s", tmp_path)
-            assert_greedy(model, [*before, *turn], answer(session, turn))
+            session = make_llm("qwen3_5")[1].session("s", tmp_path)
+            assert_greedy(model, [*before, *turn], take_turn(session, turn))
             session.close()
 
 
@@ -187,9 +191,9 @@ def test_turn_continues_if_loading_a_state_evicts_a_snapshot_and_fails(
 ) -> None:
     model, llm = make("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(300, 1), LONG)
+    take_turn(session, random_prompt(300, 1), LONG)
     session.close()
-    _, other = make("qwen3_5")
+    _, other = make_llm("qwen3_5")
     prefix = session.tokens[:130]
     other.generate([prefix], GREEDY)
     table = other.runner.pool.cached.snapshots
@@ -203,9 +207,9 @@ def test_turn_continues_if_loading_a_state_evicts_a_snapshot_and_fails(
 
     monkeypatch.setattr(table, "take", take)
     monkeypatch.setattr(StoredStates, "load", lambda *_: False)
-    session, turn = other.session("s", tmp_path), prompt_of(9, 2)
+    session, turn = other.session("s", tmp_path), random_prompt(9, 2)
     before = session.tokens
-    assert_greedy(model, [*before, *turn], answer(session, turn))
+    assert_greedy(model, [*before, *turn], take_turn(session, turn))
     assert evicted
     session.close()
 
@@ -213,7 +217,7 @@ def test_turn_continues_if_loading_a_state_evicts_a_snapshot_and_fails(
 def test_flush_raises_a_saver_error_and_the_next_save_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make("qwen3_5")[1]
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(300, 1))
+    take_turn(session, random_prompt(300, 1))
     context, snapshots = session.context, llm.runner.snapshots
     name = session.kv.blocks.names(BLOCK_SIZE)[0].state()
     assert context.states is not None and snapshots is not None and name.key not in context.storage
@@ -239,16 +243,16 @@ def test_flush_raises_a_saver_error_and_the_next_save_succeeds(tmp_path: Path, m
 @pytest.mark.slow
 def test_session_continues_after_a_kill_during_state_writes(tmp_path: Path) -> None:
     rng, model, continued = random.Random(2), architecture("qwen3_5"), 0
-    llm = make("qwen3_5")[1]
+    llm = make_llm("qwen3_5")[1]
     for i in range(KILLS):
         child = fork_until_killed(run_turns(tmp_path / str(i)))
         time.sleep(rng.random() * 0.6)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         session = llm.session("s", tmp_path / str(i))
-        before, turn = session.tokens, prompt_of(40, 999)
+        before, turn = session.tokens, random_prompt(40, 999)
         session.context.storage.check_integrity()
-        assert_greedy(model, [*before, *turn], answer(session, turn))
+        assert_greedy(model, [*before, *turn], take_turn(session, turn))
         continued += session.loaded_tokens > 0
         session.close()
     assert continued
@@ -258,7 +262,7 @@ def run_turns(folder: Path) -> Iterator[None]:
     """Yield after each turn."""
     session = make("qwen3_5")[1].session("s", folder)
     for number in range(80):
-        list(session.send(prompt_of(90, number), GREEDY))
+        list(session.send(random_prompt(90, number), GREEDY))
         yield
 
 
@@ -283,7 +287,7 @@ def run_prompts(store: Path, name: str, prompts: list[list[int]], **options: Any
 @pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, ("full", "infinigen")))
 def test_repeated_continued_and_edited_prompts_reuse_stored_states(name: str, policy: str, tmp_path: Path) -> None:
     model = architecture(name)
-    stem, edit = prompt_of(1500, 1), prompt_of(100, 3)
+    stem, edit = random_prompt(1500, 1), random_prompt(100, 3)
     edited = stem[: -len(edit)] + edit
     for prompt, cached in ((stem, 0), (stem, 1472), (stem + prompt_of(30, 2), 1472), (edited, None)):
         [output] = run_prompts(tmp_path, name, [prompt], policy=policy)
@@ -305,7 +309,7 @@ class TestFaults:
         """Zeros in place of the restored state must fail `assert_greedy`."""
         model, llm = make("qwen3_5")
         session = llm.session("s", tmp_path)
-        answer(session, prompt_of(1500, 1))
+        take_turn(session, random_prompt(1500, 1))
         session.close()
 
         def zeros(self: StoredStates, name: Any, slot: int) -> bool:
@@ -313,8 +317,8 @@ class TestFaults:
             return True
 
         monkeypatch.setattr(StoredStates, "load", zeros)
-        session, turn = make("qwen3_5")[1].session("s", tmp_path), prompt_of(9, 2)
+        session, turn = make_llm("qwen3_5")[1].session("s", tmp_path), random_prompt(9, 2)
         before = session.tokens
         with pytest.raises(AssertionError):
-            assert_greedy(model, [*before, *turn], answer(session, turn, LONG))
+            assert_greedy(model, [*before, *turn], take_turn(session, turn, LONG))
         session.close()

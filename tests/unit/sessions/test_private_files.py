@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.disk_blocks import named, open_store, save
+from support.disk_blocks import open_store, padded_name, save
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -62,8 +62,8 @@ def test_all_files_of_a_store_are_private(tmp_path: Path) -> None:
 def test_opening_a_store_makes_its_files_private(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     save(store, 1)
-    store.documents.put(named("one"), b"text")
-    store.documents.put(named("one"), b"more")
+    store.documents.put(padded_name("one"), b"text")
+    store.documents.put(padded_name("one"), b"more")
     store.close()
     grant_full_access(tmp_path / "store")
     open_store(tmp_path / "store").close()

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.disk_blocks import LAYER_BYTES, block_files, block_name, blocks_of, fill, load, open_store, save
+from support.disk_blocks import LAYER_BYTES, block_data, block_files, block_name, fill, load, open_store, save
 
 from offload_rt.sessions.deletion import remove_prompt_blocks, remove_session
 from offload_rt.sessions.history import History, document_name
@@ -129,7 +129,7 @@ class PromptMarkMachine(RuleBasedStateMachine):
             return
         assert {number for number in range(8) if self.key(number) in self.store} == self.stored
         assert block_files(self.home) == len(self.stored)
-        assert all(load(self.store, number) == blocks_of(number) for number in self.stored)
+        assert all(load(self.store, number) == block_data(number) for number in self.stored)
         files = {path.stem: read_prompt_mark(path) for path in self.home.rglob("*.kv")}
         assert {number for number in self.stored if files[self.key(number).hex()]} == self.marked
         if not self.writing:

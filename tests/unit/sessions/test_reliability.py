@@ -19,17 +19,17 @@ from support.child_processes import fork_until_killed
 from support.disk_blocks import (
     FILE_BYTES,
     KILLS,
+    block_data,
     block_files,
-    blocks_of,
     fork_saver,
     load,
-    named,
     open_store,
+    padded_name,
     save,
-    tokens_of,
+    token_bytes,
 )
 from support.outputs import completed
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -81,10 +81,12 @@ def test_full_disk_keeps_complete_blocks(mount_disk: Callable[[str], Path]) -> N
     saved = [save(store, number) for number in range(30)]
     assert any(saved) and not all(saved) and "No space left" in store.last_error
     store.check_integrity()
-    assert [load(store, number) for number in range(30)] == [blocks_of(n) if ok else None for n, ok in enumerate(saved)]
+    assert [load(store, number) for number in range(30)] == [
+        block_data(n) if ok else None for n, ok in enumerate(saved)
+    ]
     assert not list(folder.rglob("*.tmp"))
-    store.documents.put(named("history"), bytes(6000))
-    assert store.documents.get(named("history")) == Document(bytes(6000))
+    store.documents.put(padded_name("history"), bytes(6000))
+    assert store.documents.get(padded_name("history")) == Document(bytes(6000))
     assert block_files(folder) < sum(saved), "a block is evicted for the history"
     store.check_integrity()
     with pytest.raises(StoreError, match="No space left"):
@@ -122,7 +124,7 @@ def test_reader_gets_correct_blocks_while_another_process_writes(tmp_path: Path)
         while seen < 20 and time.monotonic() < end:
             for number in range(0, 400, 7):
                 blocks = load(reader, number)
-                assert blocks in (None, blocks_of(number))
+                assert blocks in (None, block_data(number))
                 seen += blocks is not None
         assert seen >= 20
     finally:

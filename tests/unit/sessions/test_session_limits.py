@@ -19,7 +19,7 @@ import torch
 from support.architectures import architecture
 from support.disk_blocks import block_files
 from support.outputs import completed
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, ModelError, PoolFullError, SamplingParams

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_blocks import FILE_BYTES, block_name, load, named, open_store, save
+from support.disk_blocks import FILE_BYTES, block_name, load, open_store, padded_name, save
 from support.outputs import completed
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
@@ -164,7 +164,7 @@ def test_opening_a_store_counts_all_files_and_enforces_the_limit(tmp_path: Path)
     )
     reopened.close()
     limited = open_store(tmp_path, 3 * FILE_BYTES)
-    assert limited.bytes_used <= 3 * FILE_BYTES and limited.documents.get(named("one")) is not None
+    assert limited.bytes_used <= 3 * FILE_BYTES and limited.documents.get(padded_name("one")) is not None
     limited.check_integrity()
     limited.close()
 
@@ -174,7 +174,7 @@ def test_entry_above_the_limit_evicts_nothing(tmp_path: Path, monkeypatch: pytes
     assert save(store, 1) and save(store, 2)
     assert store.begin(block_name(store, 9), 4 * FILE_BYTES) is None
     with pytest.raises(StoreError, match="is full"):
-        store.documents.put(named("huge"), bytes(4 * FILE_BYTES))
+        store.documents.put(padded_name("huge"), bytes(4 * FILE_BYTES))
     assert load(store, 1) and load(store, 2)
     with monkeypatch.context() as patch:  # files that cannot be removed free no space
         patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))

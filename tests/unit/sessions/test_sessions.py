@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.disk_blocks import block_files
 from support.outputs import completed
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams, StoreError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hybrids import answer, computed, make, prompt_of
+from support.hybrids import computed_tokens, make_llm, random_prompt, take_turn
 from support.tiny_models import assert_greedy
 
 from offload_rt import AsyncLLM, RequestOutput, SamplingParams
@@ -17,7 +17,7 @@ from offload_rt.kv_cache.snapshot_table import SnapshotTable
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.stored_states import StoredStates
 
-TEXT, TURN = prompt_of(300, 1), prompt_of(20, 9)
+TEXT, TURN = random_prompt(300, 1), random_prompt(20, 9)
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
@@ -26,15 +26,15 @@ def assert_continues(folder: Path, name: str) -> None:
     model, llm = make("qwen3_5")
     with llm.session(name, folder) as session:
         before = session.tokens
-        assert_greedy(model, [*before, *TURN], answer(session, TURN))
-        assert computed(session) <= len(TURN) + BLOCK_SIZE
+        assert_greedy(model, [*before, *TURN], take_turn(session, TURN))
+        assert computed_tokens(session) <= len(TURN) + BLOCK_SIZE
 
 
 def replace_snapshots(session: Session) -> None:
     """Run turns until the session needs none of its present snapshots."""
     before = set(session.history.states)
     for seed in (2, 3):
-        answer(session, prompt_of(200, seed))
+        take_turn(session, random_prompt(200, seed))
     assert before and not before & set(session.history.states)
 
 
@@ -49,7 +49,7 @@ def test_growing_session_keeps_states_of_another_session(tmp_path: Path) -> None
 
 def test_growing_session_keeps_states_of_a_prompt(tmp_path: Path) -> None:
     async def serve(*prompts: tuple[list[int], str | None]) -> RequestOutput:
-        async with AsyncLLM(make("qwen3_5")[1], store=tmp_path) as engine:
+        async with AsyncLLM(make_llm("qwen3_5")[1], store=tmp_path) as engine:
             for ids, session in prompts:
                 output = [one async for one in engine.generate(ids, GREEDY, session=session)][-1]
             return output
@@ -62,8 +62,8 @@ def test_growing_session_keeps_states_of_a_prompt(tmp_path: Path) -> None:
 def test_undo_keeps_states_of_a_fork(tmp_path: Path) -> None:
     _, llm = make("qwen3_5")
     with llm.session("a", tmp_path) as session:
-        answer(session, TEXT)
-        answer(session, prompt_of(200, 2))
+        take_turn(session, TEXT)
+        take_turn(session, random_prompt(200, 2))
         with session.fork("b"):
             session.undo()
     assert_continues(tmp_path, "b")
@@ -78,9 +78,9 @@ def test_fork_keeps_a_pending_state_of_a_deleted_session(tmp_path: Path, monkeyp
         real_write(*args, **named)
 
     monkeypatch.setattr(StoredStates, "_write", write)
-    _, llm = make("qwen3_5")
+    _, llm = make_llm("qwen3_5")
     session = llm.session("a", tmp_path)
-    answer(session, TEXT)
+    take_turn(session, TEXT)
     fork = session.fork("b")
     session.discard()
     fork.close()
@@ -90,12 +90,12 @@ def test_fork_keeps_a_pending_state_of_a_deleted_session(tmp_path: Path, monkeyp
 def test_later_turn_loads_a_state_that_found_no_free_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, llm = make("qwen3_5")
     with llm.session("a", tmp_path) as session:
-        answer(session, TEXT)
-    with make("qwen3_5")[1].session("a", tmp_path) as session:
+        take_turn(session, TEXT)
+    with make_llm("qwen3_5")[1].session("a", tmp_path) as session:
         for reused in (False, True):
             with monkeypatch.context() as patch:
                 if not reused:
                     patch.setattr(SnapshotTable, "take", lambda _: None)
                 before = session.tokens
-                assert_greedy(model, [*before, *TURN], answer(session, TURN))
-            assert (computed(session) < len(TEXT)) is reused
+                assert_greedy(model, [*before, *TURN], take_turn(session, TURN))
+            assert (computed_tokens(session) < len(TEXT)) is reused

@@ -1,6 +1,4 @@
-"""Run randomised adversary tests: one case of each part here, ADVERSARY_SECONDS of each in `make stress
-PART=adversary`.
-"""
+"""Run one case of each part of the adversary tests, or `ADVERSARY_SECONDS` of each in `make stress PART=adversary`."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ SECONDS = float(os.environ.get("ADVERSARY_SECONDS", "600"))
 
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("part", PARTS)
-def test_adversary_finds_nothing(part: str) -> None:
-    """Each run in `make stress` starts with another seed. `run.FAILURES` lists the failing cases."""
+def test_random_cases_find_no_failure(part: str) -> None:
     first = int(time.time()) * CASES_PER_SEED if STRESS else 0
     seeds = range(first, first + (CASES_PER_SEED if STRESS else 1))
     done, failed = run_part(part, iter(seeds), SECONDS)

@@ -1,4 +1,4 @@
-"""Simulate a day of sessions in DAY_SECONDS (default 600) with `make stress PART=day`.
+"""Simulate a day of sessions in `DAY_SECONDS` (default 600) with `make stress PART=day`.
 
 Requests arrive as in a recorded chat trace, or at random without one. Sessions in a store with a size limit continue,
 fork, and are truncated and deleted, while processes end or are killed.
@@ -42,9 +42,9 @@ SCALE = 200
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: seconds since the previous one, session name, and number of tokens in prompt and answer."""
+    """A request of a session. `interval` is the time since the previous request in seconds."""
 
-    after: float
+    interval: float
     name: str
     prompt: int
     answer: int
@@ -54,7 +54,7 @@ def arrivals(rng: random.Random) -> Iterator[Arrival]:
     """Yield requests without end.
 
     With a trace, start at a random request and use its intervals and lengths. Requests with the same prefix belong to
-    one session. Intervals are scaled to the target rate.
+    one session. Intervals are scaled to `RATE`.
     """
     if not TRACE.exists():
         while True:
@@ -68,13 +68,11 @@ def arrivals(rng: random.Random) -> Iterator[Arrival]:
         yield Arrival(max(0, row["timestamp"] - before["timestamp"]) * pace, name, *(min(n, 60) for n in tokens))
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class SimulatedProcess:
-    """Simulated process that logs its resources until it ends."""
-
     def __init__(self, folder: Path, log: Path, seed: int) -> None:
         self.folder, self.log, self.rng = folder, log.open("a"), random.Random(seed)
         self.llm = LLM(MODEL, dtype="float32", host_memory="4MiB", policy="full")
@@ -83,16 +81,15 @@ class SimulatedProcess:
         self.turns = self.checked = self.forks = self.cuts = self.forgotten = 0
 
     def run(self, until: float) -> None:
-        """Alternate between one second of arrivals and changes of sessions."""
         while time.monotonic() < until:
-            self.batch()
-            self.others()
-            self.note()
+            self.answer_arrivals()
+            self.change_session()
+            self.log_resources()
         self.llm.close()
-        self.note(ended=True)
+        self.log_resources(ended=True)
 
-    def batch(self) -> None:
-        """Answer one second of arrivals together."""
+    def answer_arrivals(self) -> None:
+        """Answer the requests of one second together."""
         queue, rng = self.llm.turns(self.folder, max_num_seqs=8, **OPTIONS), self.rng
         left, waiting = 1.0, []
         for arrival in self.arrivals:
@@ -100,7 +97,7 @@ class SimulatedProcess:
             params = SamplingParams(max_tokens=arrival.answer, temperature=0)
             waiting.append((prompt, queue.add(arrival.name, prompt, params)))
             self.names.add(arrival.name)
-            if (left := left - arrival.after) < 0:
+            if (left := left - arrival.interval) < 0:
                 break
         while not queue.idle:
             with suppress(OffloadError):
@@ -115,24 +112,23 @@ class SimulatedProcess:
             self.turns += 1
         queue.close()
 
-    def others(self) -> None:
+    def change_session(self) -> None:
         name = self.rng.choice(sorted(self.names))
         with suppress(OffloadError), self.llm.session(name, self.folder, **OPTIONS) as session:
-            what = self.rng.random()
-            if what < 0.4:
+            choice = self.rng.random()
+            if choice < 0.4:
                 session.fork(f"s{self.rng.randrange(SESSIONS)}").close()
                 self.forks += 1
-            elif what < 0.8:
+            elif choice < 0.8:
                 self.cuts += session.truncate(keep_last=self.rng.randrange(1, 200)) > 0
             else:
                 session.discard()
                 self.forgotten += 1
 
-    def note(self, ended: bool = False) -> None:
-        """Log the current resources and counts of the process."""
+    def log_resources(self, ended: bool = False) -> None:
         stores = [path.stat().st_size for path in self.folder.rglob("*.*") if path.is_file()]
         held = {
-            "process": os.getpid(), "rss": resident(), "files": len(stores), "bytes": sum(stores),
+            "process": os.getpid(), "rss": resident_bytes(), "files": len(stores), "bytes": sum(stores),
             "open": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "ended": ended,
             "pool": self.llm.runner.pool.sequence_bytes, "turns": self.turns, "checked": self.checked,
             "names": len(self.names), "forks": self.forks, "cuts": self.cuts, "forgotten": self.forgotten,
@@ -141,7 +137,7 @@ class SimulatedProcess:
         self.log.flush()
 
 
-def child(folder: Path, log: Path, seed: int, until: float) -> int:
+def fork_process(folder: Path, log: Path, seed: int, until: float) -> int:
     process = os.fork()
     if process:
         return process
@@ -161,12 +157,12 @@ def child(folder: Path, log: Path, seed: int, until: float) -> int:
 
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="takes minutes: make stress PART=day")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_day(tmp_path: Path) -> None:
+def test_day_of_sessions_leaks_no_resources(tmp_path: Path) -> None:
     folder, log, rng = tmp_path / "store", tmp_path / "log.jsonl", random.Random(1)
     end, seed, killed = time.monotonic() + SECONDS, 0, 0
     while (now := time.monotonic()) < end:
         seed += 1
-        process = child(folder, log, seed, min(end, now + LIFE))
+        process = fork_process(folder, log, seed, min(end, now + LIFE))
         if rng.random() < 0.5:
             time.sleep(rng.uniform(2, LIFE))
             with suppress(ProcessLookupError):
@@ -180,12 +176,12 @@ def test_a_day(tmp_path: Path) -> None:
     total = {
         name: sum(note[name] for note in last) for name in ("turns", "checked", "names", "forks", "cuts", "forgotten")
     }
-    most = {name: max(note[name] for note in notes) for name in ("rss", "files", "bytes", "open", "threads")}
-    print(json.dumps({"seconds": SECONDS, "processes": seed, "killed": killed, **total, "most": most}))
-    assert most["bytes"] <= LIMIT + (1 << 20), "temporaries of the dead and documents of both generations included"
-    assert most["files"] <= 4 * SESSIONS + LIMIT // 4096, (
-        "generations, sinks and damaged ones of every name, and blocks"
-    )
+    largest = {name: max(note[name] for note in notes) for name in ("rss", "files", "bytes", "open", "threads")}
+    print(json.dumps({"seconds": SECONDS, "processes": seed, "killed": killed, **total, "most": largest}))
+    # Temporary files of killed processes and two generations of documents are included.
+    assert largest["bytes"] <= LIMIT + (1 << 20)
+    # Each name may have two generations, sinks and a damaged file. The other files are blocks.
+    assert largest["files"] <= 4 * SESSIONS + LIMIT // 4096
     assert all(note["pool"] == 0 for note in notes if note["ended"])
     third = len(notes) // 3
     for name in ("rss", "open", "threads"):

@@ -1,6 +1,6 @@
-"""Test file system calls that fail: after a restart, answers are correct and earlier saved data is intact.
+"""Test failing file system calls: after a restart, answers are correct and earlier saved data is intact.
 
-`make stress PART=faults` lets every call fail, alone and with all later calls.
+In `make stress PART=faults`, every call fails, alone and with all later calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload_rt.sessions.history import document_name
 from offload_rt.sessions.session import Session
 from offload_rt.storage.documents import DocumentStore
 
-EVERY = "OFFLOAD_RT_STRESS" in os.environ
+ALL_CALLS = "OFFLOAD_RT_STRESS" in os.environ
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 SHORT = SamplingParams(max_tokens=3, temperature=0)
 TURNS = [tiny_prompt(70, seed=1), tiny_prompt(20, seed=2), tiny_prompt(70, seed=3), tiny_prompt(9, seed=4)]
@@ -36,28 +36,26 @@ def make_llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """Return a store with a closed session, and the session's tokens."""
+def saved_session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     folder = tmp_path_factory.mktemp("saved") / "store"
     with make_llm() as llm:
         session = llm.session("ada", folder)
-        take(session, TURNS[0])
+        take_turn(session, TURNS[0])
         tokens = session.tokens
     return folder, tokens
 
 
-def take(session: Session, turn: list[int]) -> list[int]:
-    """Run a turn and compare its answer with a fresh computation."""
+def take_turn(session: Session, turn: list[int]) -> list[int]:
     before = session.tokens
-    said = [event.token_id for event in session.send(turn, SHORT)]
+    answer_tokens = [event.token_id for event in session.send(turn, SHORT)]
     if not session.history.shift:
-        assert_greedy(MODEL, before + turn, said)
+        assert_greedy(MODEL, before + turn, answer_tokens)
     session.check_integrity()
-    return said
+    return answer_tokens
 
 
-def live(folder: Path) -> list[list[int]]:
-    """Open a session, run two turns, fork, save and close. Return the session's tokens after each completed step."""
+def run_session(folder: Path) -> list[list[int]]:
+    """Return the session's tokens after each completed step."""
     known: list[list[int]] = []
     llm = make_llm()
     try:
@@ -65,10 +63,10 @@ def live(folder: Path) -> list[list[int]]:
         known.append(session.tokens)
         for turn in TURNS[1:3]:
             with suppress(StoreError):  # the turn was answered, but its history could not be written
-                take(session, turn)
+                take_turn(session, turn)
             known.append(session.tokens)
         with suppress(OffloadError):
-            take(session.fork("bob"), TURNS[3])
+            take_turn(session.fork("bob"), TURNS[3])
         session.save()
     except StoreError:
         pass
@@ -79,32 +77,32 @@ def live(folder: Path) -> list[list[int]]:
     return known
 
 
-def check_next_start(folder: Path, saved: list[int], known: list[list[int]]) -> None:
-    """Check that the session has its earlier tokens or a later saved state, and continues."""
+def check_next_start(folder: Path, saved_tokens: list[int], known: list[list[int]]) -> None:
+    """Check that the session has the saved tokens or a later known state, and continues."""
     with make_llm() as llm:
         session = llm.session("ada", folder)
-        assert session.tokens == saved or session.tokens in known
-        take(session, TURNS[3])
+        assert session.tokens == saved_tokens or session.tokens in known
+        take_turn(session, TURNS[3])
         with suppress(StoreError):
-            take(llm.session("bob", folder), TURNS[3])
+            take_turn(llm.session("bob", folder), TURNS[3])
     session.context.storage.check_integrity()
     assert not list(folder.rglob("*.tmp"))
 
 
-def calls_of_a_life(saved: Path, place: Path) -> list[str]:
-    shutil.copytree(saved, place)
+def record_calls(saved_session: Path, place: Path) -> list[str]:
+    shutil.copytree(saved_session, place)
     with FailingFiles(place, -1, 0, after=False).installed() as files:
-        live(place)
+        run_session(place)
     return files.calls
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["one", "all from it on"])
-def test_any_call_may_fail(after: bool, saved: tuple[Path, list[int]], tmp_path: Path) -> None:
-    whole, tokens = saved
-    calls = calls_of_a_life(whole, tmp_path / "counted")
+@pytest.mark.parametrize("after", [False, True], ids=["one call", "all later calls"])
+def test_session_survives_failing_calls(after: bool, saved_session: tuple[Path, list[int]], tmp_path: Path) -> None:
+    whole, tokens = saved_session
+    calls = record_calls(whole, tmp_path / "counted")
     assert {"open", "pwrite", "fsync", "replace", "write", "preadv"} <= set(calls) and len(calls) > 100
     first = {name: calls.index(name) for name in set(calls)}
-    places = range(len(calls)) if EVERY else sorted({*first.values(), *range(3, len(calls), 45)})
+    places = range(len(calls)) if ALL_CALLS else sorted({*first.values(), *range(3, len(calls), 45)})
     for at in places:
         for code in ERRORS[at % 3 : at % 3 + 1]:
             folder = tmp_path / f"{at} {code}"
@@ -112,19 +110,15 @@ def test_any_call_may_fail(after: bool, saved: tuple[Path, list[int]], tmp_path:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with FailingFiles(folder, at, code, after).installed():
-                    known = live(folder)
+                    known = run_session(folder)
                 check_next_start(folder, tokens, known)
             shutil.rmtree(folder)
 
 
-def test_a_turn_ends_while_writes_of_its_blocks_are_blocked(
-    saved: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_turn_ends_while_block_writes_are_blocked(
+    saved_session: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn ends although writes are blocked.
-
-    Replacing its last block and closing wait for the write.
-    """
-    shutil.copytree(saved[0], tmp_path / "store")
+    shutil.copytree(saved_session[0], tmp_path / "store")
     free, real = threading.Event(), os.fsync
 
     def blocked(handle: int) -> None:
@@ -135,20 +129,17 @@ def test_a_turn_ends_while_writes_of_its_blocks_are_blocked(
     monkeypatch.setattr(os, "fsync", blocked)
     with make_llm() as llm:
         session = llm.session("ada", tmp_path / "store")
-        take(session, TURNS[1])
+        take_turn(session, TURNS[1])
         assert not free.is_set()
         free.set()
-        take(session, TURNS[2])
+        take_turn(session, TURNS[2])
         tokens = session.tokens
     check_next_start(tmp_path / "store", tokens, [])
 
 
-def test_a_blocked_history_delays_no_other_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other requests run while a history is synced, even in the same store. The last output of its turn waits for the
-    sync.
-    """
+def test_blocked_history_write_delays_only_its_own_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked, free, real = threading.Event(), threading.Event(), os.fsync
-    said: list[int] = []
+    answer_tokens: list[int] = []
 
     def fsync(handle: int) -> None:
         if threading.current_thread().name == "writer":
@@ -158,14 +149,14 @@ def test_a_blocked_history_delays_no_other_request(tmp_path: Path, monkeypatch: 
 
     def write() -> None:
         for event in ada.send(TURNS[1], SHORT):
-            said.append(event.token_id)
+            answer_tokens.append(event.token_id)
 
     def compute() -> None:
         llm.generate([TURNS[3]], SHORT)
         next(answer)
 
     with make_llm() as llm:
-        take(llm.session("bob", tmp_path), TURNS[0])
+        take_turn(llm.session("bob", tmp_path), TURNS[0])
     monkeypatch.setattr(os, "fsync", fsync)
     with make_llm() as llm:
         ada, bob = (llm.session(name, tmp_path) for name in ("ada", "bob"))
@@ -174,51 +165,47 @@ def test_a_blocked_history_delays_no_other_request(tmp_path: Path, monkeypatch: 
         others = threading.Thread(target=compute, daemon=True)
         writer.start()
         try:
-            assert blocked.wait(20) and ada.busy and len(said) == SHORT.max_tokens - 1
+            assert blocked.wait(20) and ada.busy and len(answer_tokens) == SHORT.max_tokens - 1
             others.start()
             others.join(20)
-            assert not others.is_alive() and ada.busy and len(said) == SHORT.max_tokens - 1
+            assert not others.is_alive() and ada.busy and len(answer_tokens) == SHORT.max_tokens - 1
         finally:
             free.set()
             writer.join()
-        assert len(said) == SHORT.max_tokens and not ada.busy
+        assert len(answer_tokens) == SHORT.max_tokens and not ada.busy
         list(answer)
     with make_llm() as llm:
-        assert llm.session("ada", tmp_path).tokens == TURNS[1] + said
+        assert llm.session("ada", tmp_path).tokens == TURNS[1] + answer_tokens
 
 
-def test_an_answer_is_complete_if_its_history_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last output must not be lost. Closing writes the history."""
-    said: list[int] = []
+def test_answer_is_complete_if_history_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_tokens: list[int] = []
     with make_llm() as llm:
         session = llm.session("ada", tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(DocumentStore, "put", refuse)
+            patch.setattr(DocumentStore, "put", fail_put)
             with pytest.raises(StoreError, match="no room"):
-                said.extend(event.token_id for event in session.send(TURNS[0], SHORT))
-        assert_greedy(MODEL, TURNS[0], said)
-        assert len(said) == SHORT.max_tokens and not session.busy
+                answer_tokens.extend(event.token_id for event in session.send(TURNS[0], SHORT))
+        assert_greedy(MODEL, TURNS[0], answer_tokens)
+        assert len(answer_tokens) == SHORT.max_tokens and not session.busy
     with make_llm() as llm:
-        assert llm.session("ada", tmp_path).tokens == TURNS[0] + said
+        assert llm.session("ada", tmp_path).tokens == TURNS[0] + answer_tokens
 
 
-def refuse(store: DocumentStore, name: str, data: bytes) -> None:
+def fail_put(store: DocumentStore, name: str, data: bytes) -> None:
     raise StoreError("no room")
 
 
-def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: Path) -> None:
-    """Under limits as of `ulimit -f`, blocks do not fit and histories may."""
-    shutil.copytree(saved[0], tmp_path / "store")
-    tokens = saved[1]
+def test_session_survives_file_size_limits(saved_session: tuple[Path, list[int]], tmp_path: Path) -> None:
+    shutil.copytree(saved_session[0], tmp_path / "store")
+    tokens = saved_session[1]
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        for size in (20_000, 3_000, 100, 0):
+        for size in (20_000, 3_000, 100, 0):  # smaller than a block; a history may fit
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                known = live(tmp_path / "store")
+                known = run_session(tmp_path / "store")
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             with make_llm() as llm:
                 found = llm.session("ada", tmp_path / "store").tokens
@@ -230,24 +217,23 @@ def test_a_limit_on_the_size_of_files(saved: tuple[Path, list[int]], tmp_path: P
     check_next_start(tmp_path / "store", tokens, [])
 
 
-def test_an_unsaved_session_does_not_prevent_saving_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing saves and closes all other sessions before it raises, and releases the store."""
+def test_close_saves_other_sessions_before_it_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm()
     for name in ("ada", "bob", "cyd"):
-        take(llm.session(name, tmp_path), TURNS[0])
+        take_turn(llm.session(name, tmp_path), TURNS[0])
     with monkeypatch.context() as patch:
         real = DocumentStore.put
 
-        def refuses(store: DocumentStore, name: str, data: bytes) -> None:
+        def fail_put_of_bob(store: DocumentStore, name: str, data: bytes) -> None:
             if name == document_name("bob"):
                 raise StoreError("no room for bob")
             real(store, name, data)
 
-        patch.setattr(DocumentStore, "put", refuses)
+        patch.setattr(DocumentStore, "put", fail_put_of_bob)
         with pytest.raises(StoreError, match="no room for bob"):
             llm.close()
     llm.close()
     assert not llm.runner.reclaimables and llm.runner.pool.sequence_bytes == 0
     with make_llm() as again:
         for name in ("ada", "bob", "cyd"):
-            take(again.session(name, tmp_path), TURNS[1])
+            take_turn(again.session(name, tmp_path), TURNS[1])

@@ -1,7 +1,7 @@
-"""Test arbitrary arguments and orders of calls from several threads.
+"""Test arbitrary arguments, and calls in any order from several threads.
 
-Only OffloadError is raised, no token is wrong, and no memory leaks. OFFLOAD_RT_FUZZ sets the number of cases in `make
-stress PART=api`.
+Only OffloadError may be raised, no token may be wrong, and no memory may leak. `OFFLOAD_RT_FUZZ` sets the number of
+cases in `make stress PART=api`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.call_machine import Calls
+from support.call_machine import ApiMachine
 from support.odd_values import ANYTHING
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import AutoTokenizer
@@ -41,7 +41,7 @@ CLASSES = (
     SamplingParams, EngineConfig, StoreOptions, EvictionOptions, DraftOptions, InfiniGenOptions, BudgetOptions,
     QuestOptions, StructuredOutputs,
 )  # fmt: skip
-SAID = [{"role": "user", "content": "hi"}]
+MESSAGES = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 FIELDS = [(kind, field.name) for kind in CLASSES for field in fields(kind)]
 
@@ -52,12 +52,10 @@ def make_llm(**config: Any) -> LLM:
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync, because no test here simulates a power failure."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # no test here simulates a power failure
 
 
-def only_ours(call: Callable[[], Any]) -> None:
-    """Run a call that may raise OffloadError. Any other exception fails the test."""
+def allow_offload_error(call: Callable[[], Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         with suppress(OffloadError):
@@ -69,20 +67,20 @@ def only_ours(call: Callable[[], Any]) -> None:
 
 @settings(max_examples=CASES // 2 or 80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(field=st.sampled_from(FIELDS), value=ANYTHING)
-def test_any_value_of_any_field(field: tuple[type, str], value: Any) -> None:
+def test_any_field_value_raises_only_offload_error(field: tuple[type, str], value: Any) -> None:
     kind, name = field
-    only_ours(lambda: kind(**{name: value}))
+    allow_offload_error(lambda: kind(**{name: value}))
 
 
 class ApiObjects:
-    """Runtimes, a folder, and sessions and queues on demand, on which API calls are made."""
+    """The runtimes and the folder of the API calls. Sessions and queues are created for each call."""
 
     def __init__(self, folder: Path) -> None:
         self.llm, self.folder = make_llm(), folder
         tokenizer = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
         tokenizer.chat_template = TEMPLATE
         model = tiny_model("llama", vocab_size=2048, num_hidden_layers=1)
-        self.talker = LLM(model, policy="full", host_memory="4MiB", tokenizer=tokenizer)
+        self.chat_llm = LLM(model, policy="full", host_memory="4MiB", tokenizer=tokenizer)
 
     def in_session(self, call: Callable[[Session], Any]) -> None:
         session = self.llm.session("one", self.folder / "sessions")
@@ -97,77 +95,77 @@ class ApiObjects:
             call(queue)
             list(queue.run())
 
-    def forked(self, name: Any) -> None:
+    def fork(self, name: Any) -> None:
         self.in_session(lambda session: session.fork(name).discard())
 
 
 ARGUMENTS: dict[str, Callable[[ApiObjects, Any], Any]] = {
-    "generate": lambda place, value: place.llm.generate(value, SHORT),
-    "generate with": lambda place, value: place.llm.generate([PROMPT], value),
-    "stream": lambda place, value: list(place.llm.stream(value, SHORT)),
-    "stream with": lambda place, value: list(place.llm.stream(PROMPT[:3], value)),
-    "score": lambda place, value: place.llm.score(value, [[1, 2]]),
-    "score continuations": lambda place, value: place.llm.score([PROMPT], value),
-    "score continuation": lambda place, value: place.llm.score([PROMPT], [value]),
-    "score from": lambda place, value: place.llm.score([PROMPT], [[1]], value),
-    "score batch": lambda place, value: place.llm.score([PROMPT], [[1]], batch=value),
-    "encode": lambda place, value: place.llm.encode(value),
-    "under": lambda place, value: place.llm.under(value),
-    "under with": lambda place, value: place.llm.under("infinigen", value),
-    "session": lambda place, value: place.llm.session(value, place.folder / "named").discard(),
-    "session in": lambda place, value: place.llm.session(
-        "s", place.folder / value if isinstance(value, str) else value
+    "generate": lambda api, value: api.llm.generate(value, SHORT),
+    "generate with": lambda api, value: api.llm.generate([PROMPT], value),
+    "stream": lambda api, value: list(api.llm.stream(value, SHORT)),
+    "stream with": lambda api, value: list(api.llm.stream(PROMPT[:3], value)),
+    "score": lambda api, value: api.llm.score(value, [[1, 2]]),
+    "score continuations": lambda api, value: api.llm.score([PROMPT], value),
+    "score continuation": lambda api, value: api.llm.score([PROMPT], [value]),
+    "score from": lambda api, value: api.llm.score([PROMPT], [[1]], value),
+    "score batch": lambda api, value: api.llm.score([PROMPT], [[1]], batch=value),
+    "encode": lambda api, value: api.llm.encode(value),
+    "under": lambda api, value: api.llm.under(value),
+    "under with": lambda api, value: api.llm.under("infinigen", value),
+    "session": lambda api, value: api.llm.session(value, api.folder / "named").discard(),
+    "session in": lambda api, value: api.llm.session(
+        "s", api.folder / value if isinstance(value, str) else value
     ).discard(),
-    "session with": lambda place, value: place.llm.session("s", place.folder / "with", value).discard(),
-    "turns with": lambda place, value: place.llm.turns(place.folder / "with", value).close(),
-    "turns batch": lambda place, value: place.llm.turns(place.folder / "with", max_num_seqs=value).close(),
-    "send": lambda place, value: place.in_session(lambda session: list(session.send(value, SHORT))),
-    "send with": lambda place, value: place.in_session(lambda session: list(session.send([1, 2], value))),
-    "chat": lambda place, value: place.talker.chat(value, SHORT),
-    "chat content": lambda place, value: place.talker.chat([{"role": "user", "content": value}], SHORT),
-    "chat message": lambda place, value: place.talker.chat([value], SHORT),
-    "chat with": lambda place, value: place.talker.chat(SAID, value),
-    "chat tools": lambda place, value: place.talker.chat(SAID, SHORT, tools=value),
-    "chat variables": lambda place, value: place.talker.chat(SAID, SHORT, chat_template_kwargs=value),
-    "chat goes on": lambda place, value: place.talker.chat(SAID, SHORT, continue_final_message=value),
-    "text": lambda place, value: place.talker.generate(value, SHORT),
-    "fork": lambda place, value: place.forked(value),
-    "truncate": lambda place, value: place.in_session(lambda session: session.truncate(keep_last=value)),
-    "truncate sinks": lambda place, value: place.in_session(lambda session: session.truncate(keep_last=3, sinks=value)),
-    "truncate drop": lambda place, value: place.in_session(lambda session: session.truncate(drop=value)),
-    "add to": lambda place, value: place.in_queue(lambda queue: queue.add(value, [1, 2], SHORT)),
-    "add": lambda place, value: place.in_queue(lambda queue: queue.add("a", value, SHORT)),
-    "add with": lambda place, value: place.in_queue(lambda queue: queue.add("a", [1], value)),
-    "LLM": lambda place, value: LLM(value) if not isinstance(value, (str, Path)) else None,
-    "LLM with": lambda place, value: LLM(MODEL, value).close(),
-    "LLM tokenizer": lambda place, value: (
+    "session with": lambda api, value: api.llm.session("s", api.folder / "with", value).discard(),
+    "turns with": lambda api, value: api.llm.turns(api.folder / "with", value).close(),
+    "turns batch": lambda api, value: api.llm.turns(api.folder / "with", max_num_seqs=value).close(),
+    "send": lambda api, value: api.in_session(lambda session: list(session.send(value, SHORT))),
+    "send with": lambda api, value: api.in_session(lambda session: list(session.send([1, 2], value))),
+    "chat": lambda api, value: api.chat_llm.chat(value, SHORT),
+    "chat content": lambda api, value: api.chat_llm.chat([{"role": "user", "content": value}], SHORT),
+    "chat message": lambda api, value: api.chat_llm.chat([value], SHORT),
+    "chat with": lambda api, value: api.chat_llm.chat(MESSAGES, value),
+    "chat tools": lambda api, value: api.chat_llm.chat(MESSAGES, SHORT, tools=value),
+    "chat variables": lambda api, value: api.chat_llm.chat(MESSAGES, SHORT, chat_template_kwargs=value),
+    "chat goes on": lambda api, value: api.chat_llm.chat(MESSAGES, SHORT, continue_final_message=value),
+    "text": lambda api, value: api.chat_llm.generate(value, SHORT),
+    "fork": lambda api, value: api.fork(value),
+    "truncate": lambda api, value: api.in_session(lambda session: session.truncate(keep_last=value)),
+    "truncate sinks": lambda api, value: api.in_session(lambda session: session.truncate(keep_last=3, sinks=value)),
+    "truncate drop": lambda api, value: api.in_session(lambda session: session.truncate(drop=value)),
+    "add to": lambda api, value: api.in_queue(lambda queue: queue.add(value, [1, 2], SHORT)),
+    "add": lambda api, value: api.in_queue(lambda queue: queue.add("a", value, SHORT)),
+    "add with": lambda api, value: api.in_queue(lambda queue: queue.add("a", [1], value)),
+    "LLM": lambda api, value: LLM(value) if not isinstance(value, (str, Path)) else None,
+    "LLM with": lambda api, value: LLM(MODEL, value).close(),
+    "LLM tokenizer": lambda api, value: (
         LLM(MODEL, policy="full", host_memory="1MiB", tokenizer=value) if not isinstance(value, str) else None
     ),
 }
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiObjects]:
-    folder = tmp_path_factory.mktemp("place")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiObjects]:
+    folder = tmp_path_factory.mktemp("api")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # a path that is wrongly accepted would be created here
-        place = ApiObjects(folder)
-        yield place
-        place.llm.close()
+        api = ApiObjects(folder)
+        yield api
+        api.llm.close()
 
 
 @settings(max_examples=CASES // 2 or 80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(argument=st.sampled_from(sorted(ARGUMENTS)), value=ANYTHING)
 @example(argument="LLM tokenizer", value=torch.tensor([1, 2]))
-def test_any_value_of_any_argument(place: ApiObjects, argument: str, value: Any) -> None:
-    only_ours(lambda: ARGUMENTS[argument](place, value))
-    place.llm.runner.check_integrity()
-    assert place.llm.runner.pool.sequence_bytes == 0 and not place.llm.runner.reclaimables
+def test_any_argument_value_raises_only_offload_error(api: ApiObjects, argument: str, value: Any) -> None:
+    allow_offload_error(lambda: ARGUMENTS[argument](api, value))
+    api.llm.runner.check_integrity()
+    assert api.llm.runner.pool.sequence_bytes == 0 and not api.llm.runner.reclaimables
 
 
 # -------------------------------------------------------------------------------------------------------------- calls
 
-TestCalls = pytest.mark.filterwarnings("ignore:session .* would outgrow")(Calls.TestCase)
+TestCalls = pytest.mark.filterwarnings("ignore:session .* would outgrow")(ApiMachine.TestCase)
 TestCalls.settings = settings(
     max_examples=CASES // 150 or 10,
     stateful_step_count=30 if CASES else 8,

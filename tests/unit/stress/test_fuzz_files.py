@@ -1,7 +1,7 @@
 """Test damaged files of every kind: they give an OffloadError or the right answer.
 
-They cause no crash, unbounded memory, wrong token, or file outside the folder. OFFLOAD_RT_FUZZ sets the number of cases
-in `make stress PART=files`.
+They cause no crash, unbounded memory, wrong token, or file outside the folder. `OFFLOAD_RT_FUZZ` sets the number of
+cases in `make stress PART=files`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.damage import altered, change, memory_limit
+from support.damage import change_json, damage_file, memory_limit
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
@@ -42,9 +42,8 @@ MEMORY = 3 << 30
 
 
 @pytest.fixture(autouse=True)
-def no_fsync_and_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Disable fsync, because no test here simulates a power failure, and keep all files in the folder."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+def fast_isolated_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # no test here simulates a power failure
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
@@ -54,50 +53,47 @@ def make_llm() -> LLM:
     return LLM(MODEL, dtype="float32", host_memory="2MiB", policy="full")
 
 
-def copied(whole: Path, place: Path) -> list[Path]:
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(whole, place)
-    return sorted(path for path in place.rglob("*") if path.is_file() and path.name != "lock")
+def copy_folder(original: Path, copy: Path) -> list[Path]:
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(original, copy)
+    return sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "lock")
 
 
-def damaged(whole: Path, place: Path, seed: int, spread: int = 400) -> list[str]:
+def damage_folder(original: Path, copy: Path, seed: int, spread: int = 400) -> list[str]:
     """Copy the folder and damage one or two files. Return a description of the damage."""
-    rng, files = random.Random(seed), copied(whole, place)
+    rng, files = random.Random(seed), copy_folder(original, copy)
     return [
-        f"{path.name}: {change(path, rng, files, spread)}"
+        f"{path.name}: {damage_file(path, rng, files, spread)}"
         for path in rng.sample(files, min(len(files), rng.choice((1, 1, 2))))
     ]
 
 
-def survives(whole: Path, place: Path, cases: int, read: Callable[[Path], Any], spread: int = 400) -> int:
-    """Damage and read the folder in each case. Return the number of refusals. Files beside the
-    folder must not change.
+def count_refusals(original: Path, copy: Path, cases: int, read: Callable[[Path], Any], spread: int = 400) -> int:
+    """Read a damaged copy of the folder in each case. Return the number of refusals.
+
+    Files beside the copy must not change.
     """
-    refused, beside = 0, sorted(place.parent.iterdir())
+    refused, beside = 0, sorted(copy.parent.iterdir())
     for seed in range(cases):
-        done = damaged(whole, place, seed, spread)
+        done = damage_folder(original, copy, seed, spread)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 with memory_limit(MEMORY):
-                    read(place)
+                    read(copy)
             except OffloadError:
                 refused += 1
             except BaseException as error:
                 error.add_note(f"case {seed}: {done}")
                 raise
-        assert sorted(path for path in place.parent.iterdir() if path != place) == [p for p in beside if p != place]
+        assert sorted(path for path in copy.parent.iterdir() if path != copy) == [p for p in beside if p != copy]
     return refused
 
 
 # ---------------------------------------------------------------------------------------------------------- histories
 
 
-def test_a_history_with_arbitrary_values(tmp_path: Path) -> None:
-    """The history is refused, or is consistent and can be exported and saved again.
-
-    `adversary/files.py` damages whole stores.
-    """
+def test_history_with_arbitrary_values_is_refused_or_consistent(tmp_path: Path) -> None:
     with make_llm() as llm, llm.session("bob", tmp_path) as session:
         for seed in (2, 3):
             list(session.send(tiny_prompt(20 * seed, seed=seed), SHORT))
@@ -107,7 +103,7 @@ def test_a_history_with_arbitrary_values(tmp_path: Path) -> None:
     for _ in range(CASES // 4 or 300):
         text = data
         for _ in range(rng.choice((1, 2, 3))):
-            text = altered(json.loads(text), rng)
+            text = change_json(json.loads(text), rng)
             if History.from_bytes(text) is None:
                 break
         history = History.from_bytes(text)
@@ -119,18 +115,18 @@ def test_a_history_with_arbitrary_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("counts", [{"shift": 10**30}, {"shift": 1 << 62}, {"shift": 5, "sink_shift": 6}])
-def test_a_history_with_impossible_counts(counts: dict[str, int]) -> None:
-    """Regression test: the first history could be opened, and its next turn raised OverflowError."""
+def test_history_with_impossible_counts_is_refused(counts: dict[str, int]) -> None:
+    """Regression test: a session with the first of these counts opened, and its next turn raised OverflowError."""
     history = History("ada", "llama", tokens=[1, 2, 3], computed=3)
     assert History.from_bytes(history.to_bytes()) == history
     assert History.from_bytes(json.dumps(json.loads(history.to_bytes()) | counts).encode()) is None
 
 
-# -------------------------------------------------------------------------------------------------------- written files
+# ------------------------------------------------------------------------------------------------------ written files
 
 
-def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
-    """Write files of every kind into subfolders of `folder`, and return a reader for each."""
+def write_files(folder: Path) -> dict[str, Callable[[Path], Any]]:
+    """Write files of every kind into subfolders of `folder`. Return a reader for each kind."""
     shutil.copytree(BEFORE / "skew_tiny", folder / "artifact")
     (folder / "tuned").mkdir()
     (folder / "tuned" / "policy.json").write_text(TunedPolicy("infinigen", {"recent": 8}, "f").text())
@@ -142,16 +138,16 @@ def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
     document.create(Settings(prompt="Write.", headings=("One", "Two"), sampling={"seed": 3}))
     document.save_progress(Written([1, 2, 3], 1, [2]))
 
-    def read_document(place: Path) -> None:
-        found = DocumentFolder(place / "novel.txt", place)
+    def read_document(copy: Path) -> None:
+        found = DocumentFolder(copy / "novel.txt", copy)
         found.read_settings()
         found.read_progress()
 
     return {
-        "artifact": lambda place: SkewArtifact.load(place / "skew.safetensors", None),
-        "tuned": lambda place: default_options(place, "infinigen", {}, None),
-        "rows": lambda place: RowStore(place).get({"suite": "x"}),
-        "text": lambda place: read_text(str(place / "book.txt")),
+        "artifact": lambda copy: SkewArtifact.load(copy / "skew.safetensors", None),
+        "tuned": lambda copy: default_options(copy, "infinigen", {}, None),
+        "rows": lambda copy: RowStore(copy).get({"suite": "x"}),
+        "text": lambda copy: read_text(str(copy / "book.txt")),
         "document": read_document,
     }
 
@@ -160,21 +156,23 @@ KINDS = ("artifact", "tuned", "rows", "text", "document")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_made_and_is_read_again(kind: str, tmp_path: Path) -> None:
+def test_damaged_file_raises_only_offload_error(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir()
-    read = written(folder)[kind]
+    read = write_files(folder)[kind]
     read(folder / kind)
-    survives(folder / kind, tmp_path / "damaged", CASES // 16 or 20, read)
+    count_refusals(folder / kind, tmp_path / "damaged", CASES // 16 or 20, read)
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 5000, b"[1]", b"\xff", b"1e999", None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_endless_and_deeply_nested_files(kind: str, content: bytes | None, tmp_path: Path) -> None:
-    """Cover unclosed brackets (regression: RecursionError), invalid numbers, and an endless file (None)."""
+def test_endless_or_deeply_nested_file_raises_only_offload_error(
+    kind: str, content: bytes | None, tmp_path: Path
+) -> None:
+    """Regression test: unclosed brackets raised RecursionError. `None` stands for an endless file."""
     folder = tmp_path / "made"
     folder.mkdir()
-    read = written(folder)[kind]
+    read = write_files(folder)[kind]
     for path in list((folder / kind).rglob("*.*")):
         path.unlink()
         path.symlink_to("/dev/zero") if content is None else path.write_bytes(content)
@@ -185,32 +183,33 @@ def test_endless_and_deeply_nested_files(kind: str, content: bytes | None, tmp_p
 # -------------------------------------------------------------------------------------------------------------- models
 
 
-def write_and_go_on(llm: LLM) -> None:
+def check_generation(llm: LLM) -> None:
     [done] = llm.generate([[1, 2, 3]], SHORT)
     assert len(done.outputs[0].token_ids) >= 1
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
-def test_a_checkpoint_that_was_damaged(kind: str, tmp_path: Path) -> None:
-    """Changed weights or configuration values may be accepted, but must cause no other fault."""
-    whole = tmp_path / "whole"
+def test_damaged_checkpoint_raises_only_offload_error(kind: str, tmp_path: Path) -> None:
+    original = tmp_path / "original"
     if kind == "folder":
-        tiny_checkpoint(whole, "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+        tiny_checkpoint(original, "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     else:
-        whole.mkdir()
-        write_tiny_gguf(whole / "model.gguf")
+        original.mkdir()
+        write_tiny_gguf(original / "model.gguf")
 
-    def read(place: Path) -> None:
-        with LLM(str(place), policy="full", host_memory="2MiB", device="cpu") as llm:
-            write_and_go_on(llm)
+    def read(copy: Path) -> None:
+        with LLM(str(copy), policy="full", host_memory="2MiB", device="cpu") as llm:
+            check_generation(llm)
 
-    read(whole)
-    refused = survives(whole, tmp_path / "damaged", CASES // (50 if kind == "folder" else 400) or 4, read, spread=4000)
-    assert refused > 0 or not CASES
+    read(original)
+    refused = count_refusals(
+        original, tmp_path / "damaged", CASES // (50 if kind == "folder" else 400) or 4, read, spread=4000
+    )
+    assert refused > 0 or not CASES  # changed weights may be accepted
 
 
-def test_an_impossible_configuration(tmp_path: Path) -> None:
-    """Regression test: this raised OverflowError."""
+def test_impossible_number_of_positions_is_refused(tmp_path: Path) -> None:
+    """Regression test: `LLM` raised OverflowError."""
     tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     config = tmp_path / "tiny" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 10**30}))
@@ -218,7 +217,7 @@ def test_an_impossible_configuration(tmp_path: Path) -> None:
         LLM(str(tmp_path / "tiny"), policy="full", host_memory="2MiB", device="cpu")
 
 
-def test_the_command_line_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_reports_invalid_configurations_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     for content in ("", "[]", '{"model_type": "llama", "hidden_size": -1}', '{"model_type": ["llama"]}'):
         (tmp_path / "model" / "config.json").write_text(content)

@@ -20,7 +20,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, OffloadError, SamplingParams
 
-REQUESTS, READINGS = 10_000, 20
+REQUESTS, MEASUREMENTS = 10_000, 20
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, max_position_embeddings=512)
 
 
@@ -28,16 +28,15 @@ NAMES = tracemalloc.Filter(False, pathlib.__file__)
 """Excluded allocations: pathlib interns every name, and the intern table doubles now and then (7.7 MB at once)."""
 
 
-def reading() -> dict[str, int]:
-    """Return resident memory, memory traced by Python, open files and threads."""
+def measure_resources() -> dict[str, int]:
     gc.collect()
     traced = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([NAMES]).traces)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    held = {"resident": resident, "python": traced}
-    return held | {"files": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+    usage = {"resident": resident, "python": traced}
+    return usage | {"files": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
 
 
-def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
+def random_request(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
     """Return a function that makes a random request."""
 
     def prompt() -> list[int]:
@@ -50,7 +49,7 @@ def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
     def samples() -> None:
         llm.generate(prompt(), SamplingParams(max_tokens=3, n=3, temperature=1.0))
 
-    def left() -> None:
+    def abandoned_stream() -> None:
         with closing(llm.stream(prompt(), SamplingParams(max_tokens=9))) as stream:
             next(stream)
 
@@ -65,7 +64,7 @@ def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
     def scored() -> None:
         llm.score([prompt()], [tiny_prompt(5, seed=3)])
 
-    kinds = (batch, samples, left, refused, scored, turn)
+    kinds = (batch, samples, abandoned_stream, refused, scored, turn)
     return lambda: rng.choices(kinds, weights=(8, 2, 2, 1, 2, 3))[0]()
 
 
@@ -73,21 +72,21 @@ def requests(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_requests_leak_no_memory_or_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    readings = []
+    measurements = []
     with LLM(MODEL, dtype="float32", host_memory="2MiB", policy="infinigen") as llm:
-        one = requests(llm, tmp_path / "store", random.Random(0))
+        request = random_request(llm, tmp_path / "store", random.Random(0))
         tracemalloc.start()
         try:
-            for _ in range(READINGS):
-                for _ in range(REQUESTS // READINGS):
-                    one()
+            for _ in range(MEASUREMENTS):
+                for _ in range(REQUESTS // MEASUREMENTS):
+                    request()
                 assert llm.runner.pool.sequence_bytes == 0
-                readings.append(reading())
+                measurements.append(measure_resources())
         finally:
             tracemalloc.stop()
         llm.runner.check_integrity()
-    print(json.dumps({"requests": REQUESTS, "first": readings[0], "last": readings[-1]}))
-    half = READINGS // 2
+    print(json.dumps({"requests": REQUESTS, "first": measurements[0], "last": measurements[-1]}))
+    half = MEASUREMENTS // 2
     for name, slack in (("resident", 8 << 20), ("python", 1 << 20), ("files", 2), ("threads", 2)):
-        early, late = (max(one[name] for one in part) for part in (readings[:half], readings[half:]))
+        early, late = (max(one[name] for one in part) for part in (measurements[:half], measurements[half:]))
         assert late <= early + slack, f"{name} grows: {early} in the first half, {late} in the second"

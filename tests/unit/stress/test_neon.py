@@ -24,9 +24,9 @@ EMULATED = ("aarch64-linux-gnu-gcc", "qemu-aarch64")
 
 @pytest.mark.parametrize("level", sorted({*available_levels(), "neon"}))
 @pytest.mark.parametrize(("head_dim", "value_bits"), [(32, 2), (64, 4), (96, 2), (128, 4)])
-def test_kernels_compute_what_plain_loops_do(level: str, head_dim: int, value_bits: int, tmp_path: Path) -> None:
-    own = level in available_levels()
-    compiler, *emulator = ("cc",) if own else EMULATED
+def test_c_kernels_equal_plain_loops(level: str, head_dim: int, value_bits: int, tmp_path: Path) -> None:
+    native = level in available_levels()
+    compiler, *emulator = ("cc",) if native else EMULATED
     for tool in (compiler, *emulator):
         if shutil.which(tool) is None:
             pytest.skip(f"there is no {tool}")

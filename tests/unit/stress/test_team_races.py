@@ -58,7 +58,7 @@ int main(int count, char **given) {
 
 BEFORE_TAKING = "        if (part >= parts) return 0;\n"
 DELAY = "        if (helper && seen % 4 == 0) usleep(rand() % 60);\n"
-"""Makes a worker late where it matters: it has read a call and not yet taken a part of it."""
+"""Delays a worker after it has read a call and before it takes a part of the call."""
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def build(compiler: list[str], folder: Path, source: str, *flags: str) -> Path |
     return None if built.returncode else folder / "races"
 
 
-def test_a_late_worker_takes_no_part_of_a_call_that_ended(compiler: list[str], tmp_path: Path) -> None:
+def test_late_worker_takes_no_part_of_an_ended_call(compiler: list[str], tmp_path: Path) -> None:
     source = TEAM.read_text(encoding="utf-8")
     assert source.count(BEFORE_TAKING) == 1
     program = build(compiler, tmp_path, source.replace(BEFORE_TAKING, BEFORE_TAKING + DELAY))

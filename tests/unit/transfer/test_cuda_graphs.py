@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import OPTIONS, begun, make
+from support.batches import OPTIONS, make_runner, prefilled_sequence
 from support.outputs import completed
 from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
@@ -48,7 +48,7 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
             raise AssertionError("captured")
 
     def decode(runner: Runner, steps: int, share: bool = False, recorder: Any = None) -> None:
-        first = begun(runner, 70)
+        first = prefilled_sequence(runner, 70)
         first.trace.recorder = recorder
         batch = [first, runner.fork(first, 110)] if share else [first]
         runner.steps = GraphSteps(runner.eager, UncapturableGraph)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
     decode(measuring.runner, 3)
     for share in (False, True):
         with pytest.raises(AssertionError, match="captured"):
-            decode(make(), 2, share=share)
+            decode(make_runner(), 2, share=share)
 
 
 def test_failed_capture_is_logged_once_and_later_steps_are_eager(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +115,7 @@ def test_capture_without_memory_drops_other_graphs_or_runs_eagerly(
     runner.steps = steps = GraphSteps(runner.eager, LimitedGraph)
     runs = []
     for one in (eager, runner):
-        batch = [begun(one, 20), begun(one, 21, seed=1)]
+        batch = [prefilled_sequence(one, 20), prefilled_sequence(one, 21, seed=1)]
         logits = [one.decode(batch[:1]) for _ in range(3)] + [one.decode(batch) for _ in range(5)]
         runs.append([*logits, *(one.decode(batch[1:]) for _ in range(3))])
         one.check_integrity()
@@ -154,7 +154,7 @@ def test_module_that_reads_device_data_is_not_captured(caplog: pytest.LogCapture
 
 
 def test_graphs_need_a_cuda_device() -> None:
-    runner = make()
+    runner = make_runner()
     with pytest.raises(ConfigError, match="cuda_graphs=True needs a CUDA device"):
         Runner(runner.model, runner.policy, runner.pool, runner.transfer, EngineConfig(cuda_graphs=True))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.allocations import count
+from support.allocations import count_device_bytes
 from support.outputs import completed
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from torch import nn
@@ -158,7 +158,7 @@ def addresses_of_host_blocks(llm: LLM) -> list[int]:
 def test_device_memory_before_a_run_equals_the_plan(folder: Any) -> None:
     costs = costs_of(folder("qwen2"), "full", {})
     limit = streaming_limit(costs, [CONTEXT])
-    llm, counted = count(
+    llm, counted = count_device_bytes(
         lambda: limited(folder("qwen2"), "full", {}, limit),
         lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr(), *addresses_of_host_blocks(llm)},
         lambda llm: (torch.zeros(1), llm)[1],

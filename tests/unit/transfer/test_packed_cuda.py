@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda_cells import LOW_BITS, captured, ragged, replayed
+from support.cuda_cells import LOW_BITS, captured_graphs, ragged, replayed
 from support.cuda_simulator import Late, Lazy, simulated
 from support.outputs import completed
 from support.packed_rows import random_rows
@@ -52,7 +52,7 @@ def tokens_of_scene(
         llm = LLM(model, device=device, **common | settings)
         weights: Any = llm.runner.model.layers[0]
         assert weights.mlp.up_proj.packed.device.type == device and weights.mlp.up_proj.packed.dtype == torch.uint8
-        assert (captured(llm) is not None) == (device == "cuda")
+        assert (captured_graphs(llm) is not None) == (device == "cuda")
         return llm
 
     return [tokens for *tokens, _ in scene(make, model)]

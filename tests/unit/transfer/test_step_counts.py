@@ -6,7 +6,7 @@ import os
 from dataclasses import astuple
 
 import pytest
-from support.step_counts import CASES, PAGE, Case, count_step, on_page
+from support.step_counts import CASES, PAGE, Case, count_step, documented_counts
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 DAILY = ("default", "working set")

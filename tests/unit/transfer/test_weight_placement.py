@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.allocations import count, device_selection
+from support.allocations import count_device_bytes, device_selection
 from support.architectures import VOCAB, architecture
 from support.outputs import completed
 from transformers import PreTrainedModel
@@ -262,7 +262,7 @@ def test_peak_memory_is_below_the_limit(name: str, more: dict[str, Any], slots: 
 
     prompts = [[1 + (7 * i + seed) % 90 for i in range(110)] for seed in (1, 2)]
     with device_selection():
-        _, counted = count(
+        _, counted = count_device_bytes(
             lambda: LLM(tmp_path, config, device="cpu", dtype="float32", device_memory=limit),
             on_host,
             lambda llm: completed(llm.generate(prompts, GREEDY)),
