@@ -14,7 +14,7 @@ from .cuda_simulator import Late, Lazy, simulated
 from .tiny_models import tiny_model, tiny_prompt
 
 PROMPT_TOKENS = 256
-"""Tokens of the sequence in `staged_bytes`."""
+"""Tokens of the sequence in `decode_peak_bytes`."""
 
 
 def count_layer_launches(name: str) -> Counter[str]:

@@ -29,9 +29,9 @@ SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
 
 
 @pytest.fixture
-def generate(cli: Cli, pages: Path) -> Cli:
+def generate(cli: Cli, short_book: Path) -> Cli:
     """Run `offload-rt generate` with default flags, which later flags override."""
-    given = ("generate", "reference", "--prompt-file", str(pages), *SHORT, "--policy", "full")
+    given = ("generate", "reference", "--prompt-file", str(short_book), *SHORT, "--policy", "full")
     return lambda *flags: cli(*given, *flags)
 
 
@@ -202,7 +202,7 @@ def test_a_stop_string_ends_the_text(generate: Cli) -> None:
 
 @pytest.mark.slow
 def test_generate_uses_an_artifact_of_skew(
-    cli: Cli, generate: Cli, pages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, generate: Cli, short_book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = cli(
         "skew", "reference", "--out", str(tmp_path / "skewed"), "--calibration", BOOK, "--calibration-tokens", "64"
@@ -333,7 +333,9 @@ def test_prompt_files_that_cannot_be_read_are_refused(
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2"])
-def test_prompts_beyond_learned_positions_are_refused(cli: Cli, pages: Path, tmp_path: Path, architecture: str) -> None:
+def test_prompts_beyond_learned_positions_are_refused(
+    cli: Cli, short_book: Path, tmp_path: Path, architecture: str
+) -> None:
     model = tiny_checkpoint(tmp_path / architecture, architecture)
     flags = ("--policy", "full", "--prompt-tokens", "1020", "--max-new-tokens", "5")
     cli("generate", model, "--prompt-file", str(short_book), *flags).fails_with("1025", "1024", "shorten")

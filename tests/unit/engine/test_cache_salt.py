@@ -24,7 +24,7 @@ SALTS = ("a", "b", "a" * 5000, "+cut-00", "\ud800", salt_provenance("a"))
     [("full", {}), ("infinigen", {"approximate_kv": "int2", "recent": 16, "max_missed_mass": 0.2})],
 )
 def test_prompts_are_shared_only_within_one_salt(policy: str, options: dict[str, Any]) -> None:
-    llm = make(policy=policy, policy_options=options)
+    llm = make_llm(policy=policy, policy_options=options)
     [plain] = llm.generate([PROMPT], greedy(5))
     for salt in SALTS:
         for cached in (0, 3 * BLOCK_SIZE):

@@ -35,7 +35,7 @@ PARAMS = [greedy(20), SamplingParams(max_tokens=16, seed=3), greedy(14)]
 
 def small_pool(folder: Path, *, fast_disk: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
     """Return a runtime and a swap folder. The pool has room for all prompts, but not for all answers."""
-    llm = make(**({"blocks": 6} | options))
+    llm = make_llm(**({"blocks": 6} | options))
     swap = Swap(llm.runner, folder, StoreOptions(limit=limit))
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0 if fast_disk else 1e9
     return llm, swap
@@ -61,7 +61,7 @@ def generate_with_preemption(
 
 def expected_tokens(**options: Any) -> list[list[int]]:
     if (key := str(options)) not in EXPECTED_TOKENS:
-        llm = make(enable_prefix_caching=False, **options)
+        llm = make_llm(enable_prefix_caching=False, **options)
         each = zip(PROMPTS, PARAMS, strict=True)
         EXPECTED_TOKENS[key] = [
             done.token_ids for prompt, params in each for done in completed(llm.generate([prompt], params))
@@ -108,7 +108,7 @@ def test_kv_that_is_cheaper_to_recompute_is_not_written(tmp_path: Path, policy: 
 
 @pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "int8"), ("infinigen", "int4")])
 def test_quantised_kv_is_recomputed(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
-    memory = 5 * make(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.block_bytes
+    memory = 5 * make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.block_bytes
     llm, swap = small_pool(tmp_path, policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     tokens, scheduler = generate_with_preemption(llm, swap)
     assert tokens == expected_tokens(policy=policy, kv_cache_dtype=kv_cache_dtype) and scheduler.restored == 0
@@ -140,7 +140,7 @@ def test_a_damaged_file_leads_to_recomputation(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_full_disk_leads_to_recomputation(tmp_path: Path) -> None:
-    llm, swap = small_pool(tmp_path, limit=2 * make().runner.pool.block_bytes - 1)
+    llm, swap = small_pool(tmp_path, limit=2 * make_llm().runner.pool.block_bytes - 1)
     tokens, scheduler = generate_with_preemption(llm, swap)
     assert tokens == expected_tokens() and scheduler.restored < scheduler.preemptions
 
@@ -261,7 +261,7 @@ def test_generate_uses_the_given_swap_folder(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     swapped = []
     monkeypatch.setattr(Swap, "swap_in", lambda self, one, *args, **named: swapped.append(one))
-    llm = make(blocks=6, swap=tmp_path)
+    llm = make_llm(blocks=6, swap=tmp_path)
     assert [c.token_ids for c in completed(llm.generate(PROMPTS, PARAMS))] == expected_tokens()
     assert swapped
 

@@ -117,7 +117,7 @@ def test_batch_merges_approximate_attention_to_tokens_not_selected(value_bits: i
     q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse = ragged_lists(
         Layout(16, value_bits), 3, torch.device("cpu")
     )
-    joined, total = low_bit_lists.merge_approximate(
+    merged, total = low_bit_lists.merge_approximate(
         q, mean, mixed, layout, table, starts, stops, chosen, counts, tokens, out, lse
     )
     for b, pages in enumerate(table.pages):
@@ -127,7 +127,7 @@ def test_batch_merges_approximate_attention_to_tokens_not_selected(value_bits: i
         if skip.shape[1] < len(span):
             tail, tail_lse = reference_attention(q[own], mean, pages, layout, span, skip)
             expected, expected_lse = merge_lse([expected, tail @ mixed.double().T], [expected_lse, tail_lse])
-        torch.testing.assert_close(joined[own].double(), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(merged[own].double(), expected, rtol=0, atol=2e-5)
         torch.testing.assert_close(total[own].double(), expected_lse, rtol=0, atol=2e-5)
 
 
@@ -180,7 +180,7 @@ def test_cpu_attention_equals_the_definition(
     query = low_bit_query(q, mean, pages, layout, tokens)
     torch.testing.assert_close(query.scores, expected, rtol=1e-6, atol=1e-5)
     softcap = None if group == 1 else 1.5
-    out, lse = approximate(query, skip, softcap)
+    out, lse = approximate_only(query, skip, softcap)
     expected, expected_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
     packed, steps = (part.flatten(1, 2)[:, :1100] for part in layout.values(concatenated_pages(pages)))
@@ -192,7 +192,7 @@ def test_cpu_attention_equals_the_definition(
 @pytest.mark.parametrize(("group", "value_bits"), [(1, 2), (7, 4)])
 def test_exact_and_approximate_attention_are_merged_by_lse(implementation: str, group: int, value_bits: int) -> None:
     layout, tokens, skip = Layout(64, value_bits), range(4, 300), torch.tensor([[5, 7], [9, -1]])
-    pages, q, mean = stored_rows(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
+    pages, q, mean = random_pages(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     approximate_out, approximate_lse = approximate_attention(q, mean, pages, layout, tokens, skip)
     mixed, out = mixing(64).float(), torch.randn(2, group, 64)
     unmixing = mixed.T.contiguous()
@@ -229,7 +229,7 @@ def test_cpu_selection_and_storage_equal_the_definition(
     implementation: str, group: int, tokens: range, alpha: float, max_fraction: float
 ) -> None:
     layout = Layout(64, 2)
-    pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
+    pages, q, mean = random_pages(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     queries = [create_query(q, mean, pages, layout, tokens) for create_query in (LowBitQuery, low_bit_query)]
     limit = selection.selection_limit(len(tokens), max_fraction)
     chosen = [query.select(alpha, limit).sort(1).values for query in queries]
@@ -239,11 +239,11 @@ def test_cpu_selection_and_storage_equal_the_definition(
     rows = torch.randn(2, 130, 64) * torch.logspace(-2, 2, 130)[:, None]
     rows[:, 3], rows[:, 4] = 0, torch.linspace(-1, 1, 64)
     rows[:, 5, ::2] = -1e5
-    expected = copied(pages)
+    expected = cloned_pages(pages)
     for values in (False, True):
         low_bit.store_rows(pages, layout, rows, 461, values=values)
         low_bit_sequence.store_rows(expected, layout, rows, 461, values=values)
-    assert joined(pages).equal(joined(expected))
+    assert concatenated_pages(pages).equal(concatenated_pages(expected))
 
 
 def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: p
         pytest.skip("no C compiler")
     for _ in range(3):
         query = low_bit_query(q, mean, pages, layout, tokens)
-        assert query.select(math.inf, 5).shape == (2, 5) and approximate(query, skip)[1].isfinite().all()
+        assert query.select(math.inf, 5).shape == (2, 5) and approximate_only(query, skip)[1].isfinite().all()
         assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
         del query
         assert 2 * 7 * 5504 * 4 <= native.SCRATCH.nbytes < 2 * 7 * 5504 * 4 * 1.13, "the scores of one layer"
@@ -264,7 +264,7 @@ def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: p
 def test_instruction_set_levels_give_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of codes are exact and added in the same order. So all levels with FMA instructions give equal bits."""
     layout, tokens, results = Layout(64, 4), range(7, 3000), {}
-    pages, q, mean = stored_rows(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
+    pages, q, mean = random_pages(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
         unload()
@@ -272,7 +272,7 @@ def test_instruction_set_levels_give_equal_results(monkeypatch: pytest.MonkeyPat
             pytest.skip("no C compiler")
         query = low_bit_query(q, mean, pages, layout, tokens)
         chosen = query.select(3.0, selection.selection_limit(len(tokens), 0.2))
-        results[level] = (query.scores, chosen, *approximate(query, chosen + 7))
+        results[level] = (query.scores, chosen, *approximate_only(query, chosen + 7))
     unload()
     scalar = results.pop("scalar", None)
     for scores, chosen, out, lse in results.values():

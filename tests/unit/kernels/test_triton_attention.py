@@ -35,7 +35,7 @@ def test_attention_equals_float64(kernel_device: torch.device, d: int, group: in
     torch.manual_seed(d + group)
     cuda = kernel_device.type == "cuda"
     q, k, v, counts = random_inputs(
-        kernel_device, d, group, dtype, [6554, 0, 1, 300, 256] * 4 if compiled(kernel_device) else [270, 0, 1, 64]
+        kernel_device, d, group, dtype, [6554, 0, 1, 300, 256] * 4 if is_compiled(kernel_device) else [270, 0, 1, 64]
     )
     out, lse = attend_counted(q, k, v, counts, d**-0.5)
     expected, expected_lse = lists.attend_counted(q.double(), k.double(), v.double(), counts, d**-0.5)

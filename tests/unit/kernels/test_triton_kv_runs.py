@@ -61,7 +61,7 @@ def test_attention_to_a_tree_of_runs_equals_float64(
     from offload_rt.kernels.triton_kv_runs import attend_runs
 
     torch.manual_seed(d + group)
-    cuda, kv_heads, batch = compiled(kernel_device), 2, 7
+    cuda, kv_heads, batch = is_compiled(kernel_device), 2, 7
     tree = [*SHARED_RUNS, (4, 5, 5), (5, 6, 4), (6, 7, 3)]
     grown = [(first, stop, 40 * n if cuda else n) for first, stop, n in tree]
     runs = [Run(first, stop, *random_kv(kernel_device, n, kv_heads, d, dtype)) for first, stop, n in grown]

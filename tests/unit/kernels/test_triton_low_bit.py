@@ -18,7 +18,7 @@ SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4), (192, 20, 2), (576, 20, 4)]
 
 def largest_value(layout: Layout, pages: Pages, tokens: int) -> float:
     """Return the largest absolute value of the first `tokens` tokens. Later tokens are uninitialised."""
-    packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.values(joined(pages)))
+    packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.values(concatenated_pages(pages)))
     return float(dequantise_rows(packed, steps, layout.value_bits, torch.float32).abs().max())
 
 
@@ -112,8 +112,8 @@ def test_stored_prompt_equals_the_definition(
 
     torch.manual_seed(d)
     layout = Layout(d, value_bits)
-    pages = stored_rows(layout, 2, 3 * PAGE_TOKENS - 10, kernel_device).of_layer(1)
-    expected = copied(pages)
+    pages = random_pages(layout, 2, 3 * PAGE_TOKENS - 10, kernel_device).of_layer(1)
+    expected = cloned_pages(pages)
     rows = (
         torch.randn(2, count, d, device=kernel_device)
         * torch.logspace(-7, 4, max(1, count), device=kernel_device)[:count, None]
@@ -122,7 +122,7 @@ def test_stored_prompt_equals_the_definition(
     rows[:, 2:3] = torch.linspace(-1, 1, d, device=kernel_device)
     store_rows(pages, layout, rows, start, values=values)
     low_bit.store_rows(expected, layout, rows, start, values=values)
-    assert joined(pages).equal(joined(expected))
+    assert concatenated_pages(pages).equal(concatenated_pages(expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,8 +133,8 @@ def test_newest_rows_are_appended(kernel_device: torch.device, d: int, value_bit
 
     torch.manual_seed(d)
     layout = Layout(d, value_bits)
-    pages = [stored_rows(layout, 2, tokens, kernel_device) for tokens in (PAGE_TOKENS + 64, 190)]
-    copies, positions = [copied(actual) for actual in pages], (PAGE_TOKENS + 63, 70)
+    pages = [random_pages(layout, 2, tokens, kernel_device) for tokens in (PAGE_TOKENS + 64, 190)]
+    copies, positions = [cloned_pages(actual) for actual in pages], (PAGE_TOKENS + 63, 70)
     slots = torch.tensor(positions, device=kernel_device).repeat_interleave(2)
     k, v = torch.randn(2, 4, d, device=kernel_device).to(dtype)
     v[1] = 0
@@ -143,7 +143,9 @@ def test_newest_rows_are_appended(kernel_device: torch.device, d: int, value_bit
     append_rows(*arguments, PageTable.of(pages), slots)
     low_bit_lists.append_rows(*arguments, PageTable.of(copies), slots)
     different = 0
-    for actual, expected, slot in zip(map(joined, pages), map(joined, copies), positions, strict=True):
+    for actual, expected, slot in zip(
+        map(concatenated_pages, pages), map(concatenated_pages, copies), positions, strict=True
+    ):
         for parts, bits in ((layout.keys, KEY_BITS), (layout.values, value_bits)):
             (packed, steps), (expected_packed, expected_steps) = parts(actual), parts(expected)
             assert steps.equal(expected_steps)

@@ -36,7 +36,7 @@ HEADS = 2
 
 def ragged_ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return starts and stops `[P]`, and the number of stored tokens. The second of two sequences has no tokens."""
-    stored = 131_072 if compiled(device) else 520
+    stored = 131_072 if is_compiled(device) else 520
     stops = torch.tensor([stored - 13, stored - 13, 4, 4], dtype=torch.int32, device=device)
     return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
 

@@ -92,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9))
     def load_block(self, number: int) -> None:
-        assert load(self.store, number) == (blocks_of(number) if number in self.stamps else None)
+        assert load(self.store, number) == (block_data(number) if number in self.stamps else None)
 
     @rule(numbers=st.lists(st.integers(0, 9), max_size=3, unique=True))
     def touch_blocks(self, numbers: list[int]) -> None:
@@ -192,7 +192,7 @@ def test_bit_flip_in_a_block_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.glob("*/*/*.kv")
-    original, rng, expected = path.read_bytes(), random.Random(0), blocks_of(1)
+    original, rng, expected = path.read_bytes(), random.Random(0), block_data(1)
     used = len(BlockHeader.decode(original).encode().rstrip(b"\0"))  # type: ignore[union-attr]
     misses = 0
     for _ in range(2000):
@@ -425,7 +425,7 @@ def test_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(os, "replace", recording_replace)
-    store.documents.put(named("one"), b"history")
+    store.documents.put(padded_name("one"), b"history")
     assert calls == ["bytes", "name", "folder"]
 
 
@@ -451,8 +451,8 @@ def test_failed_system_calls_leave_no_partial_block(tmp_path: Path, monkeypatch:
                     store.documents.put(padded_name("d"), b"x")
         store.check_integrity()
         assert load(store, 2) is None
-        assert load(store, 1) in (blocks_of(1), None), "a document may have evicted the block"
-    store.documents.delete(named("d"))
+        assert load(store, 1) in (block_data(1), None), "a document may have evicted the block"
+    store.documents.delete(padded_name("d"))
     assert save(store, 2)
 
 

@@ -48,12 +48,12 @@ def test_batched_kernels_equal_single_sequences_without_host_syncs(
     # The CPU kernel quantises attention weights of approximate values; the others do not.
     monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     lengths = (30, 63, 127)  # the steps cross the ends of a block and of a bucket
-    runner = make(False, **options)
-    single = [begun(runner, length, seed=length) for length in lengths]
+    runner = make_runner(False, **options)
+    single = [prefilled_sequence(runner, length, seed=length) for length in lengths]
     expected = [[runner.decode([sequence]) for sequence in single] for _ in range(3)]
-    compiled(monkeypatch)
-    runner = make(True, **options)
-    batch = [begun(runner, length, seed=length) for length in lengths]
+    use_triton(monkeypatch)
+    runner = make_runner(True, **options)
+    batch = [prefilled_sequence(runner, length, seed=length) for length in lengths]
     for logits in expected:
         with NoHostSync():
             actual = runner.decode(batch)
@@ -156,13 +156,13 @@ def recorded_step(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
 
 def test_launches_do_not_depend_on_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph can replay a step only if launches do not depend on lengths, slots or addresses."""
-    compiled(monkeypatch)
-    runner = make()
-    batch = [begun(runner, 70), begun(runner, 90, seed=1)]
+    use_triton(monkeypatch)
+    runner = make_runner()
+    batch = [prefilled_sequence(runner, 70), prefilled_sequence(runner, 90, seed=1)]
     first = recorded_step(runner, batch, monkeypatch)
     runner.decode(batch)
     second = recorded_step(runner, batch, monkeypatch)
-    other_sequences = [begun(runner, 126, seed=2), begun(runner, 100, seed=3)]
+    other_sequences = [prefilled_sequence(runner, 126, seed=2), prefilled_sequence(runner, 100, seed=3)]
     other_step = recorded_step(runner, other_sequences, monkeypatch)
     names = [entry[0] for entry in first]
     assert sum("_mark" in name for name in names) == 2 and not any("lift_fresh" in name for name in names)
@@ -172,10 +172,10 @@ def test_launches_do_not_depend_on_the_sequences(monkeypatch: pytest.MonkeyPatch
 
 
 def test_batch_has_as_many_launches_as_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled(monkeypatch)
-    runner = make()
-    one = recorded_step(runner, [begun(runner, 70)], monkeypatch)
-    three = recorded_step(runner, [begun(runner, 70 + i, seed=i) for i in range(3)], monkeypatch)
+    use_triton(monkeypatch)
+    runner = make_runner()
+    one = recorded_step(runner, [prefilled_sequence(runner, 70)], monkeypatch)
+    three = recorded_step(runner, [prefilled_sequence(runner, 70 + i, seed=i) for i in range(3)], monkeypatch)
 
     def launches(entries: list[Any]) -> list[str]:
         return [entry[0] for entry in entries if not entry[0].startswith("aten")]
@@ -184,8 +184,8 @@ def test_batch_has_as_many_launches_as_one_sequence(monkeypatch: pytest.MonkeyPa
 
 
 def test_lists_are_rebuilt_only_for_a_new_batch_size_or_bucket() -> None:
-    runner = make()
-    batch = [begun(runner, 60), begun(runner, 61, seed=1)]
+    runner = make_runner()
+    batch = [prefilled_sequence(runner, 60), prefilled_sequence(runner, 61, seed=1)]
     seen = []
     for _ in range(6):
         runner.decode(batch)
@@ -208,7 +208,8 @@ def test_sliding_and_selecting_layers_are_batched() -> None:
 
     lengths, single_runner, batch_runner = (30, 63, 127), make_runner(False), make_runner(True)
     single, batch = (
-        [begun(runner, length, seed=length) for length in lengths] for runner in (single_runner, batch_runner)
+        [prefilled_sequence(runner, length, seed=length) for length in lengths]
+        for runner in (single_runner, batch_runner)
     )
     for _ in range(4):
         expected = torch.cat([single_runner.decode([sequence]) for sequence in single])
@@ -276,8 +277,8 @@ def test_missed_mass_is_measured_after_the_newest_write_back(batched: bool, monk
 
     On a GPU, a missing wait is a race that would not change the numbers of this test.
     """
-    runner = make(batched)
-    batch = [begun(runner, length, seed=length) for length in (30, 90)]
+    runner = make_runner(batched)
+    batch = [prefilled_sequence(runner, length, seed=length) for length in (30, 90)]
     pending: set[int] = set()
     append, append_lists, settle = runner.transfer.storage.append, RowLists.append, runner.transfer.storage.settle
     read_layers: list[int] = []

@@ -64,9 +64,9 @@ class ControlledDrafts:
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", RECURRENT[::-1])
 def test_tokens_equal_full_attention(name: str) -> None:
-    prompts = [prompt_of(30 + 17 * i, seed=i) for i in range(3)]
+    prompts = [random_prompt(30 + 17 * i, seed=i) for i in range(3)]
     sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 11, 1)]
-    (_, llm), (_, full) = make(name, **SPARSE), make(name)
+    (_, llm), (_, full) = make_llm(name, **SPARSE), make_llm(name)
     for params in (GREEDY, sampled):
         assert generate(llm, prompts, params) == generate(full, prompts, params)
     stats = completed(llm.generate(prompts[:1], GREEDY))[0].stats
@@ -76,9 +76,9 @@ def test_tokens_equal_full_attention(name: str) -> None:
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_number_of_correct_drafts_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [prompt_of(40 + 13 * i, seed=i) for i in range(3)]
+    prompts = [random_prompt(40 + 13 * i, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
-    model, full = make(name)
+    model, full = make_llm(name)
     expected = generate(full, prompts, params)
     assert_greedy(model, prompts[0], expected[0])
     # each pair of numbers of correct draft tokens, in consecutive rounds
@@ -88,7 +88,7 @@ def test_any_number_of_correct_drafts_gives_the_same_tokens(name: str, monkeypat
         monkeypatch.setattr(
             Lookup, "propose", lambda self, tokens, max_tokens, d=drafts: d.propose(self, tokens, max_tokens)
         )
-        _, llm = make(name, **LOOKUP)
+        _, llm = make_llm(name, **LOOKUP)
         actual = [
             text
             for start in range(0, 3, batch_size)
@@ -103,10 +103,10 @@ def test_any_number_of_correct_drafts_gives_the_same_tokens(name: str, monkeypat
 @given(st.data())
 @settings(max_examples=5, deadline=None)
 def test_rejected_drafts_do_not_change_logits_or_states(name: str, data: st.DataObject) -> None:
-    runner = make(name, enable_prefix_caching=False, **SPARSE)[1].runner
+    runner = make_llm(name, enable_prefix_caching=False, **SPARSE)[1].runner
     pairs = []
     for seed in range(2):
-        pair = [runner.new_sequence(prompt_of(30 + 9 * seed, seed), 160) for _ in range(2)]
+        pair = [runner.new_sequence(random_prompt(30 + 9 * seed, seed), 160) for _ in range(2)]
         for sequence in pair:
             runner.prefill(sequence, len(sequence.tokens) - 1)
         pairs.append((pair[0], pair[1]))
@@ -157,12 +157,12 @@ def _draft_and_verify(data: st.DataObject, runner: Any, pairs: list[tuple[Sequen
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that continues an answer starts at a snapshot within the answer."""
-    prompt, params = prompt_of(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    model, full = make(name)
+    prompt, params = random_prompt(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+    model, full = make_llm(name)
     [text] = generate(full, [prompt], params)
     drafts = ControlledDrafts([[*prompt, *text]], [4, 4, 1, 3])
     monkeypatch.setattr(Lookup, "propose", lambda self, tokens, max_tokens: drafts.propose(self, tokens, max_tokens))
-    _, llm = make(name, **LOOKUP)
+    _, llm = make_llm(name, **LOOKUP)
     assert generate(llm, [prompt], params) == [text]
     monkeypatch.undo()
     following = [*prompt, *text[:75], *random_prompt(5, seed=3)]
@@ -173,10 +173,10 @@ def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytes
 
 def test_approximate_drafts_leave_no_snapshots() -> None:
     """At the end of a block, the state of a sparse draft is approximate and must not be shared."""
-    model, llm = make("qwen3_5", **SPARSE)
-    prompt = prompt_of(60)
+    model, llm = make_llm("qwen3_5", **SPARSE)
+    prompt = random_prompt(60)
     [text] = generate(llm, [prompt], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
-    following = [*prompt, *text[:10], *prompt_of(4, seed=1)]
+    following = [*prompt, *text[:10], *random_prompt(4, seed=1)]
     [output] = llm.generate([following], SamplingParams(max_tokens=8, temperature=0))
     assert output.num_cached_tokens == BLOCK_SIZE
     assert_greedy(model, following, output.outputs[0].token_ids)
@@ -188,11 +188,11 @@ def test_preempted_requests_give_the_same_tokens(slots: int, tmp_path: Path, mon
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
     prompts = [random_prompt(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-    _, full = make("qwen3_5")
+    _, full = make_llm("qwen3_5")
     assert full.runner.pool.states is not None
     snapshots = max(1, slots * full.runner.pool.states.slot_bytes)
     memory = 3 * full.runner.pool.block_bytes + snapshots
-    _, small_pool = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **SPARSE)
+    _, small_pool = make_llm("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **SPARSE)
     engine = small_pool.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not engine.idle:
@@ -224,7 +224,7 @@ def test_session_with_drafts_equals_full_attention(name: str, tmp_path: Path) ->
 def test_session_continues_after_an_interrupted_round(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, llm = make("qwen3_5", **SPARSE)
+    model, llm = make_llm("qwen3_5", **SPARSE)
     session = llm.session("talk", tmp_path)
     events, target = session.send(random_prompt(40), GREEDY), llm.runner if where == "decode" else decoder
     interrupt_call(monkeypatch, target, where, 6 if where == "decode" else 2)
@@ -233,9 +233,9 @@ def test_session_continues_after_an_interrupted_round(
         received.extend(event.token_id for event in events)
     monkeypatch.undo()
     tokens = session.tokens
-    assert tokens[:40] == prompt_of(40) and tokens[40 : 40 + len(received)] == received
-    turn = prompt_of(5, seed=1)
-    assert_greedy(model, [*tokens, *turn], answer(session, turn))
+    assert tokens[:40] == random_prompt(40) and tokens[40 : 40 + len(received)] == received
+    turn = random_prompt(5, seed=1)
+    assert_greedy(model, [*tokens, *turn], take_turn(session, turn))
     session.close()
 
 
@@ -243,8 +243,8 @@ def test_session_continues_after_an_interrupted_round(
 def test_failed_replay_fails_a_single_request_or_restarts_a_batch(
     requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(requests)]
-    (_, llm), (_, full) = make("qwen3_5", **SPARSE), make("qwen3_5")
+    prompts = [random_prompt(30 + 7 * i, seed=i) for i in range(requests)]
+    (_, llm), (_, full) = make_llm("qwen3_5", **SPARSE), make_llm("qwen3_5")
     replay_states, calls = RollbackStates.replay, itertools.count()
 
     def fail(self: RollbackStates, sequences: Any) -> None:
@@ -261,8 +261,8 @@ def test_failed_replay_fails_a_single_request_or_restarts_a_batch(
 
 
 def test_failed_replay_restarts_only_requests_with_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(2)]
-    _, full = make("qwen3_5")
+    prompts = [random_prompt(30 + 7 * i, seed=i) for i in range(2)]
+    _, full = make_llm("qwen3_5")
     expected = generate(full, prompts)
     correct, incorrect = (
         ControlledDrafts([[*p, *t] for p, t in zip(prompts, expected, strict=True)], [n]) for n in (4, 0)
@@ -298,8 +298,8 @@ def test_draft_models_give_the_tokens_of_full_attention(
     draft_model = architecture(draft) if same_weights else architecture(draft, num_attention_heads=2)
     draft_model.save_pretrained(tmp_path / "draft")
     exact = {"model": str(tmp_path / "draft"), "tokens": 3, "adaptive": False}
-    prompts = [prompt_of(30 + 11 * i, seed=i) for i in range(3)]
-    (_, llm), (_, full) = make(target, exact=exact), make(target)
+    prompts = [random_prompt(30 + 11 * i, seed=i) for i in range(3)]
+    (_, llm), (_, full) = make_llm(target, exact=exact), make_llm(target)
     sampled = SamplingParams(max_tokens=12, temperature=0.9, seed=1, ignore_eos=True)
     for params in (GREEDY, sampled):
         expected = [output.token_ids for output in completed(full.generate(prompts, params))]
@@ -312,17 +312,17 @@ def test_draft_models_give_the_tokens_of_full_attention(
 
 
 def test_samples_and_beams_equal_full_attention() -> None:
-    (_, llm), (_, full) = make("qwen3_5", **SPARSE), make("qwen3_5")
+    (_, llm), (_, full) = make_llm("qwen3_5", **SPARSE), make_llm("qwen3_5")
     samples = SamplingParams(max_tokens=14, temperature=0.9, seed=3, n=3)
     beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
     for params in (samples, beams):
-        assert generate(llm, [prompt_of(40), prompt_of(30, seed=1)], params) == generate(
-            full, [prompt_of(40), prompt_of(30, seed=1)], params
+        assert generate(llm, [random_prompt(40), random_prompt(30, seed=1)], params) == generate(
+            full, [random_prompt(40), random_prompt(30, seed=1)], params
         )
 
 
 def test_planned_state_memory_includes_rollback_copies() -> None:
-    _, llm = make("granite_hybrid", **SPARSE)
+    _, llm = make_llm("granite_hybrid", **SPARSE)
     runner = llm.runner
     assert runner.states is not None and runner.rollbacks is not None
     shape = load_shape(architecture("granite_hybrid"))

@@ -45,21 +45,21 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[l
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("name", "disk"), rotated(FAMILIES, (False, True)))
+@pytest.mark.parametrize(("name", "disk"), rotated_pairs(FAMILIES, (False, True)))
 def test_prefill_in_chunks_of_7_tokens_equals_transformers(name: str, disk: bool, tmp_path: Path) -> None:
     """With KV on disk, each segment passes all layers before the next segment begins."""
     options = {"disk": tmp_path, "host_memory": "4MiB"} if disk else {}
     model, llm = make_llm(name, prefill_chunk_size=7, **options)
     for length in (75, 8):
-        prompt = prompt_of(length)
+        prompt = random_prompt(length)
         assert_greedy(model, prompt, generate(llm, [prompt])[0])
 
 
 @pytest.mark.sampled(7)  # half of the families, with each policy
-@pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, list(POLICIES)))
+@pytest.mark.parametrize(("name", "policy"), rotated_pairs(FAMILIES, list(POLICIES)))
 def test_slot_of_a_finished_sequence_is_reused(name: str, policy: str) -> None:
-    _, llm = make(name, max_num_seqs=3, policy=policy, policy_options=POLICIES[policy])
-    prompts = [prompt_of(30 + i, seed=i) for i in range(4)]
+    _, llm = make_llm(name, max_num_seqs=3, policy=policy, policy_options=POLICIES[policy])
+    prompts = [random_prompt(30 + i, seed=i) for i in range(4)]
     params = [SamplingParams(max_tokens=n, temperature=0) for n in (8, 3, 8, 5)]
     expected = [generate(llm, [prompt], param)[0] for prompt, param in zip(prompts, params, strict=True)]
     assert generate(llm, prompts, params) == expected
@@ -83,8 +83,8 @@ def test_gathering_states_does_not_synchronise_the_host() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_and_beams_equal_transformers(name: str) -> None:
-    model, llm = make(name)
-    prompt = prompt_of(30)
+    model, llm = make_llm(name)
+    prompt = random_prompt(30)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=1, seed=0, n=3, logprobs=0))
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
     for completion in output.outputs:
@@ -111,12 +111,12 @@ def test_preempted_requests_give_the_same_tokens(
         options["policy_options"] = {"recent": 4, "budget": 0.3}
     prompts = [random_prompt(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0)
-    _, large_pool = make("qwen3_5", **options)
+    _, large_pool = make_llm("qwen3_5", **options)
     states = large_pool.runner.pool.states
     assert states is not None
     snapshots = max(1, slots * states.slot_bytes)
     memory = 3 * large_pool.runner.pool.block_bytes + snapshots
-    _, small_pool = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **options)
+    _, small_pool = make_llm("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **options)
     engine = small_pool.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not engine.idle:
@@ -129,9 +129,9 @@ def test_preempted_requests_give_the_same_tokens(
 
 
 def test_scores_equal_transformers() -> None:
-    model, llm = make("granite_hybrid")
+    model, llm = make_llm("granite_hybrid")
     # Both continuations fork the state of the prompt.
-    prompt, continuations = prompt_of(20), [prompt_of(n, seed=n) for n in (3, 5)]
+    prompt, continuations = random_prompt(20), [random_prompt(n, seed=n) for n in (3, 5)]
     for continuation, score in zip(continuations, llm.score([prompt] * 2, continuations), strict=True):
         logits = model(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]
@@ -166,12 +166,12 @@ def test_streamed_recurrent_layers_equal_transformers(name: str, options: dict[s
     assert llm.runner.weights is not None and llm.runner.weights.stream is not None
     streamed = set(llm.runner.weights.stream.layers)
     assert streamed & {*shape.geometry.attention_at} and streamed & {state.layer for state in shape.geometry.states}
-    prompt = prompt_of(40)
+    prompt = random_prompt(40)
     assert_greedy(model, prompt, generate(llm, [prompt])[0])
 
 
 def test_planned_state_memory_covers_the_memory_in_use() -> None:
-    model, llm = make("granite_hybrid", dtype="float32")
+    model, llm = make_llm("granite_hybrid", dtype="float32")
     slots, geometry = llm.runner.states, llm.runner.adapter.geometry
     assert slots is not None
     costs = costs_for(EngineConfig(policy="full"), load_shape(model))
@@ -191,14 +191,14 @@ class TestFaults:
     """Inject faults that must be detected."""
 
     def test_layer_that_misses_tokens_is_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, llm = make("qwen3_5")
+        _, llm = make_llm("qwen3_5")
         monkeypatch.setattr(RecurrentState, "finish", lambda *_: None)
         with pytest.raises(Exception, match="recurrent layers saw"):
-            generate(llm, [prompt_of(9)])
+            generate(llm, [random_prompt(9)])
 
     def test_slot_that_is_not_reset_is_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, llm = make("qwen3_5")
-        generate(llm, [prompt_of(30)])
+        model, llm = make_llm("qwen3_5")
+        generate(llm, [random_prompt(30)])
         old_states = {layer: states.clone() for layer, states in llm.runner.states.recurrent.items()}  # type: ignore[union-attr]
         allocate = StateSlots.allocate
 
@@ -209,7 +209,7 @@ class TestFaults:
             return slot
 
         monkeypatch.setattr(StateSlots, "allocate", allocate_without_reset)
-        prompt = prompt_of(3, seed=1)
+        prompt = random_prompt(3, seed=1)
         with pytest.raises(AssertionError):
             assert_greedy(model, prompt, generate(llm, [prompt])[0])
 
@@ -240,8 +240,8 @@ def test_slots_are_unchanged_and_can_grow_after_a_memory_error(monkeypatch: pyte
 
 
 def test_failed_fork_does_not_change_the_original_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = make("qwen3_5")[1].runner
-    sequence = runner.new_sequence(prompt_of(30), 40)
+    runner = make_llm("qwen3_5")[1].runner
+    sequence = runner.new_sequence(random_prompt(30), 40)
     runner.prefill(sequence, 29)
 
     def raise_device_full(self: Runner) -> None:

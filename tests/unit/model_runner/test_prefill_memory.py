@@ -30,5 +30,7 @@ def test_prefill_memory_is_linear_in_the_prompt_length() -> None:
         # weights, K and V of one layer, and two hidden states `[N, D]`; the pool is not counted
         return runner.model.weight_bytes + one_layer + 2 * TOKENS * WIDTH * 4
 
-    expected, allocations = count(make, lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr()}, prefill)
+    expected, allocations = count_device_bytes(
+        make, lambda llm: {llm.runner.pool.rows.untyped_storage().data_ptr()}, prefill
+    )
     assert expected / 2 < allocations.peak <= 1.2 * expected

@@ -69,7 +69,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     [(*policy, staged) for i, policy in enumerate(POLICIES) for staged in ((False, True) if STRESS else (i % 2 == 1,))],
 )
 def test_prompts_with_shared_prefixes_equal_single_requests(policy: str, options: dict[str, Any], staged: bool) -> None:
-    llm = make(policy=policy, policy_options=options, staged=staged)
+    llm = make_llm(policy=policy, policy_options=options, staged=staged)
     prompts = branching_prompts(random.Random(3), 6)
     params = [greedy(4 + 2 * i) for i in range(6)]
     expected = tokens_without_sharing(llm, prompts, params)
@@ -89,7 +89,7 @@ def test_prompts_with_shared_prefixes_equal_single_requests(policy: str, options
     ("name", "policy"), [("mistral", "full"), ("mistral", "infinigen"), ("gpt2", "full"), ("qwen3", "infinigen")]
 )
 def test_prompts_with_shared_prefixes_on_other_models(name: str, policy: str) -> None:
-    llm = make(name, policy=policy, host_memory="64MiB")
+    llm = make_llm(name, policy=policy, host_memory="64MiB")
     prompts = branching_prompts(random.Random(4), 5)
     params = [greedy(8)] * 5
     expected = tokens_without_sharing(llm, prompts, params, name)
@@ -98,7 +98,7 @@ def test_prompts_with_shared_prefixes_on_other_models(name: str, policy: str) ->
 
 
 def test_samples_and_beams_share_a_pool_with_other_requests() -> None:
-    llm = make()
+    llm = make_llm()
     prompts = branching_prompts(random.Random(5), 4)
     params = [
         SamplingParams(max_tokens=20, seed=1, n=3),
@@ -114,9 +114,9 @@ def test_samples_and_beams_share_a_pool_with_other_requests() -> None:
 @pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8")])
 def test_preempted_requests_give_the_same_tokens(policy: str, kv_cache_dtype: str) -> None:
     """With quantised KV or selection, decoded tokens must be decoded again instead of prefilled."""
-    large_pool = make(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
+    large_pool = make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     memory = 5 * large_pool.runner.pool.block_bytes  # four requests need three blocks each
-    small_pool = make(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
+    small_pool = make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
     prompts, params = [tiny_prompt(120, seed=i) for i in range(4)], [greedy(12)] * 4
     engine = Engine(small_pool.runner, max_num_seqs=4)
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
@@ -133,7 +133,7 @@ def test_preempted_requests_give_the_same_tokens(policy: str, kv_cache_dtype: st
 
 
 def test_32_requests_compute_store_and_copy_a_shared_prompt_once() -> None:
-    llm = make(blocks=32 + 64 + 8)
+    llm = make_llm(blocks=32 + 64 + 8)
     pool, shared, batch = llm.runner.pool, 32 * BLOCK_SIZE, 32
     prompts = [tiny_prompt(shared) + tiny_prompt(40, seed=i + 1) for i in range(batch)]
     outputs = completed(llm.generate(prompts, greedy(16)))
@@ -150,7 +150,7 @@ def test_32_requests_compute_store_and_copy_a_shared_prompt_once() -> None:
 
 
 def test_full_attention_copies_a_shared_prefix_once_per_step() -> None:
-    llm = make()
+    llm = make_llm()
     runner = llm.runner
     first = runner.new_sequence(tiny_prompt(5 * BLOCK_SIZE + 1), 6 * BLOCK_SIZE)
     runner.prefill(first, 5 * BLOCK_SIZE)
@@ -164,7 +164,7 @@ def test_full_attention_copies_a_shared_prefix_once_per_step() -> None:
 
 
 def test_short_shared_runs_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make()
+    llm = make_llm()
     runner, prompts = llm.runner, [tiny_prompt(3 * BLOCK_SIZE + 9, seed=i) for i in range(3)]
     sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]
     for sequence in sequences:
@@ -206,7 +206,7 @@ def test_equal_selections_are_copied_once(staged: bool) -> None:
 
 
 def test_request_that_exceeds_the_free_memory_fails() -> None:
-    llm = make(blocks=6)
+    llm = make_llm(blocks=6)
     other_blocks = llm.runner.pool.new_block_table(4 * BLOCK_SIZE)  # outside the engine
     engine = Engine(llm.runner, max_num_seqs=2)
     engine.add(tiny_prompt(100), greedy(60))
@@ -223,7 +223,7 @@ def test_request_that_exceeds_the_free_memory_fails() -> None:
 @pytest.mark.slow
 def test_random_requests_with_cancellations_in_a_small_pool() -> None:
     rng = random.Random(7)
-    llm = make(blocks=16)
+    llm = make_llm(blocks=16)
     prefixes = [tiny_prompt(rng.choice([0, 64, 130, 200]), seed=i) for i in range(6)]
     prompts = [rng.choice(prefixes) + tiny_prompt(rng.randint(1, 60), seed=i) for i in range(REQUESTS)]
     params = [greedy(rng.choice([1, 7, 20, 140])) for _ in prompts]
@@ -269,7 +269,7 @@ def test_another_policy_reuses_prefilled_kv() -> None:
     first.generate([prompt], greedy(4))
     other = first.under("quest", options)
     [output] = completed(other.generate([prompt], greedy(24)))
-    [expected] = completed(make(policy="quest", policy_options=options).generate([prompt], greedy(24)))
+    [expected] = completed(make_llm(policy="quest", policy_options=options).generate([prompt], greedy(24)))
     assert output.token_ids == expected.token_ids and output.stats.exact_fraction == expected.stats.exact_fraction < 1
     # The second policy computes only the last partial block.
     assert (output.stats.reused_tokens, expected.stats.reused_tokens) == (3 * BLOCK_SIZE, 0)

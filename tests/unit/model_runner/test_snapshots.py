@@ -42,13 +42,13 @@ def recomputed_tokens(output: RequestOutput) -> int:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_continue_at_snapshots(name: str) -> None:
-    model, llm = make(name, prefill_chunk_size=48)
-    first_prompt = prompt_of(400)
+    model, llm = make_llm(name, prefill_chunk_size=48)
+    first_prompt = random_prompt(400)
     generate(llm, first_prompt)
     # the same prompt, a longer one, and edits at the end, in the middle and at the beginning
     for prompt, edit in (
-        (first_prompt, 1), (first_prompt + prompt_of(5, 1), 1), (first_prompt[:390] + prompt_of(10, 2), 10),
-        (first_prompt[:300] + prompt_of(100, 3), 100), (prompt_of(400, 4), 400),
+        (first_prompt, 1), (first_prompt + random_prompt(5, 1), 1), (first_prompt[:390] + random_prompt(10, 2), 10),
+        (first_prompt[:300] + random_prompt(100, 3), 100), (random_prompt(400, 4), 400),
     ):  # fmt: skip
         output = generate(llm, prompt)
         assert_greedy(model, prompt, output.outputs[0].token_ids)
@@ -56,15 +56,15 @@ def test_prompts_continue_at_snapshots(name: str) -> None:
 
 
 def test_edit_recomputes_at_most_twice_its_distance_to_the_end() -> None:
-    model, llm = make("granite_hybrid")
-    prompt = prompt_of(190)
+    model, llm = make_llm("granite_hybrid")
+    prompt = random_prompt(190)
     text = (
         prompt
         + generate(llm, prompt, SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)).outputs[0].token_ids
     )
     text.pop()  # the last token was not computed
     for distance in (1, 2, 64, 65, 130, 200, len(text) - 1):
-        edited = text[: len(text) - distance] + prompt_of(distance, distance)
+        edited = text[: len(text) - distance] + random_prompt(distance, distance)
         edited[len(text) - distance] = (text[len(text) - distance] + 1) % VOCAB
         output = generate(llm, edited, SamplingParams(max_tokens=2, temperature=0))
         assert recomputed_tokens(output) <= 2 * distance + BLOCK_SIZE, distance
@@ -73,9 +73,9 @@ def test_edit_recomputes_at_most_twice_its_distance_to_the_end() -> None:
 
 def test_third_prompt_continues_where_earlier_prompts_diverge() -> None:
     """The second prompt creates a snapshot where it diverges from the first. Later prompts start there."""
-    _, llm = make("qwen3_5")
-    system = prompt_of(6 * BLOCK_SIZE)
-    outputs = [generate(llm, system + prompt_of(500, seed)) for seed in (1, 2, 3)]
+    _, llm = make_llm("qwen3_5")
+    system = random_prompt(6 * BLOCK_SIZE)
+    outputs = [generate(llm, system + random_prompt(500, seed)) for seed in (1, 2, 3)]
     assert outputs[1].outputs[0].stats is not None
     assert outputs[1].num_cached_tokens + outputs[1].outputs[0].stats.recomputed_tokens == len(system)
     assert outputs[2].num_cached_tokens == len(system)
@@ -85,18 +85,18 @@ def test_third_prompt_continues_where_earlier_prompts_diverge() -> None:
 def test_approximate_states_are_not_shared() -> None:
     """Tokens decoded by a sparse policy have an approximate state. The same tokens in a prompt have an exact state."""
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
-    _, llm = make("qwen3_5", **options)
-    prompt = prompt_of(200)
+    _, llm = make_llm("qwen3_5", **options)
+    prompt = random_prompt(200)
     text = prompt + generate(llm, prompt, SamplingParams(max_tokens=70, temperature=0)).outputs[0].token_ids
     continued = generate(llm, text)
     assert continued.num_cached_tokens <= len(prompt)
-    _, without_caching = make("qwen3_5", **options, enable_prefix_caching=False)
+    _, without_caching = make_llm("qwen3_5", **options, enable_prefix_caching=False)
     assert generate(without_caching, text).outputs[0].token_ids == continued.outputs[0].token_ids
 
 
 def random_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     """Return requests whose prompts continue, edit or truncate earlier texts. Some are samples or beams."""
-    texts, requests = [prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))], []
+    texts, requests = [random_prompt(rng.randrange(1, 300), rng.randrange(1 << 30))], []
     for _ in range(8 if STRESS else 4):
         text = list(rng.choice(texts))
         change = rng.choice(["same", "longer", "edit", "truncate", "new"])
@@ -104,7 +104,7 @@ def random_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]
             text += random_prompt(rng.randrange(1, 150), rng.randrange(1 << 30))
         elif change == "edit":
             start = rng.randrange(len(text))
-            text = text[:start] + prompt_of(len(text) - start, rng.randrange(1 << 30))
+            text = text[:start] + random_prompt(len(text) - start, rng.randrange(1 << 30))
         elif change == "truncate":
             text = text[: rng.randrange(1, len(text) + 1)]
         elif change == "new":
@@ -130,12 +130,12 @@ def random_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]
 def test_random_requests_equal_single_prompts(seed: int) -> None:
     rng = random.Random(seed)
     name = rng.choice(FAMILIES)
-    _, without_caching = make(name, enable_prefix_caching=False)
-    _, large_pool = make(name)
+    _, without_caching = make_llm(name, enable_prefix_caching=False)
+    _, large_pool = make_llm(name)
     assert large_pool.runner.pool.states is not None
     snapshots = rng.choice([1, 3, 8]) * large_pool.runner.pool.states.slot_bytes
     memory = snapshots + rng.choice([60, 100]) * large_pool.runner.pool.block_bytes
-    _, small_pool = make(
+    _, small_pool = make_llm(
         name, host_memory=memory, snapshot_memory=snapshots, prefill_chunk_size=rng.choice([40, 64, 512])
     )
     requests = random_requests(rng)
@@ -156,7 +156,7 @@ def test_random_requests_equal_single_prompts(seed: int) -> None:
 
 
 def test_snapshot_memory_is_part_of_host_memory() -> None:
-    _, llm = make("qwen3_5", host_memory=1 << 20, snapshot_memory=100_000)
+    _, llm = make_llm("qwen3_5", host_memory=1 << 20, snapshot_memory=100_000)
     pool = llm.runner.pool
     assert pool.states is not None
     assert pool.states.limit_bytes <= 100_000 < pool.states.limit_bytes + pool.states.slot_bytes
@@ -169,8 +169,8 @@ def test_snapshot_memory_is_part_of_host_memory() -> None:
 
 @pytest.mark.parametrize("options", [{"snapshot_memory": 1}, {"enable_prefix_caching": False}])
 def test_prompts_are_recomputed_without_snapshots(options: dict[str, Any]) -> None:
-    model, llm = make("qwen3_5", **options)
-    prompt = prompt_of(200)
+    model, llm = make_llm("qwen3_5", **options)
+    prompt = random_prompt(200)
     for _ in range(2):
         output = generate(llm, prompt)
         assert output.num_cached_tokens == 0
@@ -178,13 +178,13 @@ def test_prompts_are_recomputed_without_snapshots(options: dict[str, Any]) -> No
 
 
 def test_preempted_request_continues_at_a_snapshot() -> None:
-    prompts = [prompt_of(310, seed=i) for i in range(3)]
+    prompts = [random_prompt(310, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
-    _, large_pool = make("qwen3_5")
+    _, large_pool = make_llm("qwen3_5")
     expected = [completion.token_ids for completion in completed(large_pool.generate(prompts, params))]
     assert large_pool.runner.pool.states is not None
     snapshots = 30 * large_pool.runner.pool.states.slot_bytes
-    _, small_pool = make(
+    _, small_pool = make_llm(
         "qwen3_5", host_memory=snapshots + 19 * large_pool.runner.pool.block_bytes, snapshot_memory=snapshots
     )
     engine = small_pool.make_engine()
@@ -209,10 +209,10 @@ def test_preempted_request_continues_at_a_snapshot() -> None:
 @pytest.mark.parametrize("failing", range(6))
 def test_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One page lock fails, in prefill or in a decode step of two requests. Only this snapshot is missing."""
-    prompts = [prompt_of(180, seed) for seed in (1, 2)]
+    prompts = [random_prompt(180, seed) for seed in (1, 2)]
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    expected = [completion.token_ids for completion in completed(make("qwen3_5")[1].generate(prompts, params))]
-    _, llm = make("qwen3_5")
+    expected = [completion.token_ids for completion in completed(make_llm("qwen3_5")[1].generate(prompts, params))]
+    _, llm = make_llm("qwen3_5")
     states, table = llm.runner.pool.states, llm.runner.pool.cached.snapshots
     assert states is not None and table is not None
     locked: list[torch.Tensor] = []
@@ -231,7 +231,7 @@ def test_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: 
 
 
 def test_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, llm = make("qwen3_5")
+    _, llm = make_llm("qwen3_5")
     runner = llm.runner
     sequence = runner.new_sequence([*random_prompt(70), 5], 71)
     runner.prefill(sequence, 70)
@@ -271,7 +271,7 @@ class TestFaults:
     """Inject faults that the tests above must detect."""
 
     def test_snapshot_that_is_one_block_late_is_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, llm = make("qwen3_5")
+        model, llm = make_llm("qwen3_5")
         original_init = StateCapture.__init__
 
         def late_init(self: StateCapture, slots: Any, slot: int, pool: Any, targets: Any) -> None:
@@ -280,7 +280,7 @@ class TestFaults:
             )
 
         monkeypatch.setattr(StateCapture, "__init__", late_init)
-        prompt = prompt_of(300)
+        prompt = random_prompt(300)
         generate(llm, prompt)
         with pytest.raises(AssertionError):
             assert_greedy(model, prompt, generate(llm, prompt).outputs[0].token_ids)

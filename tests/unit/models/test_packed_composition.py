@@ -80,10 +80,10 @@ def test_beams_equal_dequantised_weights(model_file: Path) -> None:
 def test_sessions_continue_after_a_restart(model_file: Path, tmp_path: Path) -> None:
     first, second = tiny_prompt(150), tiny_prompt(20, seed=5)
     session = make_llm(model_file).session("s", tmp_path)
-    answer(session, first, GREEDY)
+    take_turn(session, first, GREEDY)
     session.close()
     again = make_llm(model_file).session("s", tmp_path)
-    found = answer(again, second, GREEDY)
+    found = take_turn(again, second, GREEDY)
     assert again.loaded_tokens > 100
     [expected] = completed(make_llm(model_file, quantize="none").generate([again.tokens[: -len(found)]], GREEDY))
     assert found == expected.token_ids

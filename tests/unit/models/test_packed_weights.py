@@ -262,8 +262,10 @@ def test_memory_for_quantisation_does_not_depend_on_the_weight(bits: int) -> Non
     extra = []
     for rows in (4096, 8192):
         weight = torch.randn(rows, 1024)
-        _, used = count(lambda w=weight: w, lambda w: set(), lambda w: quantize._quantized(w, form, w.device))
-        # `count` includes the result, which a GPU would store in host memory
+        _, used = count_device_bytes(
+            lambda w=weight: w, lambda w: set(), lambda w: quantize._quantized(w, form, w.device)
+        )
+        # `count_device_bytes` includes the result, which a GPU would store in host memory
         extra.append(used.peak - used.before - rows * form.row_bytes)
     assert extra[0] == extra[1] < 50 * quantize._WEIGHTS_AT_ONCE
 

@@ -56,7 +56,7 @@ def layer_inputs(model: Any, tokens: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4, 9])
 @torch.inference_mode()
 def test_queries_are_predicted_from_the_input_of_an_earlier_layer(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, llm = make("qwen3_5", overrides=LAYERS, policy="infinigen", policy_options=SELECT_ALL | {"ahead": ahead})
+    model, llm = make_llm("qwen3_5", overrides=LAYERS, policy="infinigen", policy_options=SELECT_ALL | {"ahead": ahead})
     predictions: list[torch.Tensor] = []
 
     def record(layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_queries_are_predicted_from_the_input_of_an_earlier_layer(ahead: int, mo
         return x
 
     monkeypatch.setattr(llm.runner.policy, "correct_prediction", record)
-    prompt = prompt_of(30)
+    prompt = random_prompt(30)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=5, temperature=0))
     text = [*prompt, *output.outputs[0].token_ids]
     assert_greedy(model, prompt, text[30:])
@@ -85,14 +85,14 @@ def test_tokens_on_a_gpu_equal_tokens_on_a_cpu() -> None:
         model = architecture("lfm2", num_hidden_layers=4, layer_types=layer_types).to(device)  # type: ignore[arg-type]
         llm = LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB", verify="off")
         outputs.append(
-            [output.token_ids for output in completed(llm.generate([prompt_of(46), prompt_of(40, 1)], params))]
+            [output.token_ids for output in completed(llm.generate([random_prompt(46), random_prompt(40, 1)], params))]
         )
     assert outputs[0] == outputs[1]
 
 
 @torch.inference_mode()
 def test_corrections_are_fitted_for_each_distance() -> None:
-    model, tokens = architecture("qwen3_5", dtype=torch.float64, **LAYERS), prompt_of(80)
+    model, tokens = architecture("qwen3_5", dtype=torch.float64, **LAYERS), random_prompt(80)
     _, correction = measure(adapter_for(model), tokens)
     hidden, norm = layer_inputs(model, tokens), model.model.layers[5].input_layernorm
     truth = norm(hidden[5])
@@ -111,7 +111,7 @@ def test_corrections_are_fitted_for_each_distance() -> None:
 @pytest.mark.parametrize(("ahead", "source"), [(1, 1), (3, 3), (4, "normed_input"), (None, "attention_input")])
 def test_policy_uses_the_correction_of_its_source(ahead: int | None, source: Any) -> None:
     adapter = adapter_for(architecture("qwen3_5", **LAYERS))
-    skew_artifact = calibrate(adapter, prompt_of(80), method="svd", fingerprint="", calibration="")
+    skew_artifact = calibrate(adapter, random_prompt(80), method="svd", fingerprint="", calibration="")
     options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}
     policy = InfiniGen(InfiniGenOptions(**options), adapter.geometry, skew_artifact, CPU, torch.float32)
     x, s = torch.randn(2, 32), source_index(source)

@@ -74,7 +74,7 @@ def test_tokens_with_the_largest_scores_are_selected_within_the_budget(name: str
 
 
 def generate(device: str, name: str, head_dim: int, **settings: Any) -> tuple[list[list[int]], Any]:
-    """Return greedy tokens and captured CUDA graphs of a batch of four requests that crosses the end of a block."""
+    """Return greedy tokens and captured_graphs CUDA graphs of a batch of four requests that crosses the end of a block."""
     model: Any = tiny_model("llama", num_hidden_layers=2, head_dim=head_dim).to(device)
     settings = {"host_memory": "8MiB", "missed_mass_every": 0, "device": device} | settings
     llm = LLM(model, policy=name, policy_options=OPTIONS, **settings)
@@ -82,7 +82,7 @@ def generate(device: str, name: str, head_dim: int, **settings: Any) -> tuple[li
     outputs = completed(llm.generate(prompts, SamplingParams(max_tokens=10, temperature=0)))
     llm.runner.check_integrity()
     assert all(output.stats.exact_fraction < 0.8 for output in outputs)
-    return [output.token_ids for output in outputs], captured(llm)
+    return [output.token_ids for output in outputs], captured_graphs(llm)
 
 
 def test_custom_policy_is_batched_and_captured_in_cuda_graphs() -> None:

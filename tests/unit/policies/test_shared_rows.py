@@ -95,7 +95,7 @@ def test_low_bit_kv_of_a_shared_prefix_is_stored_once(write_starts: list[int]) -
 def test_only_low_bit_kv_of_a_prefill_is_shared(write_starts: list[int]) -> None:
     """Low-bit KV of incomplete sequences and of decoded tokens is not shared."""
     runner, prompt = make_runner(), tiny_prompt(4 * BLOCK_SIZE)
-    first = begun(runner, 3 * BLOCK_SIZE + 10)
+    first = prefilled_sequence(runner, 3 * BLOCK_SIZE + 10)
     assert first.tokens[: 3 * BLOCK_SIZE] == prompt[: 3 * BLOCK_SIZE]
     second = runner.new_sequence(prompt, 300, reuse=len(prompt))
     first.unobserved = 1

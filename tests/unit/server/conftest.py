@@ -48,7 +48,7 @@ def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -
 def url(request: pytest.FixtureRequest, engine: ScriptedEngine) -> Iterator[str]:
     from support.serving import run_server
 
-    with served(engine, **getattr(request.module, "SERVER_OPTIONS", {})) as address:
+    with run_server(engine, **getattr(request.module, "SERVER_OPTIONS", {})) as address:
         yield address
 
 

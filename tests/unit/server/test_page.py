@@ -85,8 +85,8 @@ def test_stream_stop_reload_and_restart(browser: Browser, model: Path, tmp_path:
     with serving(model, tmp_path, port) as url, open_page(browser, url, storage_state=state) as page:
         expect(page.locator("article")).to_have_count(4)
         assert page.locator("article.assistant .text").nth(0).inner_text() == answer
-        ask(page, "And then?", 8)
-        done(page)
+        send_message(page, "And then?", 8)
+        wait_for_answer(page)
         expect(page.locator("#status")).to_contain_text("prompt tokens reused")
         page.click("#fresh")
         expect(page.locator("article")).to_have_count(0)
@@ -179,9 +179,9 @@ def test_continue_regenerate_and_edit(browser: Browser, model: Path, tmp_path: P
 
 
 def test_without_a_store_the_browser_keeps_the_conversation(browser: Browser, model: Path) -> None:
-    with serving(model, None) as url, page_of(browser, url) as page:
-        ask(page, "<img src=x onerror=alert(1)> **bold**", 8)
-        done(page)
+    with serving(model, None) as url, open_page(browser, url) as page:
+        send_message(page, "<img src=x onerror=alert(1)> **bold**", 8)
+        wait_for_answer(page)
         page.reload()
         expect(page.locator("article")).to_have_count(2)
         expect(page.locator("article.user")).to_contain_text("<img src=x")

@@ -204,7 +204,7 @@ class ToolCallingEngine(ScriptedEngine):
 
 @pytest.fixture(scope="module")
 def tool_calling_url() -> Iterator[str]:
-    with served(ToolCallingEngine()) as address:
+    with run_server(ToolCallingEngine()) as address:
         yield address
 
 
@@ -281,7 +281,7 @@ def test_no_request_is_lost(tmp_path: Path) -> None:
         async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
             await asyncio.gather(*(ask(http, numbers) for _ in range(CONNECTIONS)))
 
-    with served(engine) as url:
+    with run_server(engine) as url:
         asyncio.run(send_all(url))
         wait_until(lambda: engine.load().running == 0)
         assert engine.load().pool_used_bytes == 0

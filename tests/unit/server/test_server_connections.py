@@ -1,4 +1,4 @@
-"""Test clients that are slow, silent, or send invalid HTTP. They are disconnected in time, and others are served."""
+"""Test clients that are slow, silent, or send invalid HTTP. They are disconnected in time, and others are run_server."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ def test_a_complete_but_unread_response_ends_its_connection(slowly: bool) -> Non
     """The transport has buffered the complete response, so that its `close()` would wait forever."""
     options = ServerOptions(port=0, timeout=0.2, send_timeout=60.0 if slowly else 0.3)
     ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
-    with answering(respond_with_32_mib, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
+    with (
+        run_asgi_app(respond_with_32_mib, options) as (url, server),
+        connect(url, ask, receive_buffer=4096) as connection,
+    ):
         wait_until(lambda: len(server.server_state.connections) == 1)
         end = time.monotonic() + 6
         while server.server_state.connections and time.monotonic() < end:
@@ -113,7 +116,7 @@ def test_a_complete_but_unread_response_ends_its_connection(slowly: bool) -> Non
 
 @pytest.mark.parametrize("start", [b"", b"G", HALF])
 def test_request_headers_have_a_deadline(tokenizer: PreTrainedTokenizerBase, start: bytes) -> None:
-    with served(ScriptedEngine(tokenizer, str), head_timeout=0.3) as url:
+    with run_server(ScriptedEngine(tokenizer, str), head_timeout=0.3) as url:
         begun = time.monotonic()
         connection = connect(url, start)
         answer = read_until_closed(connection)
@@ -122,7 +125,7 @@ def test_request_headers_have_a_deadline(tokenizer: PreTrainedTokenizerBase, sta
 
 
 def test_single_bytes_do_not_extend_the_header_deadline(tokenizer: PreTrainedTokenizerBase) -> None:
-    with served(ScriptedEngine(tokenizer, str), head_timeout=0.4) as url:
+    with run_server(ScriptedEngine(tokenizer, str), head_timeout=0.4) as url:
         connection = connect(url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" in connection.recv(1 << 16)
         connection.sendall(HALF)  # head of the next request on this connection
@@ -171,7 +174,7 @@ def test_a_connection_is_refused_if_all_others_wait_for_answers(tokenizer: PreTr
 def test_a_new_connection_does_not_end_a_response_being_read(tokenizer: PreTrainedTokenizerBase) -> None:
     ask = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     with (
-        answering(respond_with_32_mib, ServerOptions(port=0, max_connections=1)) as (url, _),
+        run_asgi_app(respond_with_32_mib, ServerOptions(port=0, max_connections=1)) as (url, _),
         connect(url, ask, 4096) as slow,
     ):
         begun = slow.recv(100)
@@ -316,7 +319,7 @@ def test_garbage_after_a_refused_body_logs_no_error(url: str, caplog: pytest.Log
 
 
 def test_incomplete_bodies_share_one_limit(tokenizer: PreTrainedTokenizerBase) -> None:
-    with served(ScriptedEngine(tokenizer, str), max_body=1024) as address, ExitStack() as stack:
+    with run_server(ScriptedEngine(tokenizer, str), max_body=1024) as address, ExitStack() as stack:
         for _ in range(18):
             connection = connect(address, HALF + b"Content-Length: 1024\r\n\r\n" + b"x" * 1000)
             stack.callback(connection.close)

@@ -104,7 +104,7 @@ def test_an_answer_ends_when_host_memory_is_full(engine: AsyncLLM) -> None:
     # Host memory has room for 128 of the 4,096 positions of the model.
     limited = LLM(engine.llm.name, policy="full", verify="off", host_memory="128KiB")
     limited.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
-    with served(AsyncLLM(limited)) as url:
+    with run_server(AsyncLLM(limited)) as url:
         assert httpx2.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 128
         asked: Any = {"messages": [{"role": "user", "content": "Who?"}], "temperature": 0, "ignore_eos": True}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=asked).json()

@@ -61,7 +61,7 @@ def test_foreign_hosts_and_origins_are_refused(url: str, tokenizer: PreTrainedTo
     preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in httpx2.options(f"{url}/v1/models", headers=preflight).headers
     scripted = ScriptedEngine(tokenizer, str)
-    with served(scripted, cors_origins=("https://a.example",), allowed_hosts=("b.example",)) as address:
+    with run_server(scripted, cors_origins=("https://a.example",), allowed_hosts=("b.example",)) as address:
         allowed = httpx2.options(f"{address}/v1/models", headers=preflight)
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
         refused = httpx2.get(f"{address}/health", headers={"host": "c.example", "origin": "https://a.example"})

@@ -133,7 +133,7 @@ CALLS = '[{"name": "find", "arguments": {"q": "Dick"}}, {"name": "find", "argume
 def test_tools_are_described_if_the_template_has_none() -> None:
     answer_with_calls = FixedAnswer(CALLS)
     engine = ScriptedEngine(plain_tokenizer(), answer_with_calls)
-    with served(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with run_server(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": "scripted", "tools": [FIND]}
         system: Any = {"role": "system", "content": "Be brief."}
         for choice in ("auto", "required"):

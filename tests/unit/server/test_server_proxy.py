@@ -53,7 +53,7 @@ def upstream(engine: ScriptedEngine) -> FlakyUpstream:
 @pytest.fixture
 def http(upstream: FlakyUpstream) -> Iterator[httpx2.Client]:
     app = Starlette(routes=[Mount("/", app=Proxy(upstream.ask, OPTIONS.max_body, OPTIONS.timeout))])
-    with answering(app) as (url, _), httpx2.Client(base_url=url) as client:
+    with run_asgi_app(app) as (url, _), httpx2.Client(base_url=url) as client:
         yield client
 
 

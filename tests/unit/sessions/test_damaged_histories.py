@@ -286,12 +286,12 @@ def test_document_is_intact_after_a_kill_before_any_system_call(
                 finished = False
         store.close()
         reopened = open_store(folder)
-        assert reopened.documents.get(named("one")) in (Document(b"second"), Document(b"third"))
+        assert reopened.documents.get(padded_name("one")) in (Document(b"second"), Document(b"third"))
         assert not list(folder.rglob("*.tmp"))
         reopened.check_integrity()
-        reopened.documents.put(named("one"), b"fourth")
-        flip_bit(document_path(folder, f"{named('one')}.doc"), 70)
-        last = reopened.documents.get(named("one"))
+        reopened.documents.put(padded_name("one"), b"fourth")
+        flip_bit(document_path(folder, f"{padded_name('one')}.doc"), 70)
+        last = reopened.documents.get(padded_name("one"))
         assert last is not None and last.damage and last.data in (b"second", b"third")
         reopened.close()
         steps = stop
@@ -302,13 +302,13 @@ def test_document_is_intact_after_a_kill_before_any_system_call(
 
 def test_damaged_document_never_becomes_the_previous_one(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.documents.put(named("one"), b"first")
-    store.documents.put(named("one"), b"second")
-    flip_bit(document_path(tmp_path, f"{named('one')}.doc"), 70)
-    store.documents.put(named("one"), b"third")
-    assert len(list(tmp_path.rglob(f"{named('one')}.damaged"))) == 1, "the damaged document is kept for the user"
-    flip_bit(document_path(tmp_path, f"{named('one')}.doc"), 70)
-    last = store.documents.get(named("one"))
+    store.documents.put(padded_name("one"), b"first")
+    store.documents.put(padded_name("one"), b"second")
+    flip_bit(document_path(tmp_path, f"{padded_name('one')}.doc"), 70)
+    store.documents.put(padded_name("one"), b"third")
+    assert len(list(tmp_path.rglob(f"{padded_name('one')}.damaged"))) == 1, "the damaged document is kept for the user"
+    flip_bit(document_path(tmp_path, f"{padded_name('one')}.doc"), 70)
+    last = store.documents.get(padded_name("one"))
     assert last is not None and last.data == b"first"
     store.check_integrity()
     for _ in range(2):
@@ -319,8 +319,8 @@ def test_damaged_document_never_becomes_the_previous_one(tmp_path: Path) -> None
 
 def test_huge_sparse_document_is_damaged(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.documents.put(named("one"), b"first")
-    with document_path(tmp_path, f"{named('one')}.doc").open("r+b") as sparse:
+    store.documents.put(padded_name("one"), b"first")
+    with document_path(tmp_path, f"{padded_name('one')}.doc").open("r+b") as sparse:
         sparse.truncate(1 << 40)
     with pytest.raises(StoreError, match=r"one-0+\.doc.* is damaged"):
         store.documents.get(padded_name("one"))
@@ -331,17 +331,17 @@ def test_huge_sparse_document_is_damaged(tmp_path: Path) -> None:
 def test_crash_after_linking_leaves_no_stale_file(tmp_path: Path) -> None:
     """After a crash of `put`, `.doc` and `.before` may be links to the same file."""
     store = open_store(tmp_path)
-    store.documents.put(named("one"), b"first")
+    store.documents.put(padded_name("one"), b"first")
     os.link(
-        document_path(tmp_path, f"{named('one')}.doc"),
-        document_path(tmp_path, f"{named('one')}.doc").with_suffix(".before"),
+        document_path(tmp_path, f"{padded_name('one')}.doc"),
+        document_path(tmp_path, f"{padded_name('one')}.doc").with_suffix(".before"),
     )
     store.close()
     store = open_store(tmp_path)
     store.documents.put(padded_name("one"), b"second")
     store.check_integrity()
-    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{named('one')}.*"))) == 2
-    flip_bit(document_path(tmp_path, f"{named('one')}.doc"), 70)
-    last = store.documents.get(named("one"))
+    assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{padded_name('one')}.*"))) == 2
+    flip_bit(document_path(tmp_path, f"{padded_name('one')}.doc"), 70)
+    last = store.documents.get(padded_name("one"))
     assert last is not None and last.data == b"first"
     store.close()

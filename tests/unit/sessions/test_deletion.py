@@ -117,7 +117,7 @@ def test_no_data_of_a_deleted_session_is_left(method: str, llm: LLM, tmp_path: P
     [document] = tmp_path.glob(f"*/{document_name('gone')}.doc")
     document.with_suffix(".damaged").write_bytes(document.read_bytes())
     document.with_name("session-" + "f" * 32 + ".doc").write_bytes(document.read_bytes())  # a copy made by the user
-    assert leftovers(tmp_path, seen, [kept], ["Fahrrad"]) and list(tmp_path.rglob("sinks-*"))
+    assert find_leftovers(tmp_path, seen, [kept], ["Fahrrad"]) and list(tmp_path.rglob("sinks-*"))
     if method == "discard":
         llm.session("gone", tmp_path).discard()
     else:

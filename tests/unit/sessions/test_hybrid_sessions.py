@@ -1,6 +1,6 @@
 """Test sessions and stored prompts of hybrid models, whose recurrent state is restored from snapshots.
 
-Tokens must equal those of the whole conversation computed at once.
+Tokens must equal those of the whole conversation computed_tokens at once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_undo_deletes_snapshots_and_the_session_continues(restarts: bool, tmp_path: Path) -> None:
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
     take_turn(session, random_prompt(200, 1), LONG)
     first, states = session.tokens, set(session.history.states)
@@ -93,10 +93,10 @@ def test_undo_deletes_snapshots_and_the_session_continues(restarts: bool, tmp_pa
 
 @pytest.mark.parametrize("step", [0, 1, 12])
 def test_session_continues_after_a_closed_stream_or_failed_step(step: int, tmp_path: Path) -> None:
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
-    answer(session, prompt_of(130, 1))
-    events = session.send(prompt_of(112, 2), LONG)  # the answer fills a block
+    take_turn(session, random_prompt(130, 1))
+    events = session.send(random_prompt(112, 2), LONG)  # the answer fills a block
     for _ in range(step):
         next(events)
     events.close()  # type: ignore[attr-defined]
@@ -119,10 +119,12 @@ def test_session_continues_after_a_closed_stream_or_failed_step(step: int, tmp_p
 
 
 def test_forks_and_evicted_sessions_continue_correctly(tmp_path: Path) -> None:
-    model, large_llm = make("qwen3_5")
+    model, large_llm = make_llm("qwen3_5")
     assert large_llm.runner.pool.states is not None
     snapshots = 6 * large_llm.runner.pool.states.slot_bytes
-    _, llm = make("qwen3_5", host_memory=snapshots + 12 * large_llm.runner.pool.block_bytes, snapshot_memory=snapshots)
+    _, llm = make_llm(
+        "qwen3_5", host_memory=snapshots + 12 * large_llm.runner.pool.block_bytes, snapshot_memory=snapshots
+    )
     sessions = {name: llm.session(name, tmp_path) for name in "abc"}
     for seed in range(3):
         for name, session in list(sessions.items()):
@@ -136,7 +138,7 @@ def test_forks_and_evicted_sessions_continue_correctly(tmp_path: Path) -> None:
 
 
 def test_truncation_is_refused_and_overflow_recomputes(tmp_path: Path) -> None:
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
     take_turn(session, random_prompt(300, 1))
     with pytest.raises(ModelError, match="recurrent layers"):
@@ -151,10 +153,10 @@ def test_truncation_is_refused_and_overflow_recomputes(tmp_path: Path) -> None:
 
 def test_sessions_with_quantised_kv_are_recomputed(tmp_path: Path) -> None:
     """A snapshot would belong to the KV before quantisation, so no snapshots are taken."""
-    session = make("qwen3_5", kv_cache_dtype="int8")[1].session("s", tmp_path)
-    answer(session, prompt_of(100, 1))
-    answer(session, prompt_of(100, 2))
-    assert computed(session) == 206
+    session = make_llm("qwen3_5", kv_cache_dtype="int8")[1].session("s", tmp_path)
+    take_turn(session, random_prompt(100, 1))
+    take_turn(session, random_prompt(100, 2))
+    assert computed_tokens(session) == 206
     session.close()
 
 
@@ -166,12 +168,12 @@ def state_files(folder: Path, session: Session) -> list[Path]:
 
 
 def test_bit_flip_in_a_stored_state_changes_no_token(tmp_path: Path) -> None:
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
     take_turn(session, random_prompt(1500, 1), LONG)
     session.close()
     before, files = session.tokens, state_files(tmp_path, session)
-    turn, rng = prompt_of(20, 2), random.Random(1)
+    turn, rng = random_prompt(20, 2), random.Random(1)
     assert len(files) >= 2
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
     for path in files:
@@ -189,7 +191,7 @@ def test_bit_flip_in_a_stored_state_changes_no_token(tmp_path: Path) -> None:
 def test_turn_continues_if_loading_a_state_evicts_a_snapshot_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     session = llm.session("s", tmp_path)
     take_turn(session, random_prompt(300, 1), LONG)
     session.close()
@@ -215,7 +217,7 @@ def test_turn_continues_if_loading_a_state_evicts_a_snapshot_and_fails(
 
 
 def test_flush_raises_a_saver_error_and_the_next_save_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make("qwen3_5")[1]
+    llm = make_llm("qwen3_5")[1]
     session = llm.session("s", tmp_path)
     take_turn(session, random_prompt(300, 1))
     context, snapshots = session.context, llm.runner.snapshots
@@ -260,7 +262,7 @@ def test_session_continues_after_a_kill_during_state_writes(tmp_path: Path) -> N
 
 def run_turns(folder: Path) -> Iterator[None]:
     """Yield after each turn."""
-    session = make("qwen3_5")[1].session("s", folder)
+    session = make_llm("qwen3_5")[1].session("s", folder)
     for number in range(80):
         list(session.send(random_prompt(90, number), GREEDY))
         yield
@@ -277,19 +279,19 @@ def run_prompts(store: Path, name: str, prompts: list[list[int]], **options: Any
     """Run prompts one after another on a new engine with a store."""
 
     async def run() -> list[RequestOutput]:
-        async with AsyncLLM(make(name, **options)[1], store=store) as engine:
+        async with AsyncLLM(make_llm(name, **options)[1], store=store) as engine:
             return [await final_output(engine, ids) for ids in prompts]
 
     return asyncio.run(run())
 
 
 @pytest.mark.sampled(14)
-@pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, ("full", "infinigen")))
+@pytest.mark.parametrize(("name", "policy"), rotated_pairs(FAMILIES, ("full", "infinigen")))
 def test_repeated_continued_and_edited_prompts_reuse_stored_states(name: str, policy: str, tmp_path: Path) -> None:
     model = architecture(name)
     stem, edit = random_prompt(1500, 1), random_prompt(100, 3)
     edited = stem[: -len(edit)] + edit
-    for prompt, cached in ((stem, 0), (stem, 1472), (stem + prompt_of(30, 2), 1472), (edited, None)):
+    for prompt, cached in ((stem, 0), (stem, 1472), (stem + random_prompt(30, 2), 1472), (edited, None)):
         [output] = run_prompts(tmp_path, name, [prompt], policy=policy)
         if policy == "full":
             assert_greedy(model, prompt, output.outputs[0].token_ids)
@@ -307,7 +309,7 @@ def test_repeated_continued_and_edited_prompts_reuse_stored_states(name: str, po
 class TestFaults:
     def test_wrong_restored_state_changes_tokens(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Zeros in place of the restored state must fail `assert_greedy`."""
-        model, llm = make("qwen3_5")
+        model, llm = make_llm("qwen3_5")
         session = llm.session("s", tmp_path)
         take_turn(session, random_prompt(1500, 1))
         session.close()

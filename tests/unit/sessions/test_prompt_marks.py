@@ -158,9 +158,9 @@ def test_deletion_removes_blocks_without_mark_or_history(tmp_path: Path) -> None
     history = History("remaining", "model", keys=[block_name(store, 2).key.hex()])
     store.documents.put(history.document, history.to_bytes())
     assert all(path.read_bytes()[4096 - len(PROMPT_MARK) : 4096] == bytes(8) for path in tmp_path.rglob("*.kv"))
-    assert load(store, 1) == blocks_of(1)
+    assert load(store, 1) == block_data(1)
     remove_session(store, store.root.hex(), document_name("deleted"))
-    assert load(store, 1) is None and load(store, 2) == blocks_of(2)
+    assert load(store, 1) is None and load(store, 2) == block_data(2)
 
 
 def test_marking_a_block_does_not_change_file_times(tmp_path: Path) -> None:

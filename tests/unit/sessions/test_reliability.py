@@ -90,11 +90,11 @@ def test_full_disk_keeps_complete_blocks(mount_disk: Callable[[str], Path]) -> N
     assert block_files(folder) < sum(saved), "a block is evicted for the history"
     store.check_integrity()
     with pytest.raises(StoreError, match="No space left"):
-        store.documents.put(named("history"), bytes(1 << 20))
-    assert store.documents.get(named("history")) == Document(bytes(6000))
+        store.documents.put(padded_name("history"), bytes(1 << 20))
+    assert store.documents.get(padded_name("history")) == Document(bytes(6000))
     assert block_files(folder) > 0, "no block is evicted if evicting all would not be enough"
-    store.remove([block_key(store.root, "exact", tokens_of(number)) for number in range(30)])
-    assert save(store, 99) and load(store, 99) == blocks_of(99)
+    store.remove([block_key(store.root, "exact", token_bytes(number)) for number in range(30)])
+    assert save(store, 99) and load(store, 99) == block_data(99)
     store.close()
 
 

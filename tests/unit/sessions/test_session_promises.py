@@ -41,9 +41,9 @@ def test_forks_with_the_same_tokens_are_saved_completely(tmp_path: Path, monkeyp
     gate, real = threading.Event(), DiskStore.begin
     gate.set()
 
-    def begin(self: DiskStore, *arguments: Any, **named: Any) -> Any:
+    def begin(self: DiskStore, *arguments: Any, **padded_name: Any) -> Any:
         assert gate.wait(60)
-        return real(self, *arguments, **named)
+        return real(self, *arguments, **padded_name)
 
     monkeypatch.setattr(DiskStore, "begin", begin)
     session = make_llm().session("one", tmp_path)
@@ -151,8 +151,8 @@ def test_opening_a_store_counts_all_files_and_enforces_the_limit(tmp_path: Path)
     store = open_store(tmp_path)
     for number in range(6):
         save(store, number)
-    store.documents.put(named("one"), bytes(500))
-    store.documents.put(named("one"), bytes(600))
+    store.documents.put(padded_name("one"), bytes(500))
+    store.documents.put(padded_name("one"), bytes(600))
     bytes_used = store.bytes_used
     store.close()
     next(tmp_path.rglob("*.kv")).with_suffix(".7.1.tmp").write_bytes(bytes(5000))

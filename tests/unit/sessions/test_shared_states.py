@@ -23,7 +23,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 def assert_continues(folder: Path, name: str) -> None:
     """Check that a session continues after a restart and recomputes at most its last block."""
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     with llm.session(name, folder) as session:
         before = session.tokens
         assert_greedy(model, [*before, *TURN], take_turn(session, TURN))
@@ -39,10 +39,10 @@ def replace_snapshots(session: Session) -> None:
 
 
 def test_growing_session_keeps_states_of_another_session(tmp_path: Path) -> None:
-    _, llm = make("qwen3_5")
+    _, llm = make_llm("qwen3_5")
     with llm.session("a", tmp_path) as growing:
         with llm.session("b", tmp_path) as other:
-            assert answer(growing, TEXT) == answer(other, TEXT)
+            assert take_turn(growing, TEXT) == take_turn(other, TEXT)
         replace_snapshots(growing)
     assert_continues(tmp_path, "b")
 
@@ -54,13 +54,13 @@ def test_growing_session_keeps_states_of_a_prompt(tmp_path: Path) -> None:
                 output = [one async for one in engine.generate(ids, GREEDY, session=session)][-1]
             return output
 
-    turns_of_a = [TEXT + prompt_of(200 * turns, 2) for turns in (1, 2, 3)]
+    turns_of_a = [TEXT + random_prompt(200 * turns, 2) for turns in (1, 2, 3)]
     asyncio.run(serve((TEXT, None), (TEXT, "a"), *((ids, "a") for ids in turns_of_a)))
     assert asyncio.run(serve((TEXT, None))).num_cached_tokens == len(TEXT) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_undo_keeps_states_of_a_fork(tmp_path: Path) -> None:
-    _, llm = make("qwen3_5")
+    _, llm = make_llm("qwen3_5")
     with llm.session("a", tmp_path) as session:
         take_turn(session, TEXT)
         take_turn(session, random_prompt(200, 2))
@@ -88,7 +88,7 @@ def test_fork_keeps_a_pending_state_of_a_deleted_session(tmp_path: Path, monkeyp
 
 
 def test_later_turn_loads_a_state_that_found_no_free_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, llm = make("qwen3_5")
+    model, llm = make_llm("qwen3_5")
     with llm.session("a", tmp_path) as session:
         take_turn(session, TEXT)
     with make_llm("qwen3_5")[1].session("a", tmp_path) as session:

@@ -60,9 +60,9 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
             pass
 
     # any recorder makes the step eager
-    decode(make(), 3, recorder=IgnoringRecorder())
-    decode(make(preset="paper"), 3)
-    decode(make(False), 3)
+    decode(make_runner(), 3, recorder=IgnoringRecorder())
+    decode(make_runner(preset="paper"), 3)
+    decode(make_runner(False), 3)
     measuring = staged(LLM(tiny_model("llama"), policy_options=OPTIONS, host_memory="4MiB", missed_mass_every=1))
     policy: Any = measuring.runner.policy
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
@@ -81,9 +81,13 @@ def test_failed_capture_is_logged_once_and_later_steps_are_eager(caplog: pytest.
             attempts.append(self)
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    eager, runner = make(), make()
+    eager, runner = make_runner(), make_runner()
     runner.steps = GraphSteps(runner.eager, FailingGraph)  # type: ignore[arg-type]
-    want, got = ([one.decode([sequence]) for _ in range(6)] for one in (eager, runner) for sequence in [begun(one, 61)])
+    want, got = (
+        [one.decode([sequence]) for _ in range(6)]
+        for one in (eager, runner)
+        for sequence in [prefilled_sequence(one, 61)]
+    )
     torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-5)
     assert len(attempts) == 1
     assert [record.getMessage().endswith("stream is capturing") for record in caplog.records] == [True]
@@ -94,7 +98,7 @@ def test_failed_capture_is_logged_once_and_later_steps_are_eager(caplog: pytest.
 def test_capture_without_memory_drops_other_graphs_or_runs_eagerly(
     fits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    eager, runner, made, attempts = make(), make(), [], []
+    eager, runner, made, attempts = make_runner(), make_runner(), [], []
 
     class LimitedGraph(RecordedGraph):
         def capture(self, body: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
@@ -130,7 +134,7 @@ def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     monkeypatch.setattr(cuda_graphs, "_Captured", lambda graph, batch, inputs: graph)
-    steps: Any = GraphSteps(make().eager, RecordedGraph, max_graphs=4)
+    steps: Any = GraphSteps(make_runner().eager, RecordedGraph, max_graphs=4)
     inputs = [Inputs() for _ in range(6)]
     for captured, one in enumerate(inputs, start=1):
         steps._capture(None, one)

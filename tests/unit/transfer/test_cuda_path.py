@@ -172,7 +172,7 @@ A dense layer also copies K and V of each KV head. `test_step_counts.py` counts 
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_per_layer_are_limited(name: str) -> None:
-    launched = launches_of_a_layer(name)
+    launched = count_layer_launches(name)
     assert 15 < launched.total() <= LAUNCHES[name] <= 45, launched
 
 
@@ -212,7 +212,7 @@ def test_missed_mass_is_measured_by_default_only_on_a_cpu(device: str, steps: li
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy", "options"), [("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})])
 def test_staging_memory_does_not_grow_with_the_number_of_layers(policy: str, options: dict[str, Any]) -> None:
-    extra = [staged_bytes(policy, options, layers) for layers in (2, 4)]
+    extra = [decode_peak_bytes(policy, options, layers) for layers in (2, 4)]
     # write-backs and positions take about 2 KB per layer, and staged KV takes 120 KB per layer
     assert extra[1] - extra[0] < (4 - 2) * 20 * 1024
     assert extra[0] > 0.8 * 0.9 * layer_kv_bytes(), "nothing was staged"
