@@ -62,10 +62,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_interrupted_documents_equal_uninterrupted_ones(
-    case: str, tmp_path: Path, pages: Path, short_context: str, long_context: str
+    case: str, tmp_path: Path, short_book: Path, short_context: str, long_context: str
 ) -> None:
     model = short_context if case in ("chapters", "beginning") else long_context
-    given = CASES[case] | {"sampling_params": SAMPLED, "beginning": pages.read_text()[:600]}
+    given = CASES[case] | {"sampling_params": SAMPLED, "beginning": short_book.read_text()[:600]}
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     done = write(model, whole, **given)
     assert done is not None and done.finish_reason == "length" and done.new_tokens >= 80

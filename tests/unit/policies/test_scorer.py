@@ -74,7 +74,7 @@ def test_tokens_with_the_largest_scores_are_selected_within_the_budget(name: str
 
 
 def generate(device: str, name: str, head_dim: int, **settings: Any) -> tuple[list[list[int]], Any]:
-    """Return greedy tokens and captured_graphs CUDA graphs of a batch of four requests that crosses the end of a block."""
+    """Return greedy tokens and captured CUDA graphs of a batch of four requests that crosses the end of a block."""
     model: Any = tiny_model("llama", num_hidden_layers=2, head_dim=head_dim).to(device)
     settings = {"host_memory": "8MiB", "missed_mass_every": 0, "device": device} | settings
     llm = LLM(model, policy=name, policy_options=OPTIONS, **settings)

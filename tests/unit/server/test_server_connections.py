@@ -1,4 +1,4 @@
-"""Test clients that are slow, silent, or send invalid HTTP. They are disconnected in time, and others are run_server."""
+"""Test clients that are slow, silent, or send invalid HTTP. They are disconnected in time, and others are served."""
 
 from __future__ import annotations
 
