@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_tables import gpu, gpu_sessions, h200_trained, step_times
 from quality_tables import divergence, formats, perplexity, ruler
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
-from speed_tables import DYNAMIC, disk, drafts, lengths, others, packed_weights, selecting
+from speed_tables import DYNAMIC, disk, drafts, lengths, others, packed_weights, packed_without_bfloat16, selecting
 from tables import fill, table
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
@@ -52,7 +52,7 @@ def readme() -> str:
 
 TABLES: Sequence[Callable[[], str]] = (
     perplexity, divergence, ruler, formats,
-    others, packed_weights, lengths, selecting, drafts, disk,
+    others, packed_weights, packed_without_bfloat16, lengths, selecting, drafts, disk,
     gpu, h200_trained, gpu_sessions,
 )  # fmt: skip
 

@@ -63,6 +63,16 @@ def packed_weights() -> str:
     return table(("runtime", "weights", *_per_context(("2,048", "8,192")), "8,192: memory, GiB"), rows)
 
 
+def packed_without_bfloat16() -> str:
+    """The same model on a processor without bfloat16 instructions."""
+    found = {row["runtime"]: row for row in load("qwen15/packed/real_speed_avx512")}
+    rows = [
+        [*PACKED[name], f"{row['prefill']:.0f}", f"{row['step']:.0f}", f"{row['peak'] / 1024:.1f}"]
+        for name, row in found.items()
+    ]
+    return table(("runtime", "weights", *_per_context(("512",)), "memory, GiB"), rows)
+
+
 LENGTHS = {
     "smollm2/rows_in_c": ("EPYC", "smollm2"),
     "smollm2/rows_in_c/long": ("EPYC", "smollm2"),

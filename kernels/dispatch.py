@@ -28,8 +28,8 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
     """Return a function that calls the Triton version of `reference_function` for CUDA tensors.
 
-    The module `triton` defines the Triton version under the same name. Positional argument number `on` determines the
-    device. This argument must not be in page-locked host memory, as the KV pool is.
+    `triton` is the module that defines the Triton version under the same name. The device is that of positional
+    argument number `on`. This argument must not be the KV pool, because its tensors are in page-locked host memory.
     """
 
     @wraps(reference_function)

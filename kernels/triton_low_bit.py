@@ -80,7 +80,7 @@ def _exclude(
 def _value_levels(
     raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr
 ) -> tl.tensor:
-    """Unpack the codes at bit FIELD * BITS of packed values, minus the middle code. The result is exact in bfloat16."""
+    """Unpack the codes at bit FIELD * BITS and subtract the middle code. The result is exact in bfloat16."""
     if INTERPRETED:
         codes = ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
         return codes if WIDEN else codes.to(tl.bfloat16)

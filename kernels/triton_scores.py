@@ -83,8 +83,8 @@ def _partial(
 ) -> None:  # fmt: skip
     """Score tokens [b * BLOCK, (b + 1) * BLOCK) of list p column by column, in program (i, b).
 
-    For p and the query heads, see `triton_attention.query_heads`. A program without tokens in [start, stop) reads no
-    keys. The last block reads up to the next multiple of ALIGN tokens, for which every list has memory.
+    `triton_attention.query_heads` derives p and the query heads from i. A program without tokens in [start, stop) reads
+    no keys. The last block reads beyond `stop`, up to a multiple of ALIGN tokens. Every list has memory for these.
     """
     p, head = query_heads(G, QUERIES)
     block = tl.program_id(1)

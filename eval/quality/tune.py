@@ -133,10 +133,10 @@ class Search:
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """Return the trial of the first value in `ladder` of the option `name` that is within the limit.
+        """Try values in `ladder` for the option `name`, and return the trial of the first value within the limit.
 
-        If there is none, return the trial of the last value. Bisection requires that the missed attention mass
-        decreases along `ladder`.
+        If no value is within the limit, return the trial of the last one. The search is a bisection, so the missed
+        attention mass must decrease along `ladder`.
         """
         low, high = 0, len(ladder) - 1
         while low < high:

@@ -181,15 +181,15 @@ class Session:
         replaced: int = 0,
         on_prefill: Callable[[int], None] = lambda layers: None,
     ) -> Generator[TokenOutput]:
-        """Replace the last `replaced` tokens of the session by `tokens`, and stream up to `max_tokens` new tokens.
+        """Replace the last `replaced` tokens of the session with `tokens`, and stream up to `max_tokens` new tokens.
 
-        If the iterator is closed early, the session is unchanged. If the process is killed, the disk contains the
-        session before or after the call.
+        If the iterator is closed early, the session is unchanged. If the process is killed, the session on disk is as
+        it was either before or after the call.
 
         Args:
             tokens: Token ids to append, at least one.
-            replaced: Number of tokens at the end to remove first, 0 or 1. The last token of a session has no KV, so to
-                continue the text unchanged, pass 1 and repeat it in `tokens`.
+            replaced: Number of tokens to remove from the end first, 0 or 1. The last token of a session has no KV. To
+                continue the text unchanged, set `replaced` to 1, and begin `tokens` with the last token.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:

@@ -48,7 +48,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _prepare(self, runner: Runner) -> None:
-        """Check that the request fits, and adapt the session's history. Called before each start."""
+        """Check that the request fits, and truncate the session's history if necessary. Called before each start."""
 
     @abstractmethod
     def _undo_prepare(self) -> None: ...

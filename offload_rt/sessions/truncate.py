@@ -155,10 +155,10 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 
 
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
-    """Rotate the sinks' keys if their distance to the last of `length` tokens exceeds the trained context length.
+    """Move the sinks closer to the other tokens if a session of `length` tokens exceeds the trained context length.
 
-    If the original keys are missing, drop the KV of the session, which the turn then computes again. Raises
-    PoolFullError if the KV does not fit in the pool.
+    Their keys are rotated to the new positions. If the original keys are missing, the session's KV is dropped, and the
+    turn computes it again. Raises PoolFullError if the KV does not fit in the pool.
     """
     history, geometry, pool = kv.history, kv.runner.adapter.geometry, kv.runner.pool
     distance = length + history.shift - history.sink_shift

@@ -112,7 +112,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings that determine a document's text, except the model's weights. They are written once."""
+    """Settings that determine a document's text, in addition to the model's weights. The file is written once."""
 
     model: str = ""  # for messages
     fingerprint: str = ""  # model, number format and policy

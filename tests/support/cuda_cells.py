@@ -167,7 +167,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16},
 }
-"""Sliding windows in all layers, and in the second layer only."""
+"""Options by model type: mistral has sliding windows in all layers, qwen2 in the second layer."""
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},

@@ -123,7 +123,7 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Late:
-    """Run the streams `numbers` only if the host waits for them, and all others as soon as possible."""
+    """Run the streams listed in `numbers` when the host waits for them, and all others as soon as possible."""
 
     numbers: tuple[int, ...] = ()
 

@@ -37,7 +37,7 @@ static long flaky(long number, long a, long b, long c, long d, void *e, long f) 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Return the library of `requests.c` with one failing call of io_uring_enter."""
+    """Return `requests.c` compiled so that one call of io_uring_enter fails."""
     compiler, folder = shutil.which("cc"), tmp_path_factory.mktemp("ring")
     if compiler is None or RingReader.open() is None:
         pytest.skip("no compiler or no io_uring")

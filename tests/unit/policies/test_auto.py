@@ -82,7 +82,7 @@ def test_short_sequences_of_a_batch_attend_to_all_tokens() -> None:
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("cuda", 0)])
 def test_limit_depends_on_kv_size_and_device(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, the limit is a number of bytes of KV per layer. A GPU copies each KV entry, so the limit is 0."""
+    """On a CPU, full attention is used for up to a number of bytes of KV per layer. On a GPU, it is never used."""
     geometry = make_llm("full").runner.adapter.geometry
     monkeypatch.setattr(auto, "MAX_DENSE_BYTES", 64 * geometry.kv_bytes(1, torch.float32) // geometry.layers)
     assert auto.dense_limit(AutoOptions(), geometry, torch.device(device), torch.float32) == expected

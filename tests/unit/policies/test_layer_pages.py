@@ -11,7 +11,7 @@ from offload_rt.policies.infinigen.approximate_kv import LayerPages
 
 LAYERS, HEADS = (3, 5), 2
 PAGE_BYTES = len(LAYERS) * HEADS * PAGE_BLOCKS * BLOCK
-"""Size of a page with one byte per token."""
+"""Size in bytes of a page that stores one byte per token, layer and head."""
 
 Owner = tuple[LayerPages, dict[int, list[int]]]
 
