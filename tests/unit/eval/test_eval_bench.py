@@ -86,6 +86,15 @@ def test_the_planted_tokens_are_selected_and_no_others(inputs: BenchInputs, name
         assert torch.equal(tokens.sort(1).values, torch.stack(inputs.synthetic.tokens[layer])), f"layer {layer}"
 
 
+@pytest.mark.parametrize("name", ["infinigen", "infinigen-paper", "infinigen-tail4"])
+def test_the_largest_fraction_of_planted_tokens_is_selected(name: str) -> None:
+    fraction = BenchConfig(fraction=0.2).fraction
+    model = SHAPES["gqa"].model(1024, torch.device("cpu"))
+    inputs = make_inputs(model, 640, 700, fraction)
+    for layer, tokens in recorded_selections(filled(inputs, name), 2):
+        assert torch.equal(tokens.sort(1).values, torch.stack(inputs.synthetic.tokens[layer])), f"layer {layer}"
+
+
 def test_each_head_selects_its_planted_tokens_first(uneven: BenchInputs) -> None:
     """All heads of a layer select the mean count. A head with fewer planted tokens adds tokens
     planted for other heads.
