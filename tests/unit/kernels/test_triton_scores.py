@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 from support.interpreter import compiled
+from support.select_models import dequantise
 
 from offload_rt.kernels import lists
 from offload_rt.kernels.pointer_table import PointerTable
-from offload_rt.kernels.selection import GAUSSIAN_STEP, dequantise, pack, quantise, quantise_query, unpack
+from offload_rt.kernels.selection import GAUSSIAN_STEP, pack, quantise, quantise_query, unpack
 
 PARTIAL_SHAPES = [
     (38, 4, torch.float16),
