@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, mixing, quantise_rows
 from offload_rt.kernels.low_bit_sequence import LowBitQuery, NativeQuery
-from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
+from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable, page_table
 
 
 def approximate(
@@ -19,6 +20,11 @@ def approximate(
     q = asked.q if isinstance(asked, LowBitQuery) else asked.inputs[0]
     nothing, identity = (torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)), torch.eye(q.shape[2])
     return asked.merge(nothing, skip, (identity, identity), softcap)
+
+
+def table_of(pages: Sequence[Pages]) -> PageTable:
+    most = max(len(sequence.tensors) for sequence in pages)
+    return PageTable(tuple(pages), page_table(pages, most).to(pages[0].tensors[0].device))
 
 
 def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
@@ -49,7 +55,7 @@ def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any,
     candidates.
     """
     d, spans = layout.head_dim, ((5, 600), (4, 4), (60, 70))
-    table = PageTable.of([stored_rows(layout, 2, tokens, device) for tokens in (620, 6, 130)])
+    table = table_of([stored_rows(layout, 2, tokens, device) for tokens in (620, 6, 130)])
     starts, stops = (torch.tensor(each, dtype=torch.int32).repeat_interleave(2) for each in zip(*spans, strict=True))
     chosen = torch.randint(0, 600, (6, 90))
     chosen[:2, :70] = torch.stack([torch.randperm(595)[:70] + 5 for _ in range(2)]).sort(1).values

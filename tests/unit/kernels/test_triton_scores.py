@@ -54,7 +54,7 @@ def check_scores(actual: lists.Scores, expected: lists.Scores, tolerance: torch.
     assert torch.equal(actual.scores.isfinite(), finite)
     error = torch.where(finite, actual.scores.double() - expected.scores, 0).abs()
     assert (error <= tolerance).all(), f"{float((error / tolerance).max())} times the bound"
-    assert torch.equal(actual.maximum, actual.scores.amax(-1))
+    assert torch.equal(actual.maxima.amax(-1), actual.scores.amax(-1))
     torch.testing.assert_close(actual.lse.double(), torch.logsumexp(actual.scores.double(), -1), rtol=1e-6, atol=1e-5)
 
 
