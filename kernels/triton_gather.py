@@ -166,8 +166,9 @@ def gather_rows(
     counts: torch.Tensor,
     out: torch.Tensor,
     device: DeviceRows | None = None,
+    programs: int = PROGRAMS,
 ) -> None:
-    """Copy rows by index, in one launch of at most `PROGRAMS` programs. See `pool_rows.gather_rows`.
+    """Copy rows by index, in one launch of at most `programs` programs. See `pool_rows.gather_rows`.
 
     `rows` `[R, w]` must be contiguous, in device memory or in page-locked host memory. All other tensors are on the
     device.
@@ -179,7 +180,7 @@ def gather_rows(
         return
     word_type, shape = _words(rows)
     copies, first = (rows, 0) if device is None else (_copies(device, rows), device.first)
-    _gather[(min(PROGRAMS, lists * triton.cdiv(listed, shape["BLOCK"])),)](
+    _gather[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
         rows.view(word_type), ids, counts, out.view(word_type), copies.view(word_type), first, lists, listed,
         **shape, COPIED=device is not None,
     )  # fmt: skip
