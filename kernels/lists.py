@@ -33,10 +33,6 @@ class Scores:
     sums: torch.Tensor  # sum of exp(score - maximum) of each query head in each block, `[P, G, S]`
 
     @property
-    def maximum(self) -> torch.Tensor:
-        return self.maxima.amax(-1)
-
-    @property
     def lse(self) -> torch.Tensor:
         return torch.logsumexp(self.maxima + self.sums.log(), -1)
 

@@ -86,12 +86,6 @@ class PageTable:
     # last page are undefined.
     table: torch.Tensor
 
-    @classmethod
-    def of(cls, pages: Sequence[Pages]) -> PageTable:
-        device = pages[0].tensors[0].device
-        max_pages = max(len(sequence.tensors) for sequence in pages)
-        return cls(tuple(pages), page_table(pages, max_pages).to(device))
-
     @property
     def heads(self) -> int:
         return self.pages[0].heads

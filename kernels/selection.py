@@ -59,11 +59,6 @@ def quantise(x: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int)
     return codes.clamp_(0, (1 << bits) - 1).to(torch.uint8)
 
 
-def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the values `[Hkv, m, d]` of the codes of `quantise`, in the dtype of `mean`."""
-    return (codes.to(mean.dtype) - ((1 << bits) - 1) / 2) * step.unsqueeze(1) + mean.unsqueeze(1)
-
-
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack the codes of f = 8 / bits adjacent tokens into one byte: `[Hkv, f * m, d]` becomes int8 `[Hkv, m, d]`.
 

@@ -195,9 +195,8 @@ def gather_tokens(
     out: torch.Tensor,
     device: DeviceRows | None = None,
     tally: torch.Tensor | None = None,
-    programs: int = PROGRAMS,
 ) -> None:
-    """Copy K and V of tokens, in one launch of at most `programs` programs. See `pool_rows.gather_tokens`.
+    """Copy K and V of tokens, in one launch of at most `PROGRAMS` programs. See `pool_rows.gather_tokens`.
 
     For the memory of `rows`, see `gather_rows`.
     """
@@ -213,7 +212,7 @@ def gather_tokens(
         assert tally is not None and tally.shape == (batch, 2) and tally.is_contiguous() and tally.dtype == torch.int64
         copies, copy_planes, first = _copies(device, rows), device.planes, device.first
         assert copy_planes.shape == planes.shape and copy_planes.is_contiguous()
-    _gather_tokens[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
+    _gather_tokens[(min(PROGRAMS, lists * triton.cdiv(listed, shape["BLOCK"])),)](
         rows.view(word_type), tokens, tokens if counts is None else counts, bases, planes, out.view(word_type),
         copies.view(word_type), copy_planes, bases if tally is None else tally, first, lists, listed, heads, blocks,
         **shape, COUNTED=counts is not None, PLANES=count, COPIED=device is not None,

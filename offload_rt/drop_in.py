@@ -139,18 +139,9 @@ class OffloadedCache(Cache):
 
     # --------------------------------------------------------------------------------- transformers' cache protocol
 
-    is_compileable = False
-    is_croppable = True
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns in the cache, including padding."""
         return self._columns
-
-    def get_max_length(self, layer_idx: int | None = 0) -> int:
-        return -1  # not limited
-
-    def activate_past_recording(self) -> None:
-        """Do nothing: `crop` needs no recorded states. transformers calls this method before assisted decoding."""
 
     def update(self, *tensors: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         # Attention layers of an offloaded model never call this method.

@@ -54,7 +54,6 @@ def calibrate(
     method: SkewMethod,
     fingerprint: str,
     calibration: str,
-    positions: int | None = None,
     progress: Progress | None = None,
 ) -> SkewArtifact:
     """Calibrate the model of `adapter` on the text `token_ids`.
@@ -63,15 +62,14 @@ def calibrate(
         method: Method of the bases (`SkewArtifact.method`).
         fingerprint: Fingerprint of the model.
         calibration: Description of the text, for the artifact.
-        positions: Context length to calibrate for. None means the model's maximum.
 
     Raises:
-        InputError: The text is empty, a token is outside the vocabulary, or `positions` is not supported.
+        InputError: The text is empty, or a token is outside the vocabulary.
         ModelError: The queries or keys of the model are not finite.
     """
-    moments, correction = measure(adapter, token_ids, positions=positions, progress=progress)
+    moments, correction = measure(adapter, token_ids, progress=progress)
     tokens = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
-    calibration = f"{calibration} at positions below {position_limit(adapter, positions)}, tokens {tokens}"
+    calibration = f"{calibration} at positions below {adapter.geometry.max_positions}, tokens {tokens}"
     return fit(moments, correction, method=method, fingerprint=fingerprint, calibration=calibration)
 
 
@@ -97,24 +95,20 @@ def fit(
 
 @torch.no_grad()
 def measure(
-    adapter: ModelAdapter,
-    token_ids: Sequence[int],
-    *,
-    positions: int | None = None,
-    progress: Progress | None = None,
+    adapter: ModelAdapter, token_ids: Sequence[int], *, progress: Progress | None = None
 ) -> tuple[Moments, Correction]:
     """Return the moments of queries and keys `[L, Hkv, ...]` and the correction of predicted attention inputs.
 
     Queries and keys are taken after RoPE, without the attention scale. With RoPE, a basis fits only the positions for
     which it was computed. Queries and keys are therefore rotated to positions that are spread over the whole context
     length. The attention of the forward pass uses the real positions. The text is split into segments of at most
-    `positions` tokens, which all begin at position 0. For errors, see `calibrate`.
+    `max_positions` tokens, which all begin at position 0. For errors, see `calibrate`.
 
     The moments of a KV head include the queries of all layers that use its keys. Layers that use the keys of an earlier
     layer, and layers with another head dimension than full-attention layers, have moments of 0. All results are on the
     CPU.
     """
-    geometry, limit = adapter.geometry, position_limit(adapter, positions)
+    geometry, limit = adapter.geometry, adapter.geometry.max_positions
     if not token_ids:
         raise InputError("the calibration text is empty; give one of at least a few hundred tokens")
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=adapter.device)
@@ -153,20 +147,6 @@ def prediction_quality(
     for _ in _segment_sums(adapter, tokens, len(token_ids), quality.add):
         pass
     return quality.relative_mass()
-
-
-def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
-    """Return the number of positions to calibrate for: `positions`, or the model's maximum.
-
-    Raises:
-        InputError: `positions` is below 1, or above the maximum of a model with absolute positions.
-    """
-    limit = adapter.geometry.max_positions
-    if positions is None:
-        return limit
-    if positions < 1 or (positions > limit and adapter.geometry.absolute_positions):
-        raise InputError(f"cannot calibrate for {positions} positions; the model has {limit}")
-    return positions
 
 
 def _segment_sums(

@@ -28,6 +28,7 @@ from ...models.loading import LoadedModel
 from ...models.registry import adapter_for
 from ...policies.base import Policy
 from ...policies.full import Full
+from ...policies.options import InfiniGenOptions
 from ...transfer.base import Transfer
 from .resident import Resident
 from .synthetic_kv import SyntheticAdapter, SyntheticKV
@@ -263,7 +264,15 @@ SELECTION: dict[str, Any] = {"preset": "rows", "dense_layers": ()}
 
 def _infinigen(label: str = "", **options: Any) -> Callable[[BenchInputs], Baseline]:
     name = f"infinigen, {label}" if label else "infinigen"
-    return lambda inputs: inputs.offload(name, "infinigen", SELECTION | options)
+    options = SELECTION | options
+    preset_fraction = InfiniGenOptions.presets[options["preset"]]["max_fraction"]
+
+    def make(inputs: BenchInputs) -> Baseline:
+        # The limit must include all planted tokens. Their number may be rounded up.
+        max_fraction = max(preset_fraction, 1.1 * inputs.synthetic.fraction)
+        return inputs.offload(name, "infinigen", options | {"max_fraction": max_fraction})
+
+    return make
 
 
 def _default(inputs: BenchInputs) -> Baseline:

@@ -28,6 +28,8 @@ HEIGHT = 40.0
 NOISE = 0.1
 """Standard deviation of the elements of a key."""
 
+SEED = 0
+
 CPU = torch.device("cpu")
 
 RESIDENT = (4, 64)
@@ -39,18 +41,17 @@ class SyntheticKV:
     geometry: ModelGeometry
     length: int
     fraction: float  # fraction of planted tokens, mean over the KV heads of a layer
-    spread: float  # maximum relative deviation of a KV head's fraction from `fraction`
-    seed: int
     directions: torch.Tensor  # `c` of each KV head, float32 `[L, Hkv, d]`
     tokens: list[list[torch.Tensor]]  # sorted indices of planted tokens, int64 `[n]`, by layer and KV head
 
     @classmethod
-    def draw(
-        cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0
-    ) -> SyntheticKV:
-        """Draw directions and planted tokens for a context of `length` tokens. No layer may have a sliding window."""
+    def draw(cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0) -> SyntheticKV:
+        """Draw directions and planted tokens for a context of `length` tokens. No layer may have a sliding window.
+
+        The number of planted tokens of a KV head differs from the mean by at most `spread`, relative to the mean.
+        """
         assert not geometry.sliding, "planted tokens outside a sliding window would get no attention"
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(SEED)
         layers, kv_heads, d = geometry.layers, geometry.kv_heads, geometry.head_dim
         directions = torch.randn(layers, kv_heads, d, generator=generator)
         sizes = torch.tensor([2.0 / scale for scale in geometry.scales]).view(-1, 1, 1)
@@ -65,14 +66,14 @@ class SyntheticKV:
             mixed = [counts[i] for i in torch.randperm(kv_heads, generator=generator).tolist()]
             drawn = [torch.randperm(room, generator=generator)[:count] for count in mixed]
             tokens.append([first + chosen.sort().values for chosen in drawn])
-        return cls(geometry, length, fraction, spread, seed, directions, tokens)
+        return cls(geometry, length, fraction, directions, tokens)
 
     def layers(self, device: torch.device = CPU) -> Iterator[KVPart]:
         """Yield K and V of each layer, float32 `[Hkv, N, d]`. Every call gives the same values on the same device."""
         geometry = self.geometry
         shape = (geometry.kv_heads, self.length, geometry.head_dim)
         for layer in range(geometry.layers):
-            generator = torch.Generator(device).manual_seed(self.seed + 1 + layer)
+            generator = torch.Generator(device).manual_seed(SEED + 1 + layer)
             k = torch.randn(shape, generator=generator, device=device).mul_(NOISE)
             v = torch.randn(shape, generator=generator, device=device)
             for head, tokens in enumerate(self.tokens[layer]):
@@ -88,7 +89,7 @@ class SyntheticKV:
 
         The first column of the basis is `c / |c|`, and the other columns span the rest of the space.
         """
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(SEED)
         layers, kv_heads, d = self.directions.shape
         columns = torch.randn(layers, kv_heads, d, d, generator=generator)
         columns[..., 0] = self.directions

@@ -60,7 +60,7 @@ def _list(home: Path, args: argparse.Namespace) -> None:
         )
         for entry in reversed(entries)
     ]
-    print_list(("checkpoint", "id", "size", "last used"), rows, "no packed weights", left=2)
+    print_list(("checkpoint", "id", "size", "last used"), rows, "no packed weights")
     total = format_size(sum(entry.size for entry in entries))
     print(f"{total} of at most {format_size(cache_limit())} in {home}", file=sys.stderr)
 

@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--session", metavar="NAME", help="name of a new or existing session (default: date and time)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt of a new session")
     add_sampling_flags(parser, several=False)
-    add_store_flags(parser, required=False)
+    add_store_flags(parser)
     add_engine_flags(parser)
 
 

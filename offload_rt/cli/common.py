@@ -41,15 +41,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def print_list(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: str, *, left: int) -> None:
-    """Print a table on stdout, or `empty` if it has no rows. The first `left` columns are left-aligned."""
+def print_list(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
+    """Print a table on stdout, or `empty` if it has no rows. The first two columns are left-aligned."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, header_style="bold")
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < left else "right")
+        table.add_column(heading, justify="left" if number < 2 else "right")
     for row in rows:
         table.add_row(*map(Text, row))
     # If stdout is not a terminal, do not wrap lines, so that other programs can parse them.

@@ -214,17 +214,15 @@ def in_flags(message: str, args: argparse.Namespace) -> str:
     return re.sub(r"`([a-z_]+)`|(?<![\w'\"./-])([a-z][a-z_]*)(=?)(?![\w]*\()", named, message)
 
 
-def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add `--store` and flags for `StoreOptions`. If a store is not required, also add `--no-store`."""
+def add_store_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--store`, `--no-store` and flags for `StoreOptions`."""
     group = parser.add_argument_group("store")
-    if required:
-        group.add_argument("--store", required=True, metavar="DIR", help="folder of stored sessions")
-    else:
-        group.add_argument(
-            "--store", metavar="DIR",
-            help="folder of stored KV and sessions (default: offload-rt/store in the user's data directory)",
-        )  # fmt: skip
-        group.add_argument("--no-store", action="store_true", help="store nothing on disk")
+    group.add_argument(
+        "--store",
+        metavar="DIR",
+        help="folder of stored KV and sessions (default: offload-rt/store in the user's data directory)",
+    )
+    group.add_argument("--no-store", action="store_true", help="store nothing on disk")
     for field in fields(StoreOptions):
         if option_of(field).group:
             add_option(group, StoreOptions, field, prefix=STORE_OPTION)

@@ -58,7 +58,7 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
         cells += [format_size(one.own_bytes), f"{format_duration(max(0, now - one.used))} ago"]
         rows.append(cells if ttl is None else [*cells, format_size(one.bytes_unused_since(now - ttl))])
     rows += [[printable(damaged.name), damaged.namespace, "damaged"] for damaged in catalog.damaged]
-    print_list(headings if ttl is None else [*headings, "expires"], rows, "no sessions", left=2)
+    print_list(headings if ttl is None else [*headings, "expires"], rows, "no sessions")
     for one in catalog.sessions:
         if one.damage:
             name = printable(one.history.name)

@@ -134,15 +134,15 @@ def sampling_params_per_prompt(given: object, prompts: int, default: SamplingPar
     return [check_sampling_params(one, default) for one in given]
 
 
-def check_folder_path(name: str, value: object) -> Path:
+def check_store_path(value: object) -> Path:
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
-        raise InputError(f"{name}={describe_value(value)}; it must be a path")
+        raise InputError(f"store={describe_value(value)}; it must be a path")
     try:
         os.fsencode(text)
         return Path(text).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:  # "~" with an unknown user, or a lone surrogate
-        raise InputError(f"{name}={value!r}: {error}") from None
+        raise InputError(f"store={value!r}: {error}") from None
 
 
 def check_prompt_list(name: str, value: object) -> Sequence[object]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 import torch
 
@@ -133,18 +133,14 @@ def crossing(measured: Sequence[tuple[int, float, float]]) -> int:
 
 @torch.inference_mode()
 def layer_seconds(
-    options: AutoOptions,
-    geometry: ModelGeometry,
-    dtype: torch.dtype,
-    length: int,
-    clock: Callable[[], float] = time.perf_counter,
+    options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype, length: int
 ) -> tuple[float, float]:
     """Return the seconds of one layer with full attention, and with selection, in a context of `length` tokens.
 
     For each layer, the fastest repeat counts. The results are medians over layers.
     """
     steps = 2 * REPEATS
-    adapter = _TimedAdapter(geometry, dtype, length, clock)
+    adapter = _TimedAdapter(geometry, dtype, length)
     policy = Auto(
         replace(options, dense_until=0, dense_layers=()), geometry, _identity(geometry), adapter.device, dtype
     )
@@ -179,7 +175,7 @@ def _median_over_layers(steps: Sequence[Sequence[float]]) -> float:
 class _TimedAdapter(ModelAdapter):
     """A model of attention layers without weights, with random KV. Records the time of each layer in `steps`."""
 
-    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, length: int, clock: Callable[[], float]) -> None:
+    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, length: int) -> None:
         super().__init__(geometry, dtype, torch.device("cpu"))
         random = torch.Generator().manual_seed(0)
         kv_heads, d = geometry.kv_heads, geometry.head_dim
@@ -188,7 +184,7 @@ class _TimedAdapter(ModelAdapter):
             for heads, n in ((geometry.heads, 1), (kv_heads, length), (kv_heads, length))
         )
         self.steps: list[list[float]] = []
-        self._clock, self._began = clock, 0.0
+        self._began = 0.0
         self._flushed = torch.zeros(FLUSHED_BYTES // 4)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -200,7 +196,7 @@ class _TimedAdapter(ModelAdapter):
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        self._began = self._clock()
+        self._began = perf_counter()
         return super().qkv(layer, attention_input, positions)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -216,7 +212,7 @@ class _TimedAdapter(ModelAdapter):
 
     def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         # A policy may select for the next layer after this layer's attention, so the time ends here.
-        self.steps[-1].append(self._clock() - self._began)
+        self.steps[-1].append(perf_counter() - self._began)
         self._flushed.sum()
         return residual
 

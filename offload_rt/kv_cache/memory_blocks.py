@@ -29,7 +29,6 @@ class MemoryBlocks:
     ) -> None:
         self.allocator = allocator
         self._arena, self._cached, self._evicts_tree, self._limit_bytes = arena, cached, evicts_tree, limit_bytes
-        self.peak = 0
 
     @property
     def count(self) -> int:
@@ -71,9 +70,6 @@ class MemoryBlocks:
                 return
             blocks.add_slab()
 
-    def record_peak(self) -> None:
-        self.peak = max(self.peak, self.allocator.used)
-
     def full_error(self, count: int, missing: int) -> PoolFullError:
         capacity, disk = (self.count, self._arena.layout.block_bytes), isinstance(self._arena, FileArena)
         return pool_full(count, missing, self.available, capacity, self._limit_bytes, disk=disk)
@@ -81,4 +77,4 @@ class MemoryBlocks:
     def check_integrity(self) -> None:
         self.allocator.check_integrity()
         assert self._arena.active == self.allocator.slabs
-        assert self.allocator.used <= self.peak <= self.count
+        assert self.allocator.used <= self.count

@@ -131,10 +131,6 @@ class HostPool(StoredRows):
         return self._memory.allocator.used * self.block_bytes
 
     @property
-    def bytes_peak(self) -> int:
-        return self._memory.peak * self.block_bytes
-
-    @property
     def sequence_bytes(self) -> int:
         """Size in bytes of the blocks of sequences. Shared blocks count once."""
         return (self._memory.allocator.used - self.idle_blocks) * self.block_bytes
@@ -177,9 +173,7 @@ class HostPool(StoredRows):
         """
         count = blocks_for(tokens)
         self._provide(count)
-        blocks = BlockTable(self._blocks.best_fit(count), floor=floor)
-        self._memory.record_peak()
-        return blocks
+        return BlockTable(self._blocks.best_fit(count), floor=floor)
 
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
         """Allocate slots for `tokens` tokens in total, and make the blocks from `blocks.length` on exclusive.
@@ -200,7 +194,6 @@ class HostPool(StoredRows):
             self._drop([blocks.ids[i]])
             blocks.ids[i] = block
         blocks.ids += fresh[len(shared) :]
-        self._memory.record_peak()
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v `[Hkv, n, d]`, on any device, as the KV of tokens [start, start + n), and wait for the copy.

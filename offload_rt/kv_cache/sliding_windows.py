@@ -62,7 +62,6 @@ class SlidingWindows:
             self._windows.release(blocks.windows.pop(index))
         self._memory.provide(len(fresh) * self._groups.sliding, run=len(fresh))
         self._allocate_windows(blocks, fresh, filled)
-        self._memory.record_peak()
 
     def _allocate_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
         """Allocate window blocks for the block indices `indices`, contiguous within each layer group.

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import MemoryLimitError, PoolFullError
-from ..utils.control_groups import MEMBERSHIP, ROOT, groups
+from ..utils.control_groups import groups
 from ..utils.units import format_size
 
 _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -18,7 +18,7 @@ _SECOND = ("memory.max", "memory.current", "inactive_file")
 
 def available_memory() -> int:
     """Return the bytes that can be allocated without swapping, in the system and in this process's control group."""
-    return int(min([psutil.virtual_memory().available, *_cgroup_headroom(ROOT, MEMBERSHIP)]))
+    return int(min([psutil.virtual_memory().available, *_cgroup_headroom()]))
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
@@ -61,8 +61,8 @@ def pool_full(
     )
 
 
-def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
-    for folder, two in groups("memory", root, membership):
+def _cgroup_headroom() -> Iterator[int]:
+    for folder, two in groups("memory"):
         headroom = _headroom(folder, *(_SECOND if two else _FIRST))
         if headroom is not None:
             yield headroom

@@ -68,10 +68,6 @@ class DevicePlan:
     def free_bytes(self) -> int:
         return self.limit - self.weights
 
-    def same_weights_as(self, other: DevicePlan) -> bool:
-        """Return whether both plans place the weights and the scoring keys in the same memory."""
-        return self.placement == other.placement and self.keys_on_host == other.keys_on_host
-
     def check(self, contexts: Sequence[int]) -> None:
         """Raise DeviceFullError if concurrent sequences of these lengths could exceed the limit."""
         needed = self.costs.total([_round_to_blocks(context) for context in contexts]) if contexts else 0
@@ -150,7 +146,8 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     plans = (plan for plan in _plans_within(limit, candidates, context) if not (plan.streamed or plan.keys_on_host))
     plan = next(plans, None) or plan_device(limit, candidates[-1], context)
     faster = [replace(plan.costs, slice_tokens=size, keys_on_host=False) for size in larger_slices]
-    plan = next((other for other in _plans_within(limit, faster, context) if other.same_weights_as(plan)), plan)
+    plans = (other for other in _plans_within(limit, faster, context) if other.placement == plan.placement)
+    plan = next((other for other in plans if other.keys_on_host == plan.keys_on_host), plan)
     if plan.streamed and not shape.streams:
         raise MemoryLimitError(
             f"device_memory={format_size(plan.limit)} does not hold all weights and {plan.context:,} tokens, and "

@@ -14,7 +14,7 @@ import torch
 
 from ..config import DType, KVFormatName
 from ..engine.cache_manager import MemoryUse
-from ..engine.checks import check_folder_path
+from ..engine.checks import check_store_path
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, OffloadError, StoreError
 from ..kv_cache.prefix_tree import root_key
@@ -284,7 +284,7 @@ class OpenStores:
     def open(
         self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], *, read_only: bool = False
     ) -> SessionStore:
-        folder = check_folder_path("store", store).resolve()
+        folder = check_store_path(store).resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:
             chosen = configured(StoreOptions, options, fields)

@@ -45,9 +45,7 @@ def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) ->
     return (rows + 1) * (geometry.full_rows.bytes(dtype) + token_and_score * geometry.kv_heads)
 
 
-def look_up(
-    table: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | None = None, decay: float = DECAY
-) -> LookUp:
+def look_up(table: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> LookUp:
     """Look up tokens, and assign slots to missing tokens.
 
     Missing tokens replace the entries with the lowest scores, but not other tokens of this look-up.
@@ -56,7 +54,6 @@ def look_up(
         table: Tables of all lists, int32 `[P, capacity + 1, 2]`, contiguous (`LayerSet.table`). Updated in place.
         tokens: Token indices, int64 `[P, n]`, without duplicates within a list.
         valid: Whether each token is looked up, bool `[P, n]`. None looks up all tokens.
-        decay: Factor of all scores.
     """
     capacity, held, every = table.shape[1] - 1, table[..., 0], table.view(torch.float32)[..., 1]
     scores, wanted = every[:, :capacity], tokens.to(torch.int32).contiguous()
@@ -68,7 +65,7 @@ def look_up(
         hit, missing = hit & valid, missing & valid
     slots = order.gather(1, at)
     used = torch.zeros_like(every).scatter_(1, slots.where(hit, capacity), 1.0)[:, :capacity]
-    scores.mul_(decay).add_(used)
+    scores.mul_(DECAY).add_(used)
     # Sort the slots by ascending score, slots of found tokens last. The j-th missing token takes the j-th slot.
     leaving = scores.masked_fill(used > 0, torch.inf).argsort(dim=1, stable=True)
     rank, hits = missing.cumsum(1) - 1, hit.sum(1)

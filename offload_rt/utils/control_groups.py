@@ -7,27 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+"""Folder with all control groups."""
+
 MEMBERSHIP = Path("/proc/self/cgroup")
+"""File that lists the control groups of the process."""
 
 
-def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
+def groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Yield the folder of each control group of this process, with its parents, and whether it has version 2.
 
-    Args:
-        controller: "memory" or "cpu".
-        root: Folder with all control groups.
-        membership: File that lists the control groups of the process.
+    `controller` is "memory" or "cpu".
     """
     try:
-        lines = membership.read_text().splitlines()
+        lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if two := controllers == "":
-            top = root
+            top = ROOT
         elif controller in controllers.split(","):
-            top = root / controller
+            top = ROOT / controller
         else:
             continue
         group = top / path.lstrip("/")
@@ -37,9 +37,9 @@ def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path
                 break
 
 
-def processor_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
+def processor_limit() -> int | None:
     """Return the number of processors that this process may use, rounded up, or None if there is no limit."""
-    limits = [_quota(folder, two) for folder, two in groups("cpu", root, membership)]
+    limits = [_quota(folder, two) for folder, two in groups("cpu")]
     least = min((limit for limit in limits if limit is not None), default=None)
     return None if least is None or least >= len(os.sched_getaffinity(0)) else max(1, least)
 

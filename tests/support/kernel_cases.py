@@ -10,9 +10,11 @@ import torch
 from offload_rt.kernels.kv_runs import Run
 from offload_rt.kernels.low_bit import Layout
 from offload_rt.kernels.packed_format import PackedFormat
-from offload_rt.kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
+from offload_rt.kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
 from offload_rt.kernels.pointer_table import PointerTable
 from offload_rt.policies.infinigen.scoring import row_width
+
+from .low_bit import table_of
 
 KV_HEADS, D, COLUMNS, TOKENS, BATCH = 8, 128, 38, 4096, 2
 """Shape of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
@@ -164,7 +166,7 @@ def _low_bit(bits: int, shape: Shape) -> None:
 
     layout, lists, heads, d = Layout(shape.d, bits), shape.lists, shape.kv_heads, shape.d
     page, count = torch.zeros(2, heads, PAGE_BLOCKS, layout.block_bytes, dtype=torch.uint8), TOKENS // PAGE_TOKENS
-    table = PageTable.of([Pages.of([page] * count, 1) for _ in range(BATCH)])
+    table = table_of([Pages.of([page] * count, 1) for _ in range(BATCH)])
     q, mean, mixing = torch.ones(lists, shape.group, d), torch.zeros(heads, d), torch.eye(d)
     k, basis = torch.empty(lists, d, dtype=torch.bfloat16), torch.empty(heads, d, d)
     triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, table, torch.zeros(lists, dtype=torch.int64))

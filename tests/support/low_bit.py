@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, mixing, quantise_rows
 from offload_rt.kernels.low_bit_sequence import LowBitQuery, NativeQuery
-from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
+from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable, page_table
 
 
 def approximate_only(
@@ -21,8 +22,13 @@ def approximate_only(
     return query.merge(nothing, skip, (identity, identity), softcap)
 
 
+def table_of(pages: Sequence[Pages]) -> PageTable:
+    most = max(len(sequence.tensors) for sequence in pages)
+    return PageTable(tuple(pages), page_table(pages, most).to(pages[0].tensors[0].device))
+
+
 def random_pages(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:
-    """Return pages of the second of two layers. The first layer contains garbage."""
+    """Return pages of random low-bit KV in the second of two layers. The first layer contains garbage."""
     count = -(-tokens // PAGE_TOKENS)
     tensors = torch.randint(0, 256, (count, 2, heads, PAGE_BLOCKS, layout.block_bytes), dtype=torch.uint8)
     blocks, slots = tensors[:, 1].transpose(0, 1).flatten(1, 2).clone(), torch.arange(tokens)
@@ -49,7 +55,7 @@ def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any,
     candidates.
     """
     d, spans = layout.head_dim, ((5, 600), (4, 4), (60, 70))
-    table = PageTable.of([random_pages(layout, 2, tokens, device) for tokens in (620, 6, 130)])
+    table = table_of([random_pages(layout, 2, tokens, device) for tokens in (620, 6, 130)])
     starts, stops = (torch.tensor(each, dtype=torch.int32).repeat_interleave(2) for each in zip(*spans, strict=True))
     chosen = torch.randint(0, 600, (6, 90))
     chosen[:2, :70] = torch.stack([torch.randperm(595)[:70] + 5 for _ in range(2)]).sort(1).values

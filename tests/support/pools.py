@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from offload_rt.core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry
@@ -29,6 +31,21 @@ BLOCK_BYTES = geometry().kv_bytes(BLOCK_SIZE, torch.float32)
 
 def make_pool(blocks: int, slab_blocks: int = 4) -> HostPool:
     return HostPool(geometry(), torch.float32, blocks * BLOCK_BYTES, slab_tokens=slab_blocks * BLOCK_SIZE)
+
+
+def peak_of(pool: HostPool) -> Callable[[], int]:
+    """Record the largest `bytes_used` of the pool from now on. Return a function that returns it."""
+    allocator, peak = pool._memory.allocator, pool.bytes_used
+    take_run = allocator._take_run
+
+    def record(start: int, count: int) -> list[int]:
+        nonlocal peak
+        taken = take_run(start, count)
+        peak = max(peak, pool.bytes_used)
+        return taken
+
+    allocator._take_run = record  # type: ignore[method-assign]
+    return lambda: peak
 
 
 def kv(tokens: range, layer: int, sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,11 @@ def artifact(shape: ModelGeometry, seed: int = 0) -> SkewArtifact:
     )
 
 
+def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the values `[Hkv, m, d]` of the codes of `quantise`, in the dtype of `mean`."""
+    return (codes.to(mean.dtype) - ((1 << bits) - 1) / 2) * step.unsqueeze(1) + mean.unsqueeze(1)
+
+
 def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries `[L, H, count, d]` and keys `[L, Hkv, count, d]` (float64) with widely spread scores."""
     generator = torch.Generator().manual_seed(seed)

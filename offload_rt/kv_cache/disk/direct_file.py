@@ -10,7 +10,6 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from ...errors import ConfigError
 from ...utils.atomic_files import write_all
 from ...utils.private_files import make_private_folder
-from .requests import FILE_BITS, FileTable, Reader, Requests, reader
+from .requests import FILE_BITS, FileTable, Requests, reader
 from .row_copy import RowCopies
 
 NAMED = ".offload-rt-"  # prefix of temporary file names, used if the file system does not support unnamed files
@@ -63,14 +62,11 @@ class BlockFile:
 class DirectFile(BlockFile):
     """A temporary file in `folder`, which the operating system deletes when this process ends.
 
-    Args:
-        readers: Creates a reader for each reading thread. None selects the fastest available reader.
-
     Raises:
         ConfigError: The folder cannot be used.
     """
 
-    def __init__(self, folder: Path, readers: Callable[[], Reader] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             handle = unnamed_file(folder)
@@ -80,7 +76,7 @@ class DirectFile(BlockFile):
                 "disk with free space"
             ) from error
         super().__init__(handle)
-        self._readers, self._local = readers or reader, threading.local()
+        self._local = threading.local()
         self.files = FileTable(handle, direct=self.direct)  # files that `read` can access; entry 0 is this file
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
@@ -90,7 +86,7 @@ class DirectFile(BlockFile):
         other requests are still being read.
         """
         if not hasattr(self._local, "reader"):
-            self._local.reader = self._readers()
+            self._local.reader = reader()
         handles = self.files.handles
         self._local.reader.read(handles, requests, buffer.numpy().data, copies)
         if not self.files.direct:

@@ -155,10 +155,10 @@ class RingReader:
         weakref.finalize(self, library.ring_close, ring)
 
     @classmethod
-    def open(cls, depth: int = DEPTH) -> RingReader | None:
+    def open(cls) -> RingReader | None:
         """Create a reader. Return None if the C code or io_uring is not available."""
         library = _library()
-        if library is None or not (ring := library.ring_open(depth)):
+        if library is None or not (ring := library.ring_open(DEPTH)):
             return None
         return cls(library, ring)
 
@@ -180,8 +180,8 @@ class RingReader:
 
 
 class ThreadReader:
-    def __init__(self, threads: int = THREADS) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="offload-rt reader")
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload-rt reader")
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
@@ -196,10 +196,7 @@ class ThreadReader:
             copy_rows(torch.frombuffer(buffer, dtype=torch.uint8), copies.at, copies.out, copies.into)
 
 
-Reader = RingReader | ThreadReader
-
-
-def reader() -> Reader:
+def reader() -> RingReader | ThreadReader:
     return RingReader.open() or ThreadReader()
 
 

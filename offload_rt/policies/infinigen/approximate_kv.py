@@ -86,10 +86,6 @@ class ApproximateBasis:
         rotation[geometry.value_dim or geometry.head_dim :] = 0
         return cls(basis, mean.to(dtype), rotation.to(dtype), rotation.T.to(dtype).contiguous())
 
-    @property
-    def nbytes(self) -> int:
-        return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
-
 
 class Page:
     """A page `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with weak references to the `LayerPages` that share it."""

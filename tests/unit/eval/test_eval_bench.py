@@ -86,6 +86,15 @@ def test_only_planted_tokens_are_selected(inputs: BenchInputs, name: str) -> Non
         assert torch.equal(tokens.sort(1).values, torch.stack(inputs.synthetic.tokens[layer])), f"layer {layer}"
 
 
+@pytest.mark.parametrize("name", ["infinigen", "infinigen-paper", "infinigen-tail4"])
+def test_the_largest_fraction_of_planted_tokens_is_selected(name: str) -> None:
+    fraction = BenchConfig(fraction=0.2).fraction
+    model = SHAPES["gqa"].model(1024, torch.device("cpu"))
+    inputs = make_inputs(model, 640, 700, fraction)
+    for layer, tokens in record_selections(make_filled(inputs, name), 2):
+        assert torch.equal(tokens.sort(1).values, torch.stack(inputs.synthetic.tokens[layer])), f"layer {layer}"
+
+
 def test_each_head_selects_its_planted_tokens_first(uneven_inputs: BenchInputs) -> None:
     """All heads of a layer select the mean number of planted tokens.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.levels import unload
-from support.low_bit import approximate_only, cloned_pages, concatenated_pages, ragged_lists, random_pages
+from support.low_bit import approximate_only, cloned_pages, concatenated_pages, ragged_lists, random_pages, table_of
 
 from offload_rt.kernels import low_bit, low_bit_lists, low_bit_sequence, native, selection
 from offload_rt.kernels.low_bit import (
@@ -24,7 +24,7 @@ from offload_rt.kernels.low_bit import (
     unpack_rows,
 )
 from offload_rt.kernels.low_bit_sequence import LowBitQuery, low_bit_query
-from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
+from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages
 from offload_rt.kernels.reference import merge_lse
 from offload_rt.kernels.selection import quantise_query
 from offload_rt.utils import native_code
@@ -104,7 +104,7 @@ def test_batched_scores_equal_those_of_each_sequence() -> None:
     pages = [random_pages(layout, 2, 100), random_pages(layout, 2, 600)]
     q, mean = torch.randn(4, 3, 16), torch.randn(2, 16)
     starts, stops = torch.tensor([2, 2, 2, 2]), torch.tensor([90, 90, 580, 580])
-    batched = low_bit_lists.scores(q, mean, layout, PageTable.of(pages), starts, stops, 600)
+    batched = low_bit_lists.scores(q, mean, layout, table_of(pages), starts, stops, 600)
     for b, stop in enumerate((90, 580)):
         own = slice(2 * b, 2 * b + 2)
         scores = low_bit_scores(q[own], mean, pages[b], layout, range(2, stop))
@@ -138,7 +138,7 @@ def test_rows_of_a_batch_are_appended_to_each_sequence() -> None:
     slots = torch.tensor([PAGE_TOKENS + 63] * 2 + [5, 5])
     basis, mean, k, v = torch.randn(2, 16, 16), torch.randn(2, 16), torch.randn(4, 16), torch.randn(4, 16)
     mixed = mixing(16).float()
-    low_bit_lists.append_rows(k, v, basis, mean, mixed, layout, PageTable.of(pages), slots)
+    low_bit_lists.append_rows(k, v, basis, mean, mixed, layout, table_of(pages), slots)
     for b, (own, old) in enumerate(zip(pages, before, strict=True)):
         for head in range(2):
             p = 2 * b + head

@@ -80,10 +80,17 @@ TYPES = itertools.cycle([(torch.bfloat16, 64), (torch.float32, 80), (torch.uint8
     [(*kind, counted, *programs) for (programs, counted), kind in zip(PROGRAMS, TYPES, strict=False)],
 )
 def test_keys_and_values_of_tokens_are_gathered(
-    kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, programs: int, kv_count: int
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    counted: bool,
+    programs: int,
+    kv_count: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from offload_rt.kernels.triton_gather import gather_tokens
+    from offload_rt.kernels import triton_gather
 
+    monkeypatch.setattr(triton_gather, "PROGRAMS", programs)
     rows, (bases, planes) = random_rows(6 * 4 * BLOCK_SIZE, width, dtype), block_table(kernel_device)
     rows, planes = rows.pin_memory() if kernel_device.type == "cuda" else rows, planes[:kv_count]
     tokens = torch.randint(0, 2 * BLOCK_SIZE, (6, 150), device=kernel_device)
@@ -91,7 +98,7 @@ def test_keys_and_values_of_tokens_are_gathered(
     if counted:
         tokens[2, 1:] = 1 << 40  # after the count: in no block
     out = torch.full((kv_count, 6, 150, width), 7, dtype=dtype, device=kernel_device)
-    gather_tokens(rows, tokens, counts if counted else None, bases, planes, out, programs=programs)
+    triton_gather.gather_tokens(rows, tokens, counts if counted else None, bases, planes, out)
     for kv in range(kv_count):
         for p in range(6):
             for i in range(150):

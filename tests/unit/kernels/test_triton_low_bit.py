@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.low_bit import cloned_pages, concatenated_pages, ragged_lists, random_pages
+from support.low_bit import cloned_pages, concatenated_pages, ragged_lists, random_pages, table_of
 
 from offload_rt.kernels import low_bit, low_bit_lists
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, dequantise_rows, mixing, unpack_rows
-from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
+from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages
 
 SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4), (192, 20, 2), (576, 20, 4)]
 """Head dimension, group, bits of a value. Tiles of 192 and 576 are split, and groups of 20 heads need two programs."""
@@ -34,7 +34,7 @@ def single_sequence_arguments(
     bounds = torch.tensor([tokens.start, tokens.stop, skip.shape[1]], dtype=torch.int32, device=q.device)
     starts, stops, counts = bounds.unsqueeze(1).repeat(1, len(q))
     no_exact_attention = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
-    identity, table = torch.eye(q.shape[2], device=q.device), PageTable.of([pages])
+    identity, table = torch.eye(q.shape[2], device=q.device), table_of([pages])
     return q, mean, identity, layout, table, starts, stops, skip.contiguous(), counts, tokens.stop, *no_exact_attention
 
 
@@ -98,7 +98,7 @@ def test_scores_equal_the_definition(kernel_device: torch.device, d: int, group:
     actual = scores(q, mean, layout, table, starts, stops, 700)
     expected = low_bit_lists.scores(q, mean, layout, table, starts, stops, 700)
     torch.testing.assert_close(actual.scores, expected.scores, rtol=1e-6, atol=1e-5)
-    assert torch.equal(actual.maximum, actual.scores.amax(-1)) and actual.maximum[2:4].isneginf().all()
+    assert torch.equal(actual.maxima.amax(-1), actual.scores.amax(-1)) and actual.maxima.amax(-1)[2:4].isneginf().all()
     torch.testing.assert_close(actual.lse, expected.lse, rtol=1e-6, atol=1e-5)
 
 
@@ -140,8 +140,8 @@ def test_newest_rows_are_appended(kernel_device: torch.device, d: int, value_bit
     v[1] = 0
     basis, mean = torch.randn(2, d, d, device=kernel_device), torch.randn(2, d, device=kernel_device)
     arguments = (k, v, basis, mean, mixing(d).float().to(kernel_device), layout)
-    append_rows(*arguments, PageTable.of(pages), slots)
-    low_bit_lists.append_rows(*arguments, PageTable.of(copies), slots)
+    append_rows(*arguments, table_of(pages), slots)
+    low_bit_lists.append_rows(*arguments, table_of(copies), slots)
     different = 0
     for actual, expected, slot in zip(
         map(concatenated_pages, pages), map(concatenated_pages, copies), positions, strict=True

@@ -14,6 +14,7 @@ from offload_rt.errors import MemoryLimitError, PoolFullError
 from offload_rt.kv_cache import system_memory
 from offload_rt.kv_cache.layout import PAGE, ArenaLayout
 from offload_rt.kv_cache.pool import HostPool
+from offload_rt.utils import control_groups
 from offload_rt.utils.control_groups import processor_limit
 
 
@@ -189,7 +190,12 @@ def test_default_limit_is_half_of_the_available_memory(monkeypatch: pytest.Monke
     assert pool.block_count == (1 << 24) // BLOCK_SIZE
 
 
-def test_control_groups_limit_the_available_memory(tmp_path: Path) -> None:
+def use_control_groups(monkeypatch: pytest.MonkeyPatch, root: Path, membership: Path) -> None:
+    monkeypatch.setattr(control_groups, "ROOT", root)
+    monkeypatch.setattr(control_groups, "MEMBERSHIP", membership)
+
+
+def test_control_groups_limit_the_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def group(folder: Path, names: tuple[str, str], limit: str, used: int, cache: str) -> None:
         folder.mkdir(parents=True)
         (folder / names[0]).write_text(limit + "\n")
@@ -202,11 +208,15 @@ def test_control_groups_limit_the_available_memory(tmp_path: Path) -> None:
     (tmp_path / "v2/a").joinpath("memory.current").write_text("70\n")
     (tmp_path / "v2/a").joinpath("memory.stat").write_text("inactive_file 10\n")
     (tmp_path / "two").write_text("0::/a/b\n")
-    assert list(system_memory._cgroup_headroom(tmp_path / "v2", tmp_path / "two")) == [40]
+    use_control_groups(monkeypatch, tmp_path / "v2", tmp_path / "two")
+    assert list(system_memory._cgroup_headroom()) == [40]
     group(tmp_path / "v1/memory/job", one, "200", 260, "total_inactive_file")
     (tmp_path / "one").write_text("9:name=systemd:/\n4:cpu,memory:/job\n0::/nowhere\n")
-    assert list(system_memory._cgroup_headroom(tmp_path / "v1", tmp_path / "one")) == [0]
-    assert list(system_memory._cgroup_headroom(tmp_path, tmp_path / "absent")) == []
+    use_control_groups(monkeypatch, tmp_path / "v1", tmp_path / "one")
+    assert list(system_memory._cgroup_headroom()) == [0]
+    use_control_groups(monkeypatch, tmp_path, tmp_path / "absent")
+    assert list(system_memory._cgroup_headroom()) == []
+    monkeypatch.undo()
     assert system_memory.available_memory() > 0
 
 
@@ -225,9 +235,11 @@ def test_control_groups_limit_processors(tmp_path: Path, monkeypatch: pytest.Mon
         ("v2", "two", 3), ("v1", "one", 1), ("v1", "free", None), ("odd", "root", None),
         ("odder", "root", None), ("v2", "absent", None),
     ):  # fmt: skip
-        assert processor_limit(tmp_path / root, tmp_path / membership) == limit, (root, membership)
+        use_control_groups(monkeypatch, tmp_path / root, tmp_path / membership)
+        assert processor_limit() == limit, (root, membership)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    assert processor_limit(tmp_path / "v2", tmp_path / "two") is None
+    use_control_groups(monkeypatch, tmp_path / "v2", tmp_path / "two")
+    assert processor_limit() is None
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 255, 256, 257, 1000, 1025])

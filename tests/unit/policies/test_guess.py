@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +39,8 @@ def test_fit_equals_least_squares_over_transformers_layer_inputs(name: str, monk
         return type(adapter).mlp(adapter, layer, residual, tokens)
 
     monkeypatch.setattr(adapter, "mlp", mlp)
-    _, correction = measure(adapter, ids, positions=80)
+    adapter.geometry = replace(adapter.geometry, max_positions=80)  # two segments
+    _, correction = measure(adapter, ids)
     hidden: list[list[torch.Tensor]] = []
 
     def record(module: Any, args: Any, kwargs: Any, layer: int) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.select_models import CPU, artifact, as_sets, geometry, no_keys, pass_keys, tokens
+from support.select_models import CPU, artifact, as_sets, dequantise, geometry, no_keys, pass_keys, tokens
 
 from offload_rt.core import ModelGeometry, VisibleTokens
 from offload_rt.errors import ArtifactError, ConfigError
-from offload_rt.kernels.selection import dequantise, pack, quantise, unpack
+from offload_rt.kernels.selection import pack, quantise, unpack
 from offload_rt.policies.infinigen.bases import Basis
 from offload_rt.policies.infinigen.policy import InfiniGen, InfiniGenState
 from offload_rt.policies.infinigen.scoring import Quantiser

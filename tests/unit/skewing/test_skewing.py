@@ -6,6 +6,8 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +23,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from offload_rt import LLM
 from offload_rt.errors import ArtifactError, ConfigError, InputError, ModelError
+from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.loading import LoadedModel, load_model
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.source import find_source
@@ -190,12 +193,18 @@ def captured_qk() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa
 
 
+def with_max_positions(adapter: ModelAdapter, most: int) -> ModelAdapter:
+    changed = copy(adapter)
+    changed.geometry = replace(adapter.geometry, max_positions=most)
+    return changed
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_moments_equal_transformers(name: str, captured_qk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     ids = tiny_prompt(260)
-    moments, _ = measure(adapter_for(model), ids, positions=130)
+    moments, _ = measure(with_max_positions(adapter_for(model), 130), ids)
     for segment in (ids[:130], ids[130:]):
         model(torch.tensor([segment]), use_cache=False)
     layers = model.config.num_hidden_layers
@@ -215,7 +224,7 @@ def test_moments_equal_transformers(name: str, captured_qk: Any, monkeypatch: py
 def test_spread_positions_only_rotate_queries_and_keys() -> None:
     """RoPE does not change the length of vectors, so the trace of a layer's moments must not change."""
     adapter, ids = adapter_for(tiny_model("llama", dtype=torch.float64)), tiny_prompt(130)
-    natural, spread = (measure(adapter, ids, positions=positions)[0] for positions in (130, 4096))
+    natural, spread = (measure(with_max_positions(adapter, most), ids)[0] for most in (130, 4096))
     for name in ("query", "key"):
         natural_moments, spread_moments = getattr(natural, name), getattr(spread, name)
         torch.testing.assert_close(
@@ -235,9 +244,9 @@ def test_positions_are_spread_evenly() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_artifact_describes_the_skewed_keys(name: str, method: str) -> None:
-    adapter = adapter_for(tiny_model(name))
+    adapter = with_max_positions(adapter_for(tiny_model(name)), 100)
     geometry, ids = adapter.geometry, tiny_prompt(100)
-    artifact = calibrate(adapter, ids, method=method, fingerprint="f", calibration="a text", positions=100)
+    artifact = calibrate(adapter, ids, method=method, fingerprint="f", calibration="a text")
     assert artifact.query.shape == (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     assert re.fullmatch("a text at positions below 100, tokens [0-9a-f]{16}", artifact.calibration)
     identity = torch.eye(geometry.head_dim).expand_as(artifact.query)
@@ -271,9 +280,6 @@ def test_invalid_calibration_input_is_an_error() -> None:
     for ids in ([], [VOCAB], [-1]):
         with pytest.raises(InputError, match=r"empty|vocabulary"):
             measure(adapter, ids)
-    for positions in (0, 1025):
-        with pytest.raises(InputError, match="the model has 1024"):
-            measure(adapter, [1], positions=positions)
     model = tiny_model("llama")
     model.model.embed_tokens.weight[3] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
@@ -304,7 +310,7 @@ def novels_moments(text: str, positions: int) -> Moments:
         ids, _ = default_tokens(tokenizer, 2048, 2048)
     else:
         ids, _ = text_tokens(tokenizer, BOOK.read_text(encoding="utf-8")[40_000:60_000], 2048, "war_and_peace.txt")
-    return measure(novels().adapter, ids, positions=positions)[0]
+    return measure(with_max_positions(novels().adapter, positions), ids)[0]
 
 
 @needs_novels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import BLOCK_SIZE, RowShape
 from offload_rt.engine.engine import Engine
+from offload_rt.transfer import working_set
 from offload_rt.transfer.plan import first_occurrences
 from offload_rt.transfer.working_set import LayerSet, look_up
 
@@ -72,6 +74,7 @@ class ReferenceTable:
             self.slots[slot], self.scores[slot] = None, -1.0
 
 
+@patch.object(working_set, "DECAY", 0.5)
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_table_equals_the_reference_implementation(data: st.DataObject) -> None:
@@ -93,7 +96,7 @@ def test_table_equals_the_reference_implementation(data: st.DataObject) -> None:
             count = data.draw(st.integers(1, 9))
             draw = st.lists(st.integers(0, 9), min_size=count, max_size=count, unique=True)
             tokens = [data.draw(draw) for _ in range(lists)]
-            found = look_up(layer.table, torch.tensor(tokens), decay=0.5)
+            found = look_up(layer.table, torch.tensor(tokens))
             want = [one.look_up(row) for one, row in zip(references, tokens, strict=True)]
             assert found.slots.tolist() == [slots for slots, _ in want]
             assert found.into.tolist() == [into for _, into in want]
