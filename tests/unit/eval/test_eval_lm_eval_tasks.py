@@ -127,7 +127,7 @@ def test_rolling_and_empty_contexts_equal_the_harness_own_class(ours: OffloadLM,
 def test_long_texts_roll_in_windows(ours: OffloadLM) -> None:
     short = OffloadLM.around(ours.llm)
     short.max_length = 32
-    text = " ".join(f"word{i}" for i in range(60))
+    text = " ".join(f"word{i}" for i in range(30))
     whole = short.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))[0]
     ids = short.tok_encode(text)
     by_hand = 0.0
@@ -159,9 +159,9 @@ def test_requests_with_one_context_share_its_prefill(ours: OffloadLM, monkeypatc
     assert lengths == [len(ours.tok_encode(context)) - 1]
 
 
-def test_sparse_policies_change_results_only_if_they_omit_tokens() -> None:
+def test_sparse_policies_change_results_only_if_they_omit_tokens(ours: OffloadLM) -> None:
     asked = requests("loglikelihood", ("The captain of the ship was a man of iron will. " * 8, "He looked at the sea."))
-    exact = OffloadLM("reference", policy="full", dtype="float32").loglikelihood(asked, True)
+    exact = ours.loglikelihood(asked, True)
     everything = {"alpha": float("inf"), "max_fraction": 1.0, "recent": 4}
     same = OffloadLM("reference", dtype="float32", **everything).loglikelihood(asked, True)
     sparse = OffloadLM("reference", "streaming", dtype="float32", budget=0.05, recent=2, decode_from=1)

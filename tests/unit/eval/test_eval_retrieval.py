@@ -92,7 +92,7 @@ def test_passages_do_not_depend_on_other_lengths_and_kinds(haystack: Haystack) -
         assert [passage.kind for passage in make_passages(haystack, every, 256, kind)] == [kind, kind]
 
 
-def test_only_a_changed_kind_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_a_changed_kind_is_measured_again(undrawn: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tested = ModelUnderTest(tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2))
     config, variants = RetrievalConfig(lengths=(256,), passages=1, kinds=("single", "chain")), [Variant("full")]
     asked: list[str] = []
@@ -156,7 +156,7 @@ def test_chains_are_in_any_order_and_followed_to_their_end(haystack: Haystack, t
         assert set(links) < set(everywhere)
         orders.add(tuple(everywhere.index(link) < everywhere.index(after) for link, after in pairwise(links)))
     assert len(orders) > 1
-    assert measure(tested, Variant("full"), passages)["samples"].count(["chain", ANY, True]) >= 4
+    assert measure(tested, Variant("full"), passages[:3])["samples"].count(["chain", ANY, True]) >= 2
 
 
 @pytest.mark.slow
@@ -166,10 +166,10 @@ def test_policies_that_discard_tokens_lose_needles(tested: ModelUnderTest, tmp_p
     """
     options = {"budget": 0.2, "recent": 16}
     variants = [Variant("full"), Variant("infinigen", options), Variant("streaming", options)]
-    config = RetrievalConfig(lengths=(256,), passages=2, kinds=("several queries",))
+    config = RetrievalConfig(lengths=(256,), passages=1, kinds=("several queries",))
     report = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config)
     full, ours, streaming = report.rows
-    assert full["asked"] == 8
+    assert full["asked"] == 4
     if full["right"] < 0.4:
         pytest.skip(f"the shipped checkpoint finds {full['right']:.0%} of these needles: no difference to compare")
     assert ours["right"] > full["right"] - 0.1
