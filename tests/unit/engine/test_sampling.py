@@ -277,15 +277,15 @@ def test_random_draws_depend_only_on_seed_and_position() -> None:
 
 def test_a_stop_string_ends_a_generation(tokenizer: PreTrainedTokenizerBase) -> None:
     llm = LLM("reference", policy="full", host_memory="64MiB")
-    params = SamplingParams(max_tokens=60, temperature=0)
+    params = SamplingParams(max_tokens=24, temperature=0)
     [free] = completed(llm.generate(["It was a dark night, and"], params))
     stop = free.text[20:24]
     [stopped] = completed(
-        llm.generate(["It was a dark night, and"], SamplingParams(max_tokens=60, temperature=0, stop=stop))
+        llm.generate(["It was a dark night, and"], SamplingParams(max_tokens=24, temperature=0, stop=stop))
     )
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stopped.text == free.text[: free.text.index(stop)]
-    events = list(llm.stream("It was a dark night, and", SamplingParams(max_tokens=60, temperature=0, stop=[stop])))
+    events = list(llm.stream("It was a dark night, and", SamplingParams(max_tokens=24, temperature=0, stop=[stop])))
     assert "".join(event.text for event in events) == stopped.text
     assert [event.index for event in events] == list(range(len(events)))
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]

@@ -24,7 +24,7 @@ from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine import pool_order
 from offload_rt.engine.engine import Engine
 
-SHORT = SamplingParams(max_tokens=12, temperature=0)
+SHORT = SamplingParams(max_tokens=8, temperature=0)
 POLICIES: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "infinigen": {"policy_options": {"recent": 16}}}
 
 

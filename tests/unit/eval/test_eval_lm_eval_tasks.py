@@ -160,7 +160,7 @@ def test_requests_with_one_context_share_its_prefill(ours: OffloadLM, monkeypatc
 
 
 def test_sparse_policies_change_results_only_if_they_omit_tokens(ours: OffloadLM) -> None:
-    asked = requests("loglikelihood", ("The captain of the ship was a man of iron will. " * 8, "He looked at the sea."))
+    asked = requests("loglikelihood", ("The captain of the ship was a man of iron will. " * 4, "He looked at the sea."))
     exact = ours.loglikelihood(asked, True)
     everything = {"alpha": float("inf"), "max_fraction": 1.0, "recent": 4}
     same = OffloadLM("reference", dtype="float32", **everything).loglikelihood(asked, True)
