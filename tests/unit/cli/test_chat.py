@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import pty
-import re
-import select
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -148,35 +144,6 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-class Terminal:
-    """Run a command in a pseudo-terminal. The `with` block kills the command at its end."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
-        os.close(slave)
-        self._seen = b""
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-    def write(self, text: bytes) -> None:
-        os.write(self._master, text)
-
-    def read_until(self, pattern: bytes, seconds: float = 120) -> None:
-        end = time.monotonic() + seconds
-        while (found := re.search(pattern, re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen))) is None:
-            assert time.monotonic() < end, self._seen
-            if select.select([self._master], [], [], 0.5)[0]:
-                self._seen += os.read(self._master, 4096)
-        self._seen = re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", self._seen)[found.end() :]
-
-
 def test_chats_without_a_store_or_messages_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,22 +160,6 @@ def test_chats_without_a_store_or_messages_are_not_saved(
     assert "not saved: no messages" in capsys.readouterr().err
     assert main(["sessions", "--store", str(tmp_path / "store")]) == 0
     assert capsys.readouterr().out == "no sessions\n"
-
-
-@pytest.mark.slow
-def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
-    command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
-    with Terminal(command) as terminal:
-        terminal.read_until(rb"> ")
-        terminal.write(b"It was a dark night\n")
-        terminal.read_until(rb"night\r?\n[^a-z]*[a-z]+")
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.read_until(rb"\(ended\)")
-        terminal.read_until(rb"> ")
-        terminal.write(b"\x04")
-        terminal.read_until(rb"is saved")
-        assert terminal.process.wait(30) == 0
 
 
 # ----------------------------------------------------------------------------------------------------- turns to tokens

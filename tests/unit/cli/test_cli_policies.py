@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.commands import Cli
 from support.outputs import completed
+from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, EvictionOptions
@@ -18,20 +19,25 @@ FLAGS = ("--prompt-tokens", "300", "--max-new-tokens", "6", "--temperature", "0"
 WINDOW: dict[str, Any] = {"budget": 0.2, "sinks": 2, "recent": 16, "dense_layers": (0, 1)}
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
 @pytest.fixture
-def generate(cli: Cli, short_book: Path) -> Cli:
-    return lambda *flags: cli("generate", "reference", "--prompt-file", str(short_book), *FLAGS, *flags)
+def generate(cli: Cli, model: str, pages: Path) -> Cli:
+    return lambda *flags: cli("generate", model, "--prompt-file", str(pages), *FLAGS, *flags)
 
 
 @pytest.mark.parametrize("policy", [name for name in policy_names() if name != "full"])
-def test_every_policy_gets_its_options(generate: Cli, short_book: Path, tmp_path: Path, policy: str) -> None:
+def test_every_policy_gets_its_options(generate: Cli, model: str, pages: Path, tmp_path: Path, policy: str) -> None:
     stats = tmp_path / "stats.json"
     flags = ("--budget", "0.2", "--sinks", "2", "--recent", "16", "--dense-layers", "0,1", "--stats-json", str(stats))
     own: dict[str, Any] = {"dense_until": 0} if policy == "auto" else {}
     run = generate("--policy", policy, *flags, *(("--dense-until", "0") if own else ()))
     assert (run.code, run.err) == (0, "")
-    llm = LLM("reference", policy=policy, policy_options=WINDOW | own)
-    ids = llm.encode(short_book.read_text(encoding="utf-8"))[:300]
+    llm = LLM(model, policy=policy, policy_options=WINDOW | own)
+    ids = llm.encode(pages.read_text(encoding="utf-8"))[:300]
     (done,) = completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))
     written = json.loads(stats.read_text())
     assert run.out == done.text
@@ -61,9 +67,9 @@ def test_flags_become_options_of_infinigen(monkeypatch: pytest.MonkeyPatch, gene
     assert seen["eviction"] == EvictionOptions("lru", "none")
 
 
-def test_eviction_keeps_the_memory_limit(generate: Cli, tmp_path: Path) -> None:
+def test_eviction_keeps_the_memory_limit(generate: Cli, model: str, tmp_path: Path) -> None:
     stats = tmp_path / "stats.json"
-    llm = LLM("reference", policy="full")
+    llm = LLM(model, policy="full")
     limit = 5 * llm.runner.pool.block_bytes + 1
     flags = ("--host-memory", str(limit), "--max-new-tokens", "30", "--ignore-eos", "--stats-json", str(stats))
     generate("--policy", "full", *flags).fails_with("--host-memory")

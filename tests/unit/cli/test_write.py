@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,13 @@ from offload_rt.writing.files import TextFile
 from offload_rt.writing.progress import Document, WritingProgress
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
-TOKENS = 150
+TOKENS = 100
 
 
 @pytest.fixture(scope="module")
 def short_context(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "llama"
-    return tiny_checkpoint(folder, "llama", num_hidden_layers=2, max_position_embeddings=320)
+    return tiny_checkpoint(folder, "llama", num_hidden_layers=2, max_position_embeddings=256)
 
 
 @pytest.fixture(scope="module")
@@ -101,46 +98,18 @@ def test_an_extended_document_equals_one_that_is_written_at_once(tmp_path: Path,
 
 def test_an_end_token_ends_a_chapter(tmp_path: Path, long_context: str) -> None:
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
-    given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 60, "beginning": "It was a dark night"}
+    given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 24, "policy": "full", "beginning": "It was a dark night"}
     write(long_context, tmp_path / "free.txt", sampling_params=SAMPLED, **given)
     saved = json.loads((tmp_path / "free.txt.session" / "progress.json").read_text())
-    end = saved["tokens"][saved["chapters"][0] + 30]
+    end = saved["tokens"][saved["chapters"][0] + 12]
     given["sampling_params"] = SamplingParams(temperature=0.8, top_p=0.95, seed=3, stop_token_ids=[end])
     done = write(long_context, whole, **given)
     starts = json.loads((tmp_path / "whole.txt.session" / "progress.json").read_text())["chapters"]
-    assert done is not None and done.chapters == 3 and starts[1] == starts[0] + 30
-    for stop_at in (5, 40, 100):
+    assert done is not None and done.chapters == 3 and starts[1] == starts[0] + 12
+    for stop_at in (5, 20, 45):
         write(long_context, parts, stop_at, **given)
-    write(long_context, parts, chapters=3)
+    write(long_context, parts, chapters=3, policy="full")
     assert parts.read_text() == whole.read_text()
-
-
-KILLED = """
-import itertools, os, signal, sys
-from offload_rt.cli import main
-from offload_rt.writing.files import TextFile
-append, calls = TextFile.append, itertools.count()
-def kill(file, text):
-    append(file, text)
-    if next(calls) == 40:
-        os.kill(os.getpid(), signal.SIGKILL)
-TextFile.append = kill
-sys.exit(main())
-"""
-
-
-@pytest.mark.slow
-def test_a_document_is_continued_after_sigkill(tmp_path: Path, cli: Cli, long_context: str) -> None:
-    (tmp_path / "begin.txt").write_text("It was a dark night, and nobody was on the road.")
-    flags = ("--beginning", str(tmp_path / "begin.txt"), "--max-new-tokens", "90", "--seed", "5", "--policy", "full")
-    whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
-    assert cli("write", long_context, str(whole), *flags).code == 0
-    command = (sys.executable, "-P", "-c", KILLED, "write", long_context, str(parts), *flags)
-    assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
-    assert whole.read_bytes().startswith(parts.read_bytes()) and parts.read_bytes() != whole.read_bytes()
-    run = cli("write", long_context, str(parts), *flags)
-    assert run.code == 0 and "90 new tokens" in run.err
-    assert parts.read_bytes() == whole.read_bytes()
 
 
 def test_a_document_is_continued_after_ctrl_c(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,50 +136,68 @@ def test_a_sequence_without_room_in_the_draft_pool_gets_no_drafts(
     assert [one.token_ids for one in done] == texts(llm_with_draft_model("llama", None, folder), GREEDY)
 
 
-@given(st.data())
-@settings(max_examples=6, deadline=None)
-def test_draft_logits_are_exact_after_any_drafts_and_truncations(data: st.DataObject) -> None:
-    llm = _LLMS.setdefault("llm", LLM(_SLIDING_MODEL, policy="full", host_memory="16MiB", enable_prefix_caching=False))
-    target = _LLMS.setdefault("target", LLM(tiny_model("llama"), policy="full", host_memory="16MiB"))
-    drafter, tokens = DraftModel(llm.runner, 199), st.integers(0, 198)
-    sequence = target.runner.new_sequence(tiny_prompt(data.draw(st.integers(1, 100))), 400)
-    for _ in range(data.draw(st.integers(1, 5))):
-        verified = len(sequence.tokens)
-        sequence.position = verified - 1
-        assert drafter.prepare(sequence, 6)
-        for _ in range(data.draw(st.integers(1, 5))):
-            [logits] = drafter.step([sequence])
-            expected = _SLIDING_MODEL(torch.tensor([sequence.tokens])).logits[0, -1]
-            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
-            sequence.tokens.append(data.draw(tokens))
-        kept = data.draw(st.integers(verified, len(sequence.tokens)))
-        sequence.tokens[kept:] = data.draw(st.lists(tokens, min_size=1, max_size=CATCH_UP + 20))
-        llm.runner.check_integrity()
-    assert sequence.drafter is not None
-    llm.runner.free(sequence.drafter)
-    sequence.drafter, sequence.position = None, 0
-    target.runner.free(sequence)
-
-
 _SLIDING_MODEL = tiny_model("mistral", num_hidden_layers=2)
 """Sliding windows: KV that a draft pushed out of the window must still exist after the draft is truncated."""
 
-_LLMS: dict[str, LLM] = {}
 
-
-def test_a_draft_model_catches_up_after_lookup_drafts() -> None:
-    """The draft model has not computed the KV of tokens that lookup drafted."""
-    llm, target = (
-        LLM(_SLIDING_MODEL, policy="full", host_memory="16MiB", enable_prefix_caching=False) for _ in range(2)
+@pytest.fixture(scope="module")
+def draft_and_target() -> tuple[LLM, LLM]:
+    """Return the runtime of a draft model, and a runtime whose sequences it continues."""
+    draft, target = (
+        LLM(model, policy="full", host_memory="16MiB", enable_prefix_caching=False)
+        for model in (_SLIDING_MODEL, tiny_model("llama", num_hidden_layers=1))
     )
-    drafter, sequence = DraftModel(llm.runner, 199), target.runner.new_sequence(tiny_prompt(100), 400)
-    for more in ([], tiny_prompt(CATCH_UP - 1)):
-        sequence.tokens += more
-        sequence.position = len(sequence.tokens) - 1
-        assert drafter.prepare(sequence, 6)
-        [logits] = drafter.step([sequence])
-        expected = _SLIDING_MODEL(torch.tensor([sequence.tokens])).logits[0, -1]
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    return draft, target
+
+
+@contextmanager
+def drafted_sequence(llms: tuple[LLM, LLM], length: int) -> Iterator[tuple[DraftModel, Any]]:
+    """Yield a draft model and a sequence of `length` tokens. Free its memory at the end."""
+    draft, target = llms
+    drafter, sequence = DraftModel(draft.runner, 199), target.runner.new_sequence(tiny_prompt(length), 400)
+    try:
+        yield drafter, sequence
+    finally:
+        if sequence.drafter is not None:
+            draft.runner.free(sequence.drafter)
+        sequence.drafter, sequence.position = None, 0
+        target.runner.free(sequence)
+    assert draft.runner.pool.sequence_bytes == target.runner.pool.sequence_bytes == 0
+
+
+def assert_draft_logits(drafter: DraftModel, sequence: Any) -> None:
+    [logits] = drafter.step([sequence])
+    expected = _SLIDING_MODEL(torch.tensor([sequence.tokens])).logits[0, -1]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_draft_logits_are_exact_after_any_drafts_and_truncations(
+    draft_and_target: tuple[LLM, LLM], data: st.DataObject
+) -> None:
+    tokens = st.integers(0, 198)
+    with drafted_sequence(draft_and_target, data.draw(st.integers(1, 100))) as (drafter, sequence):
+        for _ in range(data.draw(st.integers(1, 5))):
+            verified = len(sequence.tokens)
+            sequence.position = verified - 1
+            assert drafter.prepare(sequence, 6)
+            for _ in range(data.draw(st.integers(1, 5))):
+                assert_draft_logits(drafter, sequence)
+                sequence.tokens.append(data.draw(tokens))
+            kept = data.draw(st.integers(verified, len(sequence.tokens)))
+            sequence.tokens[kept:] = data.draw(st.lists(tokens, min_size=1, max_size=CATCH_UP + 20))
+            draft_and_target[0].runner.check_integrity()
+
+
+def test_a_draft_model_catches_up_after_lookup_drafts(draft_and_target: tuple[LLM, LLM]) -> None:
+    """The draft model has not computed the KV of tokens that lookup drafted."""
+    with drafted_sequence(draft_and_target, 100) as (drafter, sequence):
+        for more in ([], tiny_prompt(CATCH_UP - 1)):
+            sequence.tokens += more
+            sequence.position = len(sequence.tokens) - 1
+            assert drafter.prepare(sequence, 6)
+            assert_draft_logits(drafter, sequence)
 
 
 def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) -> None:

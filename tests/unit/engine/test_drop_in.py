@@ -135,13 +135,25 @@ def test_a_pipeline_generates_the_same_text(tmp_path: Path, monkeypatch: pytest.
     assert caches, "the pool was used"
 
 
-def test_the_second_turn_continues_the_cache(model: PreTrainedModel, offloaded_llm: LLM) -> None:
+def test_the_second_turn_continues_the_cache(
+    model: PreTrainedModel, offloaded_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, computed = offloaded_llm.runner, list[tuple[int, int]]()
+    prefill = runner.prefill
+
+    def recorded(row: Any, stop: int, **options: Any) -> Any:
+        computed.append((row.position, stop))
+        return prefill(row, stop, **options)
+
+    monkeypatch.setattr(runner, "prefill", recorded)
     given, cache = padded_prompts(1), OffloadedCache(offloaded_llm)
     first = generate_ids(model, given, do_sample=False, past_key_values=cache)
     longer = torch.cat([first, torch.tensor([tiny_prompt(25, seed=5)])], dim=1)
     more = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
     assert cache.get_seq_length() == first.shape[1] - 1
+    computed.clear()
     second = generate_ids(model, more, do_sample=False, past_key_values=cache)
+    assert computed == [(first.shape[1] - 1, longer.shape[1])], "only new tokens are computed"
     assert torch.equal(second, generate_ids(model, more, do_sample=False))
     [row] = cache._rows
     assert row.trace.reused_tokens == 0 and "rows=1" in repr(cache)
@@ -193,6 +205,12 @@ def test_unsupported_calls_are_refused(model: PreTrainedModel, offloaded_llm: LL
     with pytest.raises(InputError, match="inside `with offload"):
         OffloadedCache(offloaded_llm).update(torch.zeros(1), torch.zeros(1), 0)
     assert not offloaded_llm.runner._open
+
+
+@pytest.mark.parametrize("model", ["a folder", None, torch.nn.Linear(2, 2)])
+def test_offload_accepts_only_models(model: Any) -> None:
+    with pytest.raises(InputError, match="takes a loaded transformers model"), offload(model):
+        pass
 
 
 def test_linear_layers_are_computed_in_c_only_inside_the_block() -> None:

@@ -209,7 +209,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
             call([1, beyond])  # type: ignore[operator]
 
 
-def test_a_stream_of_a_closed_runtime_computes_nothing() -> None:
+def test_a_closed_runtime_computes_nothing() -> None:
     llm = LLM(tiny_model("llama"), host_memory="4MiB", policy="full")
     events = llm.stream([1, 2, 3], SamplingParams(max_tokens=5))
     next(events)
@@ -217,6 +217,8 @@ def test_a_stream_of_a_closed_runtime_computes_nothing() -> None:
     with pytest.raises(InputError, match="is closed: create another one"):
         next(events)
     assert llm.runner.pool.sequence_bytes == 0
+    with pytest.raises(InputError, match="is closed: create another one"):
+        llm.under("full")
 
 
 @pytest.mark.parametrize(

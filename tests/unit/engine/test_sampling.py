@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -186,10 +187,42 @@ def test_log_probabilities_show_the_space_of_a_token(llama_tokenizer: PreTrained
     assert found[token].decoded_token == word.replace("▁", " ")
 
 
+def stream_text(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], stop: list[str], late: int = 0, **options: Any
+) -> tuple[str, str | None]:
+    """Stream tokens until a stop string ends the text. Return the text and the stop string."""
+    stream, out = TextStream(tokenizer, stop, **options), ""
+    for count, token in enumerate(ids, 1):
+        out += stream.push(token, may_stop=count > late)
+        if stream.stopped is not None:
+            break
+    return out + stream.flush(), stream.stopped
+
+
 def test_stop_strings_may_begin_with_a_space(llama_tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt, answer = (llama_tokenizer(text)["input_ids"] for text in ("Who shot", "the arrow"))
-    stream = TextStream(llama_tokenizer, [" the"], prompt=prompt)
-    assert [stream.push(token) for token in answer] and stream.stopped == " the"
+    prompt, answer = (llama_tokenizer(text)["input_ids"] for text in ("Who shot", "the arrow, the way"))
+    assert stream_text(llama_tokenizer, answer, [" the"], prompt=prompt) == ("", " the")
+    assert stream_text(llama_tokenizer, answer, [" way"], prompt=prompt) == (" the arrow, the", " way")
+
+
+def test_stop_strings_are_kept_or_delayed_if_requested(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("It was a dark and stormy night", add_special_tokens=False)["input_ids"]
+    stream, whole = functools.partial(stream_text, tokenizer, ids), tokenizer.decode(ids)
+    assert stream(["dark", "night"]) == (whole[: whole.index("dark")], "dark")
+    assert stream(["dark", "night"], keep_stop=True) == (whole[: whole.index("dark") + 4], "dark")
+    assert stream(["dark", "night"], late=len(ids) - 1, keep_stop=True) == (whole, "night")
+    assert stream(["dark"], late=len(ids)) == (whole, None)
+
+
+def test_bad_words_are_never_generated(tokenizer: PreTrainedTokenizerBase) -> None:
+    vocab, word = len(tokenizer), "night"
+    for spelled in (word, f" {word}"):
+        ids = [int(token) for token in tokenizer(spelled, add_special_tokens=False)["input_ids"]]
+        logits = torch.zeros(vocab)
+        logits[ids[-1]] = 30.0  # the most probable token completes the word
+        assert Sampler(SamplingParams(temperature=0), 0, (), tokenizer).pick(logits, [1, *ids[:-1]]) == ids[-1]
+        params = SamplingParams(temperature=0, bad_words=[word])
+        assert Sampler(params, 0, (), tokenizer).pick(logits, [1, *ids[:-1]]) != ids[-1]
 
 
 @given(
@@ -244,15 +277,15 @@ def test_random_draws_depend_only_on_seed_and_position() -> None:
 
 def test_a_stop_string_ends_a_generation(tokenizer: PreTrainedTokenizerBase) -> None:
     llm = LLM("reference", policy="full", host_memory="64MiB")
-    params = SamplingParams(max_tokens=60, temperature=0)
+    params = SamplingParams(max_tokens=24, temperature=0)
     [free] = completed(llm.generate(["It was a dark night, and"], params))
     stop = free.text[20:24]
     [stopped] = completed(
-        llm.generate(["It was a dark night, and"], SamplingParams(max_tokens=60, temperature=0, stop=stop))
+        llm.generate(["It was a dark night, and"], SamplingParams(max_tokens=24, temperature=0, stop=stop))
     )
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stopped.text == free.text[: free.text.index(stop)]
-    events = list(llm.stream("It was a dark night, and", SamplingParams(max_tokens=60, temperature=0, stop=[stop])))
+    events = list(llm.stream("It was a dark night, and", SamplingParams(max_tokens=24, temperature=0, stop=[stop])))
     assert "".join(event.text for event in events) == stopped.text
     assert [event.index for event in events] == list(range(len(events)))
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]

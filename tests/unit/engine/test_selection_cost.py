@@ -87,7 +87,7 @@ def test_steps_with_selection_attend_to_fewer_tokens(options: dict[str, Any], mo
     assert shares[::2] == [1.0] * selection_cost.REPEATS and max(shares[1::2]) < 0.3
 
 
-def test_measuring_does_not_change_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_does_not_change_random_numbers() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)

@@ -97,12 +97,20 @@ def test_concurrent_answers_follow_their_own_structures() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{}, {"json": SCHEMA, "regex": "a"}, {"choice": []}, {"choice": [3]}, {"json": "{"}, {"json": [1]}, {"regex": 3}],
+    ("wrong", "message"),
+    [
+        ({}, "have nothing: set one of json"),
+        ({"json": SCHEMA, "regex": "a"}, "have json and regex: set one of json"),
+        ({"choice": []}, r"choice=\[\] allows no output"),
+        ({"choice": [3]}, r"choice=\[3\] must be a string or a list"),
+        ({"json": "{"}, "not a JSON schema: Expecting property name"),
+        ({"json": [1]}, "not a JSON schema: it must be an object"),
+        ({"regex": 3}, "regex=3 is int; it must be a string"),
+    ],
     ids=str,
 )
-def test_invalid_structures_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+def test_invalid_structures_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         StructuredOutputs(**wrong)
 
 

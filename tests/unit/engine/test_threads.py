@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.architectures import architecture
 from support.outputs import completed
 from support.step_order import run_in_rounds
@@ -25,12 +24,12 @@ from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine import pool_order
 from offload_rt.engine.engine import Engine
 
-SHORT = SamplingParams(max_tokens=12, temperature=0)
+SHORT = SamplingParams(max_tokens=8, temperature=0)
 POLICIES: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "infinigen": {"policy_options": {"recent": 16}}}
 
 
 def make_llm(**options: Any) -> LLM:
-    return LLM(tiny_model("llama", dtype=torch.float32), dtype="float32", host_memory="32MiB", **options)
+    return LLM(tiny_model("llama", num_hidden_layers=2), dtype="float32", host_memory="32MiB", **options)
 
 
 def results_of_calls(llm: LLM, folder: Path, number: int) -> list[Any]:

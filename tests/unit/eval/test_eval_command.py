@@ -41,20 +41,18 @@ def test_variants_are_parsed_from_words() -> None:
         make_variants([], [], [], ["streeming"])
 
 
-def test_perplexity_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", num_hidden_layers=2)
+
+
+def test_perplexity_from_the_command_line(
+    undrawn: None, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
-    arguments = ["eval", "perplexity", "reference", "--text", str(text), "--context", "96", "--windows", "2"]
-    arguments += [
-        "--policies",
-        "full,streaming",
-        "--budgets",
-        "0.2,0.4",
-        "--set",
-        "recent=8",
-        "--out",
-        str(tmp_path / "o"),
-    ]
+    arguments = ["eval", "perplexity", model, "--text", str(text), "--context", "96", "--windows", "2", "--policies"]
+    arguments += ["full,streaming", "--budgets", "0.2,0.4", "--set", "recent=8", "--out", str(tmp_path / "o")]
     assert main(arguments) == 0
     output = capsys.readouterr()
     assert "| streaming recent=8 budget=0.4 |" in output.out
@@ -64,8 +62,11 @@ def test_perplexity_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
     assert rows[1]["sparse_attended"] < rows[2]["sparse_attended"] <= 0.4
 
 
-def test_skew_artifact_is_used_and_must_match_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, text, out = tiny_checkpoint(tmp_path / "tiny", "llama"), tmp_path / "text.txt", tmp_path / "out"
+def test_a_skew_artifact_is_used_and_its_model_named(
+    undrawn: None, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two artifacts of one model give separate measurements. An artifact of another model is refused at the start."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(BOOK.read_text(encoding="utf-8")[:6000], encoding="utf-8")
     flags = ["--text", str(text), "--context", "96", "--windows", "2", "--policies", "infinigen", "--budgets"]
     flags += ["0.2", "--set", "recent=8", "--quiet"]

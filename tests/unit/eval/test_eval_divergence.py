@@ -17,7 +17,7 @@ from offload_rt.models.source import find_source
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
 TEXT = BOOK.read_text(encoding="utf-8")[:40_000]
-CONFIG = PerplexityConfig(512, 2, 496)
+CONFIG = PerplexityConfig(512, 2, 504)
 
 
 def test_divergence_equals_torch_and_counts_equal_top_tokens() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.tiny_models import tiny_checkpoint
 
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.core.model_under_test import Evaluation, ModelUnderTest, encode_text
@@ -114,14 +115,15 @@ def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
 
 
 def test_report_is_complete_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = BOOK.read_text(encoding="utf-8")[:20_000]
+    model = tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2)
+    text = BOOK.read_text(encoding="utf-8")[:6_000]
     config = PerplexityConfig(context=128, windows=3, decode_from=96)
     variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8, "dense_layers": [0]})
     monkeypatch.setattr("sys.argv", ["/bin/eval", "--text", str(BOOK), "--windows", "3"])
-    report = run_perplexity(Evaluation(ModelUnderTest("reference"), text, "arrow", tmp_path), variants, config)
+    report = run_perplexity(Evaluation(ModelUnderTest(model), text, "arrow", tmp_path), variants, config)
     record = json.loads((tmp_path / "perplexity.json").read_text())
     assert record["rows"] == json.loads(json.dumps(report.rows))
-    assert record["about"]["fingerprint"] == load_model("reference").fingerprint
+    assert record["about"]["fingerprint"] == load_model(model).fingerprint
     assert record["environment"]["versions"]["torch"] == torch.__version__
     assert record["environment"]["command"] == f"eval --text {BOOK.name} --windows 3"
     full, ours, streaming = record["rows"]
@@ -143,10 +145,10 @@ def test_report_is_complete_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
         raise AssertionError("measured again")
 
     monkeypatch.setattr(ModelUnderTest, "score", forbidden)
-    again = run_perplexity(Evaluation(ModelUnderTest("reference"), text, "arrow", tmp_path), variants, config)
+    again = run_perplexity(Evaluation(ModelUnderTest(model), text, "arrow", tmp_path), variants, config)
     assert again.rows == report.rows
     with pytest.raises(AssertionError, match="measured again"):
-        run_perplexity(Evaluation(ModelUnderTest("reference"), text + "x", "arrow", tmp_path), variants, config)
+        run_perplexity(Evaluation(ModelUnderTest(model), text + "x", "arrow", tmp_path), variants, config)
 
 
 def test_row_is_identified_by_its_option_values() -> None:

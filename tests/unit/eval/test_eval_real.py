@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,13 +37,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def short_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the files of the standard library that are used as a text, because tokenizing them takes a second."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("argparse", "tarfile", "typing", "subprocess", "ast"):
+        (tmp_path / f"{name}.py").write_text((library / f"{name}.py").read_text("utf-8")[:3000], "utf-8")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+
+
 def rows(path: Path) -> list[dict[str, object]]:
     found: list[dict[str, object]] = json.loads(path.read_text())["rows"]
     return found
 
 
-def test_part_resumes_from_existing_rows(
-    model: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_part_resumes_where_it_stopped(
+    short_library: None, model: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[str] = []
     variants = [Variant("full"), *(Variant("streaming", {"budget": budget}) for budget in (0.25, 0.5))]
@@ -80,9 +90,11 @@ def make_real(
     return Real(ModelUnderTest(model), size, out, data, time.monotonic() + 600, say, variants)
 
 
-def test_needles_are_reported_by_kind_and_stop_at_the_time_limit(model: str, data: Path, tmp_path: Path) -> None:
-    messages: list[str] = []
-    real = make_real(model, data, tmp_path, messages.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
+def test_needles_are_reported_by_kind_and_stop_at_the_time_limit(
+    undrawn: None, short_library: None, model: str, data: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    real = small(model, data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
     PARTS["needles"](replace(real, size=replace(real.size, contexts=(256,))))
     labels = ("full", "streaming budget=0.5")
     assert [line.split(": ")[0] for line in messages] == [

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -89,8 +90,8 @@ def test_passages_do_not_depend_on_other_lengths_and_kinds(haystack: Haystack) -
         assert [passage.kind for passage in make_passages(haystack, several, 256, kind)] == [kind, kind]
 
 
-def test_only_changed_kinds_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    reference = ModelUnderTest(tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2))
+def test_only_a_changed_kind_is_measured_again(undrawn: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tested = ModelUnderTest(tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2))
     config, variants = RetrievalConfig(lengths=(256,), passages=1, kinds=("single", "chain")), [Variant("full")]
     questions_text: list[str] = []
     score = ModelUnderTest.score
@@ -99,14 +100,14 @@ def test_only_changed_kinds_are_measured_again(monkeypatch: pytest.MonkeyPatch, 
         questions_text.extend(self.loaded.tokenizer.decode(text.tokens[text.scored_from :]) for text in texts)
         return score(self, variant, texts)
 
-    monkeypatch.setattr(ModelUnderTest, "score", record_questions)
-    first = run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config).rows
-    assert run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config).rows == first
-    assert len(questions_text) == 2
+    monkeypatch.setattr(ModelUnderTest, "score", counted)
+    first = run_retrieval(Evaluation(tested, BOOK[:20_000], "arrow", tmp_path), variants, config).rows
+    assert run_retrieval(Evaluation(tested, BOOK[:20_000], "arrow", tmp_path), variants, config).rows == first
+    assert len(asked) == 2
     monkeypatch.setitem(KINDS, "chain", KINDS["several queries"])
-    (changed,) = run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config).rows
-    assert len(questions_text) == 3
-    assert questions_text[2].count(".") == 4
+    (changed,) = run_retrieval(Evaluation(tested, BOOK[:20_000], "arrow", tmp_path), variants, config).rows
+    assert len(asked) == 3
+    assert asked[2].count(".") == 4
     assert changed["samples"][0] == first[0]["samples"][0]
     assert (first[0]["asked"], changed["asked"], changed["asked chain"]) == (2, 5, 4)
 
@@ -137,8 +138,26 @@ def test_accuracies_by_kind_and_distance() -> None:
     assert (combined["attended"], combined["missed"], combined["right"], combined["right a"]) == (0.2, 0.2, 0.5, 1.0)
 
 
-def test_chains_have_three_links_in_any_order(haystack: Haystack, reference: ModelUnderTest) -> None:
-    tokenizer: Any = reference.loaded.tokenizer
+def test_an_answer_is_right_if_all_its_tokens_are_the_most_probable(haystack: Haystack) -> None:
+    passage = haystack.hide(np.random.default_rng(0), "several queries", 512)
+    first, answers = passage.text.scored_from, [{*question.answers} for question in passage.questions]
+
+    def rights(greedy: set[int]) -> list[bool]:
+        scored = [position in greedy for position in range(first, len(passage.text.tokens))]
+        score = Scored([0.0] * len(scored), scored, 1.0, 1.0, 0.0, 0.0, None, None)
+        tested: Any = SimpleNamespace(score=lambda variant, texts: [score])
+        return [right for _, _, right in measure(tested, Variant("full"), [passage])["samples"]]
+
+    every = set().union(*answers)
+    assert rights(every) == [True] * 4
+    for i, answer in enumerate(answers):
+        for position in answer:
+            assert rights(every - {position}) == [other != i for other in range(4)]
+
+
+def test_chains_are_in_any_order_and_followed_to_their_end(haystack: Haystack, tested: ModelUnderTest) -> None:
+    """A chain has three links. With all of the context, the bundled model finds most of them."""
+    tokenizer: Any = tested.loaded.tokenizer
     passages = [haystack.hide(np.random.default_rng(seed), "chain", 320) for seed in range(6)]
     orders = set()
     for passage in passages:
@@ -152,8 +171,7 @@ def test_chains_have_three_links_in_any_order(haystack: Haystack, reference: Mod
         assert set(links) < set(everywhere)
         orders.add(tuple(everywhere.index(link) < everywhere.index(after) for link, after in pairwise(links)))
     assert len(orders) > 1
-    # With all of the context, the bundled model finds most of them.
-    assert measure(reference, Variant("full"), passages)["samples"].count(["chain", ANY, True]) >= 4
+    assert measure(tested, Variant("full"), passages[:3])["samples"].count(["chain", ANY, True]) >= 2
 
 
 @pytest.mark.slow
@@ -164,10 +182,10 @@ def test_policies_that_discard_tokens_miss_needles(reference: ModelUnderTest, tm
     """
     options = {"budget": 0.2, "recent": 16}
     variants = [Variant("full"), Variant("infinigen", options), Variant("streaming", options)]
-    config = RetrievalConfig(lengths=(256,), passages=2, kinds=("several queries",))
-    report = run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config)
+    config = RetrievalConfig(lengths=(256,), passages=1, kinds=("several queries",))
+    report = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config)
     full, ours, streaming = report.rows
-    assert full["asked"] == 8
+    assert full["asked"] == 4
     if full["right"] < 0.4:
         pytest.skip(f"the shipped checkpoint finds {full['right']:.0%} of these needles: no difference to compare")
     assert ours["right"] > full["right"] - 0.1

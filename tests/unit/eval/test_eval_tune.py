@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import tiny_model, tiny_prompt
+from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
 from offload_rt import LLM
 from offload_rt.cli import main
@@ -35,10 +35,11 @@ def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choice_is_within_the_limit_and_llm_loads_it(
     small_search: None, tmp_path: Path, short_book: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, book = tmp_path / "tuned", str(short_book)
+    model = tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2)
+    out, book = tmp_path / "tuned", str(pages)
     flags = ("--max-missed-mass", "0.1", "--context", "200", "--scored", "8", "--quiet")
-    assert main(("tune", "reference", "--prompt-file", book, "--out", str(out), *flags)) == 0
-    assert capsys.readouterr().out.startswith("# Tuning infinigen for reference: at most 10.00% missed")
+    assert main(("tune", model, "--prompt-file", book, "--out", str(out), *flags)) == 0
+    assert capsys.readouterr().out.startswith(f"# Tuning infinigen for {model}: at most 10.00% missed")
     table = json.loads((out / "tune.json").read_text())
     record = json.loads((out / "policy.json").read_text())
     choice = record["measured"]["choice"]
@@ -48,15 +49,15 @@ def test_choice_is_within_the_limit_and_llm_loads_it(
     assert len(table["rows"]) > len(within_limit) > 0
     assert [row["bytes"] for row in table["rows"] if row["chosen"]] == [min(row["bytes"] for row in within_limit)]
 
-    tuned, plain = LLM("reference", skew=out), LLM("reference")
+    tuned, plain = LLM(model, skew=out), LLM(model)
     assert tuned.runner.policy.provenance_key != plain.runner.policy.provenance_key
-    explicit = LLM("reference", policy_options=record["options"], skew=out / "skew.safetensors")
+    explicit = LLM(model, policy_options=record["options"], skew=out / "skew.safetensors")
     assert tuned.runner.policy.provenance_key == explicit.runner.policy.provenance_key
-    other = LLM("reference", policy_options={"recent": 33}, skew=out)
+    other = LLM(model, policy_options={"recent": 33}, skew=out)
     assert other.runner.policy.recent == 33
-    generate_flags = ("generate", "reference", "--prompt-file", book, "--prompt-tokens", "100", "--max-new-tokens", "3")
-    assert main((*generate_flags, "--skew", str(out), "--quiet")) == 0
-    assert main((*generate_flags, "--skew", str(out), "--quiet", "--policy", "h2o")) == 0
+    again = ("generate", model, "--prompt-file", book, "--prompt-tokens", "100", "--max-new-tokens", "3")
+    assert main((*again, "--skew", str(out), "--quiet")) == 0
+    assert main((*again, "--skew", str(out), "--quiet", "--policy", "h2o")) == 0
 
 
 def make_trial(missed: float, worst: float, transfer: float) -> Trial:

@@ -146,10 +146,17 @@ def test_an_address_in_use_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"port": 70000}, {"max_waiting": 0}, {"timeout": "soon"}, {"tool_parser": "x"}, {"api_keys": ("",)}]
+    ("wrong", "message"),
+    [
+        ({"port": 70000}, "port=70000 must be between 0 and 65535"),
+        ({"max_waiting": 0}, "max_waiting=0 must be at least 1"),
+        ({"timeout": "soon"}, "timeout='soon' is not a duration"),
+        ({"tool_parser": "x"}, "tool_parser='x' is unknown .one of: auto"),
+        ({"api_keys": ("",)}, "an API key must not be empty"),
+    ],
 )
-def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+def test_wrong_options_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ServerOptions(**wrong)
 
 
