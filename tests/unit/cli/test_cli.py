@@ -101,7 +101,7 @@ def test_the_verdict_names_effect_and_saved_transfers(
 def test_a_text_is_compared_with_full_attention(cli: Cli, short_book: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", head_dim=32, max_position_embeddings=1024)
     plot, stats = tmp_path / "plot.png", tmp_path / "stats.json"
-    given = ("generate", model, "--prompt-file", str(pages), "--prompt-tokens", "900", "--max-new-tokens", "12")
+    given = ("generate", model, "--prompt-file", str(short_book), "--prompt-tokens", "900", "--max-new-tokens", "12")
     given = (*given, "--ignore-eos", "--dtype", "float32", "--seed", "1", "--compare-full")
     run = cli(*given, "--plot", str(plot), "--stats-json", str(stats))
     assert run.code == 0, run.err

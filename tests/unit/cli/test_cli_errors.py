@@ -21,9 +21,9 @@ SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
 
 
 @pytest.fixture
-def generate(cli: Cli, pages: Path) -> Cli:
+def generate(cli: Cli, short_book: Path) -> Cli:
     """Run `offload-rt generate` with default flags, which later flags override."""
-    given = ("generate", "reference", "--prompt-file", str(pages), *SHORT, "--policy", "full")
+    given = ("generate", "reference", "--prompt-file", str(short_book), *SHORT, "--policy", "full")
     return lambda *flags: cli(*given, *flags)
 
 
@@ -53,10 +53,12 @@ def test_prompt_files_that_cannot_be_read_are_refused(
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2"])
-def test_prompts_beyond_learned_positions_are_refused(cli: Cli, pages: Path, tmp_path: Path, architecture: str) -> None:
+def test_prompts_beyond_learned_positions_are_refused(
+    cli: Cli, short_book: Path, tmp_path: Path, architecture: str
+) -> None:
     model = tiny_checkpoint(tmp_path / architecture, architecture)
     flags = ("--policy", "full", "--prompt-tokens", "1020", "--max-new-tokens", "5")
-    cli("generate", model, "--prompt-file", str(pages), *flags).fails_with("1025", "1024", "shorten")
+    cli("generate", model, "--prompt-file", str(short_book), *flags).fails_with("1025", "1024", "shorten")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_long_texts_are_scored_in_windows(our_lm: OffloadLM) -> None:
     short = OffloadLM.around(our_lm.llm)
     short.max_length = 32
     text = " ".join(f"word{i}" for i in range(30))
-    whole = short.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))[0]
+    whole = short.loglikelihood_rolling(make_requests("loglikelihood_rolling", (text,)))[0]
     ids = short.tok_encode(text)
     by_hand = 0.0
     for start in range(0, len(ids), 32):
@@ -161,9 +161,11 @@ def test_requests_with_one_context_share_its_prefill(our_lm: OffloadLM, monkeypa
     assert lengths == [len(our_lm.tok_encode(context)) - 1]
 
 
-def test_sparse_policies_change_results_only_if_they_omit_tokens(ours: OffloadLM) -> None:
-    asked = requests("loglikelihood", ("The captain of the ship was a man of iron will. " * 4, "He looked at the sea."))
-    exact = ours.loglikelihood(asked, True)
+def test_sparse_policies_change_results_only_if_they_omit_tokens(our_lm: OffloadLM) -> None:
+    requested = make_requests(
+        "loglikelihood", ("The captain of the ship was a man of iron will. " * 4, "He looked at the sea.")
+    )
+    exact = our_lm.loglikelihood(requested, True)
     everything = {"alpha": float("inf"), "max_fraction": 1.0, "recent": 4}
     all_tokens = OffloadLM("reference", dtype="float32", **everything).loglikelihood(requested, True)
     sparse = OffloadLM("reference", "streaming", dtype="float32", budget=0.05, recent=2, decode_from=1)

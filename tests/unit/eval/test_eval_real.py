@@ -93,8 +93,8 @@ def make_real(
 def test_needles_are_reported_by_kind_and_stop_at_the_time_limit(
     undrawn: None, short_library: None, model: str, data: Path, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    real = small(model, data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
+    messages: list[str] = []
+    real = make_real(model, data, tmp_path, messages.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
     PARTS["needles"](replace(real, size=replace(real.size, contexts=(256,))))
     labels = ("full", "streaming budget=0.5")
     assert [line.split(": ")[0] for line in messages] == [

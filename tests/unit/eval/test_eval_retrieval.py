@@ -100,14 +100,14 @@ def test_only_a_changed_kind_is_measured_again(undrawn: None, monkeypatch: pytes
         questions_text.extend(self.loaded.tokenizer.decode(text.tokens[text.scored_from :]) for text in texts)
         return score(self, variant, texts)
 
-    monkeypatch.setattr(ModelUnderTest, "score", counted)
+    monkeypatch.setattr(ModelUnderTest, "score", record_questions)
     first = run_retrieval(Evaluation(tested, BOOK[:20_000], "arrow", tmp_path), variants, config).rows
     assert run_retrieval(Evaluation(tested, BOOK[:20_000], "arrow", tmp_path), variants, config).rows == first
-    assert len(asked) == 2
+    assert len(questions_text) == 2
     monkeypatch.setitem(KINDS, "chain", KINDS["several queries"])
     (changed,) = run_retrieval(Evaluation(tested, BOOK[:20_000], "arrow", tmp_path), variants, config).rows
-    assert len(asked) == 3
-    assert asked[2].count(".") == 4
+    assert len(questions_text) == 3
+    assert questions_text[2].count(".") == 4
     assert changed["samples"][0] == first[0]["samples"][0]
     assert (first[0]["asked"], changed["asked"], changed["asked chain"]) == (2, 5, 4)
 
@@ -155,9 +155,9 @@ def test_an_answer_is_right_if_all_its_tokens_are_the_most_probable(haystack: Ha
             assert rights(every - {position}) == [other != i for other in range(4)]
 
 
-def test_chains_are_in_any_order_and_followed_to_their_end(haystack: Haystack, tested: ModelUnderTest) -> None:
+def test_chains_are_in_any_order_and_followed_to_their_end(haystack: Haystack, reference: ModelUnderTest) -> None:
     """A chain has three links. With all of the context, the bundled model finds most of them."""
-    tokenizer: Any = tested.loaded.tokenizer
+    tokenizer: Any = reference.loaded.tokenizer
     passages = [haystack.hide(np.random.default_rng(seed), "chain", 320) for seed in range(6)]
     orders = set()
     for passage in passages:
@@ -171,7 +171,7 @@ def test_chains_are_in_any_order_and_followed_to_their_end(haystack: Haystack, t
         assert set(links) < set(everywhere)
         orders.add(tuple(everywhere.index(link) < everywhere.index(after) for link, after in pairwise(links)))
     assert len(orders) > 1
-    assert measure(tested, Variant("full"), passages[:3])["samples"].count(["chain", ANY, True]) >= 2
+    assert measure(reference, Variant("full"), passages[:3])["samples"].count(["chain", ANY, True]) >= 2
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_policies_that_discard_tokens_miss_needles(reference: ModelUnderTest, tm
     options = {"budget": 0.2, "recent": 16}
     variants = [Variant("full"), Variant("infinigen", options), Variant("streaming", options)]
     config = RetrievalConfig(lengths=(256,), passages=1, kinds=("several queries",))
-    report = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config)
+    report = run_retrieval(Evaluation(reference, BOOK, "arrow", tmp_path), variants, config)
     full, ours, streaming = report.rows
     assert full["asked"] == 4
     if full["right"] < 0.4:

@@ -36,7 +36,7 @@ def test_choice_is_within_the_limit_and_llm_loads_it(
     small_search: None, tmp_path: Path, short_book: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2)
-    out, book = tmp_path / "tuned", str(pages)
+    out, book = tmp_path / "tuned", str(short_book)
     flags = ("--max-missed-mass", "0.1", "--context", "200", "--scored", "8", "--quiet")
     assert main(("tune", model, "--prompt-file", book, "--out", str(out), *flags)) == 0
     assert capsys.readouterr().out.startswith(f"# Tuning infinigen for {model}: at most 10.00% missed")

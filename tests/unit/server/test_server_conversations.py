@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.serving import ScriptedEngine, served, wait_until
+from support.serving import ScriptedEngine, run_server, wait_until
 from transformers import PreTrainedTokenizerBase
 
 USER = {"role": "user", "content": "Who?"}
@@ -54,7 +54,7 @@ def test_a_final_assistant_message_is_continued(
         return " a dark night."
 
     name = "input" if path == "responses" else "messages"
-    with served(ScriptedEngine(tokenizer, say)) as url, httpx2.Client(base_url=url) as http:
+    with run_server(ScriptedEngine(tokenizer, say)) as url, httpx2.Client(base_url=url) as http:
         for messages in ([USER, ASSISTANT], [USER, {"role": "assistant", "content": "<think>\nIt"}]):
             answer = http.post(f"/v1/{path}", json={name: messages} | more)
             assert answer.status_code == 200 and seen[-1] == f"user: Who?\nassistant: {messages[-1]['content']}"
@@ -75,7 +75,7 @@ def test_a_final_assistant_message_is_continued(
 
 def test_a_new_message_may_follow_an_assistant_message(tokenizer: PreTrainedTokenizerBase) -> None:
     seen: list[str] = []
-    with served(ScriptedEngine(tokenizer, lambda prompt: seen.append(prompt) or "Yes.")) as url:  # type: ignore[func-returns-value]
+    with run_server(ScriptedEngine(tokenizer, lambda prompt: seen.append(prompt) or "Yes.")) as url:  # type: ignore[func-returns-value]
         body = {"messages": [USER, ASSISTANT], "continue_final_message": False}
         assert httpx2.post(f"{url}/v1/chat/completions", json=body).status_code == 200
     assert seen == ["user: Who?\nassistant: It was\nassistant: "]
@@ -99,7 +99,7 @@ def test_other_conversations_are_answered(http: httpx2.Client, path: str, body: 
 def test_a_session_is_not_deleted_during_an_answer(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 40, pause=0.02)
     ask = {"messages": [USER], "session": "novel", "stream": True}
-    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+    with run_server(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
         with http.stream("POST", "/v1/chat/completions", json=ask) as answer:
             lines = answer.iter_lines()  # must stay referenced, as collecting the generator closes the connection
             next(lines)
@@ -120,7 +120,7 @@ def test_a_session_is_not_deleted_during_an_answer(tokenizer: PreTrainedTokenize
 
 def test_a_conversation_is_renamed_and_replaced(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
-    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+    with run_server(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
         path = "/v1/sessions/novel"
         assert http.post(path, json={"title": "A"}).status_code == 404
         assert http.post(path, json={"messages": [USER, ASSISTANT]}).status_code == 200
@@ -143,7 +143,7 @@ def test_a_response_is_not_deleted_while_its_conversation_continues(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * (40 if "more" in prompt else 1), 0.02)
-    with served(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
+    with run_server(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
         first = http.post("/v1/responses", json={"input": "Who?"}).json()["id"]
         ask = {"input": "more", "previous_response_id": first, "stream": True}
         with http.stream("POST", "/v1/responses", json=ask) as answer:

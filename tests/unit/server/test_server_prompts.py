@@ -192,7 +192,7 @@ def test_a_long_prompt_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> N
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     engine.llm.geometry.max_positions = engine.llm.max_model_len = 10**7
     long = {"prompt": "It was a dark night. " * 15_000, "max_tokens": 2}
-    with served(engine) as url, ThreadPoolExecutor(2) as threads:
+    with run_server(engine) as url, ThreadPoolExecutor(2) as threads:
         leaving = httpx2.Client(base_url=url, timeout=0.5)
         waiting = [threads.submit(leaving.post, "/v1/completions", json=long) for _ in range(2)]
         wait_until(lambda: len(recorder.lengths) == 1)
