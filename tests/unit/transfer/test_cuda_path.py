@@ -210,11 +210,16 @@ def test_missed_mass_is_measured_by_default_only_on_a_cpu(device: str, steps: li
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("policy", "options"), [("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})])
-def test_staging_memory_does_not_grow_with_the_number_of_layers(policy: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("policy", "options", "growth"),
+    [("full", {}, 1536), ("quest", BY_NAME["quest"].options | {"budget": 0.9}, 1536 + 4608)],
+)
+def test_staging_memory_does_not_grow_with_the_number_of_layers(
+    policy: str, options: dict[str, Any], growth: int
+) -> None:
     extra = [staged_bytes(policy, options, layers) for layers in (2, 4)]
-    # write-backs and positions take about 2 KB per layer, and staged KV takes 120 KB per layer
-    assert extra[1] - extra[0] < (4 - 2) * 20 * 1024
+    # Write-backs and positions take 1.5 KB per layer, and lists of selected tokens 4.5 KB. Staged KV takes 120 KB.
+    assert extra[1] - extra[0] <= (4 - 2) * growth
     assert extra[0] > 0.8 * 0.9 * layer_bytes(), "nothing was staged"
 
 
@@ -233,8 +238,7 @@ def test_prefill_peak_does_not_grow_with_the_number_of_layers(settings: dict[str
             runner.prefill(sequence, 299)
             extra.append(sim.memory.usage.active_peak - before)
             runner.free(sequence)
-    # resident KV and positions take about 1 KB per layer
-    assert max(extra) - min(extra) < 20 * 1024, extra
+    assert len(set(extra)) == 1, extra
 
 
 @pytest.mark.parametrize("fetches", [False, True])
