@@ -73,15 +73,15 @@ QUICK_WITHOUT := eval stress kernels/test_counted.py kernels/test_native.py kern
 	$(addprefix cli/test_,chat.py cli_policies.py write.py) \
 	$(addprefix engine/test_,async_llm.py beam.py draft_model.py drop_in.py engine.py preemption.py threads.py) \
 	$(addprefix kv_cache/test_,block_allocator.py disk_extents.py disk_faults.py disk_pool.py eviction.py kv_format.py \
-	layer_groups.py pool_eviction.py pool_properties.py snapshot_table.py) \
+	layer_group_sessions.py layer_groups.py pool_eviction.py pool_properties.py snapshot_table.py) \
 	$(addprefix model_runner/test_,batched.py exact.py exact_hybrids.py hybrids.py sharing.py snapshots.py sparse_decode.py \
 	trained_hybrid.py) \
 	$(addprefix models/test_,architectures.py importers.py latent_packed.py multimodal.py mxfp4.py packed.py packed_composition.py \
 	packed_weights.py) \
 	$(addprefix server/test_server_,agents.py docs.py engine.py protocol_gaps.py protocols.py sessions.py) \
-	$(addprefix sessions/test_,async_sessions.py compatibility.py hybrid_sessions.py prefix_store.py prompt_marks.py reliability.py \
-	session_limits.py sessions.py shared_states.py turn_queue.py) \
-	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py device_copies.py device_limit.py device_memory.py packed_cuda.py \
+	$(addprefix sessions/test_,async_sessions.py compatibility.py hybrid_sessions.py look_ahead.py prefix_store.py prompt_marks.py \
+	reliability.py session_limits.py sessions.py shared_states.py truncation.py turn_queue.py) \
+	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py cuda_waits.py device_copies.py device_limit.py device_memory.py packed_cuda.py \
 	prefill_counts.py step_counts.py weight_placement.py working_set.py)
 QUICK := $(if $(PART),tests/unit/$(PART),tests $(addprefix --ignore tests/unit/,$(QUICK_WITHOUT)))
 
@@ -107,9 +107,9 @@ STRESS_composition := tests/unit/model_runner/test_sparse_decode.py tests/unit/m
 # 500 requests in a pool that is too small for them.
 STRESS_requests := tests/unit/model_runner/test_sharing.py tests/unit/engine/test_async_llm.py
 # Every architecture, GGUF files, and transformers' generate.
-STRESS_architectures := tests/unit/models/test_architectures.py tests/unit/model_runner/test_snapshots.py tests/unit/sessions/test_architecture_sessions.py tests/unit/models/test_gguf.py tests/unit/engine/test_drop_in.py
+STRESS_architectures := tests/unit/models/test_architectures.py tests/unit/models/test_verification.py tests/unit/model_runner/test_snapshots.py tests/unit/sessions/test_architecture_sessions.py tests/unit/models/test_gguf.py tests/unit/engine/test_drop_in.py
 # Everything on the simulated CUDA device, under every schedule.
-STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_device_copies.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
+STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_cuda_waits.py tests/unit/transfer/test_device_copies.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
 	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py tests/unit/transfer/test_step_counts.py
 # Tests marked gpu, on a CUDA device.
 STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \

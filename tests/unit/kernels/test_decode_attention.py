@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from support.kernel_calls import assert_in_place, count_kernels
 
 from offload_rt.core import KVPart
 from offload_rt.kernels import decode_attention, team
@@ -105,12 +106,15 @@ def test_threads_and_number_of_queries_do_not_change_outputs(
     assert all(outputs[0][:, : output.shape[1]].equal(output) for output in fewer)
 
 
-def test_parts_are_merged_and_empty_parts_are_skipped(level: str) -> None:
+def test_parts_are_merged_and_empty_parts_are_skipped(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_kernels(monkeypatch)
     q, k, v = random_qkv(3, 200, 64, torch.float32)
     parts = [KVPart(k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise([0, 1, 1, 70, 200])]
     out, lse = attend(q.flatten(0, 1), parts, 0.2)
     expected, expected_lse = reference_attention(q, k, v, 0.2, None)
     torch.testing.assert_close((out, lse), (expected.flatten(0, 1), expected_lse.flatten()), rtol=0, atol=1e-5)
+    assert_in_place(calls)
+    assert calls["attend_in_c"] == 3, "C code runs once for each part that is not empty"
 
 
 def test_only_empty_parts_are_an_error() -> None:

@@ -24,7 +24,6 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.speculative import decoder
 from offload_rt.engine.speculative.draft_source import Lookup
 from offload_rt.engine.speculative.verification import accept, replay, rewind, verify
-from offload_rt.engine.swap import Swap
 from offload_rt.model_runner.rollback_states import RollbackStates
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.models.shape import load_shape
@@ -180,26 +179,6 @@ def test_approximate_drafts_leave_no_snapshots() -> None:
     [output] = llm.generate([following], SamplingParams(max_tokens=8, temperature=0))
     assert output.num_cached_tokens == BLOCK_SIZE
     assert_greedy(model, following, output.outputs[0].token_ids)
-
-
-@pytest.mark.parametrize("slots", [0, 8])
-def test_preempted_requests_give_the_same_tokens(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three growing prompts do not fit together. If there is memory for snapshots, the exact state is swapped."""
-    monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
-    prompts = [random_prompt(60, seed=i) for i in range(3)]
-    params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-    _, full = make_llm("qwen3_5")
-    assert full.runner.pool.states is not None
-    snapshots = max(1, slots * full.runner.pool.states.slot_bytes)
-    memory = 3 * full.runner.pool.block_bytes + snapshots
-    _, small_pool = make_llm("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **SPARSE)
-    engine = small_pool.make_engine()
-    requests = [engine.add(prompt, params) for prompt in prompts]
-    while not engine.idle:
-        engine.step()
-        engine.check_integrity()
-    assert engine.scheduler.preemptions and bool(engine.scheduler.restored) == bool(slots)
-    assert [request.new_tokens for request in requests] == generate(full, prompts, params)
 
 
 @pytest.mark.sampled(3)

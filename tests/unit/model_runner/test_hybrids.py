@@ -35,6 +35,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {},
     "quest": {"recent": 4, "budget": 0.5, "page": 4},
 }
+SPARSE_DECODE: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.3}}
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
@@ -97,21 +98,23 @@ def test_samples_and_beams_equal_transformers(name: str) -> None:
     assert [completion.token_ids for completion in beams] == expected[:, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("slots", "policy"), [(0, "full"), (8, "full"), (8, "infinigen")])
+@pytest.mark.parametrize("slots", [0, 8])
+@pytest.mark.parametrize(
+    ("options", "reference"),
+    [({}, {}), (SPARSE_DECODE, SPARSE_DECODE), (SPARSE_DRAFTS, {})],
+    ids=["full", "infinigen", "lossless"],
+)
 def test_preempted_requests_give_the_same_tokens(
-    slots: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], reference: dict[str, Any], slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three growing prompts do not fit together.
 
-    If there is memory for snapshots, KV and state are swapped. Otherwise, they are recomputed.
+    If there is memory for snapshots, KV and the exact state are swapped. Otherwise, they are recomputed.
     """
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
-    options: dict[str, Any] = {"policy": policy}
-    if policy != "full":
-        options["policy_options"] = {"recent": 4, "budget": 0.3}
-    prompts = [random_prompt(60, seed=i) for i in range(3)]
-    params = SamplingParams(max_tokens=14, temperature=0)
-    _, large_pool = make_llm("qwen3_5", **options)
+    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
+    _, large_pool = make("qwen3_5", **reference)
     states = large_pool.runner.pool.states
     assert states is not None
     snapshots = max(1, slots * states.slot_bytes)
@@ -209,9 +212,10 @@ class TestFaults:
             return slot
 
         monkeypatch.setattr(StateSlots, "allocate", allocate_without_reset)
-        prompt = random_prompt(3, seed=1)
+        prompt = prompt_of(3, seed=1)
+        [tokens] = generate(llm, [prompt])
         with pytest.raises(AssertionError):
-            assert_greedy(model, prompt, generate(llm, [prompt])[0])
+            assert_greedy(model, prompt, tokens)
 
 
 def test_slots_are_unchanged_and_can_grow_after_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,17 @@ TYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a policy and a folder for files."""
+    """A model, the same model in float32, a policy and a folder for files."""
 
     model: PreTrainedModel
+    reference: PreTrainedModel
     policy: str
     folder: Path
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error of a logit, relative to the range of logits."""
+        return 1e-5 if self.model.dtype == torch.float32 else 0.03
 
     def make(self, blocks: int = 128, **options: Any) -> LLM:
         defaults = {"policy": self.policy, "policy_options": SELECT_ALL if self.policy == "infinigen" else {}}
@@ -89,7 +95,8 @@ def shared_prefixes(case: Case) -> Answers:
 def samples_and_beams(case: Case) -> Answers:
     llm = case.make()
     yield from generate(llm, [tiny_prompt(100)], SamplingParams(max_tokens=30, temperature=1e-4, n=3, ignore_eos=True))
-    llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=30, temperature=0, num_beams=3, n=2))
+    beams = SamplingParams(max_tokens=30, temperature=0, num_beams=3, n=2)
+    check_beams(case, tiny_prompt(100), [tokens for _, tokens in generate(llm, [tiny_prompt(100)], beams)])
     yield from generate(llm, [tiny_prompt(100) + tiny_prompt(40, seed=1)])
 
 
@@ -156,12 +163,31 @@ SCENARIOS = (
 # ------------------------------------------------------------------------------------------------------------- test
 
 
-def check_tokens(model: PreTrainedModel, prompt: list[int], tokens: list[int], tolerance: float) -> None:
-    """Check that each token's logit is close to the largest one. `tolerance` is relative to the range of logits."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+def check_tokens(case: Case, prompt: list[int], tokens: list[int]) -> None:
+    """Check that each token's logit is close to the largest one."""
+    logits = case.reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     distance = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
-    assert tokens and distance.max() <= tolerance, distance.tolist()
+    assert tokens and distance.max() <= case.tolerance, distance.tolist()
+
+
+def relative_score(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> float:
+    """Return the mean log-probability of `tokens`, relative to the range of logits."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])
+    return float(logprobs.mean() / (logits.amax(1) - logits.amin(1)).mean())
+
+
+def check_beams(case: Case, prompt: list[int], beams: list[list[int]]) -> None:
+    """Check that no beam is worse than that of transformers. Rounding to bfloat16 may change the beams."""
+    length, ids = len(beams[0]), torch.tensor([prompt])
+    expected: Any = case.reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, num_beams=3,
+        num_return_sequences=len(beams), pad_token_id=0,
+    )  # fmt: skip
+    for want, found in zip(expected[:, len(prompt) :].tolist(), beams, strict=True):
+        scores = [relative_score(case.reference, prompt, tokens) for tokens in (want, found)]
+        assert len(found) == length and scores[0] - scores[1] <= case.tolerance, scores
 
 
 ALL = "OFFLOAD_RT_CELLS" in os.environ
@@ -182,8 +208,8 @@ def test_tokens_equal_transformers(
     kind: str, dtype: torch.dtype, policy: str, scenario: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_tokens", 2 * BLOCK_SIZE)  # KV is in several runs
-    calls, case = count_kernels(monkeypatch), Case(MODEL_FACTORIES[kind](dtype), policy, tmp_path)
-    reference = MODEL_FACTORIES[kind](dtype).float()
+    calls, make = count_kernels(monkeypatch), MODEL_FACTORIES[kind]
+    case = Case(make(dtype), make(dtype).float(), policy, tmp_path)
     for prompt, tokens in scenario(case):
-        check_tokens(reference, prompt, tokens, 1e-5 if dtype == torch.float32 else 0.03)
+        check_tokens(case, prompt, tokens)
     assert_in_place(calls)

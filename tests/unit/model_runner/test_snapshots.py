@@ -282,5 +282,6 @@ class TestFaults:
         monkeypatch.setattr(StateCapture, "__init__", late_init)
         prompt = random_prompt(300)
         generate(llm, prompt)
+        tokens = generate(llm, prompt).outputs[0].token_ids
         with pytest.raises(AssertionError):
-            assert_greedy(model, prompt, generate(llm, prompt).outputs[0].token_ids)
+            assert_greedy(model, prompt, tokens)

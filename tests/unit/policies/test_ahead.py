@@ -108,22 +108,11 @@ def test_corrections_are_fitted_for_each_distance() -> None:
             assert correction.slope[s, 0, channel] == 1
 
 
-@pytest.mark.parametrize(("ahead", "source"), [(1, 1), (3, 3), (4, "normed_input"), (None, "attention_input")])
-def test_policy_uses_the_correction_of_its_source(ahead: int | None, source: Any) -> None:
+def test_size_of_an_artifact_includes_corrections_for_each_distance() -> None:
     adapter = adapter_for(architecture("qwen3_5", **LAYERS))
-    skew_artifact = calibrate(adapter, random_prompt(80), method="svd", fingerprint="", calibration="")
-    options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}
-    policy = InfiniGen(InfiniGenOptions(**options), adapter.geometry, skew_artifact, CPU, torch.float32)
-    x, s = torch.randn(2, 32), source_index(source)
-    torch.testing.assert_close(
-        policy.correct_prediction(1, x), x * skew_artifact.slope[s, 1] + skew_artifact.offset[s, 1]
-    )
-    default_policy = InfiniGen(InfiniGenOptions(), adapter.geometry, skew_artifact, CPU, torch.float32)
-    assert policy.provenance_key != default_policy.provenance_key
-    sizes = sum(
-        tensor.nbytes for tensor in (skew_artifact.query, skew_artifact.key, skew_artifact.slope, skew_artifact.offset)
-    )
-    assert sizes == artifact_bytes(adapter.geometry)
+    made = calibrate(adapter, prompt_of(80), method="svd", fingerprint="", calibration="")
+    size = sum(tensor.nbytes for tensor in (made.query, made.key, made.slope, made.offset))
+    assert size == artifact_bytes(adapter.geometry)
 
 
 def test_invalid_options_are_errors() -> None:

@@ -17,7 +17,7 @@ from offload_rt.policies.options import InfiniGenOptions
 from offload_rt.skewing import calibrate as calibrate_module
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.calibrate import measure
-from offload_rt.skewing.prediction import SOURCES, Correction, CorrectionSums
+from offload_rt.skewing.prediction import SOURCES, Correction, CorrectionSums, source_index
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
@@ -83,7 +83,7 @@ def test_constant_channels_have_slope_one() -> None:
 def corrected_policy(shape: ModelGeometry, **options: Any) -> tuple[InfiniGen, SkewArtifact]:
     skew_artifact = artifact(shape)
     generator = torch.Generator().manual_seed(1)
-    size = (len(SOURCES), shape.layers, shape.hidden)
+    size = (len(SOURCES) + shape.most_between, shape.layers, shape.hidden)
     object.__setattr__(skew_artifact, "slope", torch.rand(size, generator=generator))
     object.__setattr__(skew_artifact, "offset", torch.randn(size, generator=generator))
     return InfiniGen(
@@ -91,17 +91,29 @@ def corrected_policy(shape: ModelGeometry, **options: Any) -> tuple[InfiniGen, S
     ), skew_artifact
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_policy_uses_the_correction_of_its_source(source: str) -> None:
-    shape = geometry(layers=3)
-    policy, skew_artifact = corrected_policy(shape, source=source)
-    x, s = torch.randn(2, shape.hidden, dtype=torch.float64), SOURCES.index(source)
+DENSE, HYBRID = geometry(layers=3), replace(geometry(layers=2), attention_at=(1, 5), depth=6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "source"),
+    [
+        *((DENSE, {"source": source}, source) for source in SOURCES),
+        (HYBRID, {"source": "attention_input"}, "attention_input"),
+        (HYBRID, {"ahead": 1}, 1),
+        (HYBRID, {"ahead": 3}, 3),
+        (HYBRID, {"ahead": 4}, "normed_input"),
+    ],
+)
+def test_policy_uses_the_correction_of_its_source(shape: ModelGeometry, options: dict[str, Any], source: Any) -> None:
+    policy, skew_artifact = corrected_policy(shape, **options)
+    x, s, last = torch.randn(2, shape.hidden, dtype=torch.float64), source_index(source), shape.layers - 1
     assert torch.equal(policy.correct_prediction(0, x), x), "layer 0 is dense"
-    expected = x * skew_artifact.slope[s, 2].double() + skew_artifact.offset[s, 2].double()
-    torch.testing.assert_close(policy.correct_prediction(2, x), expected)
-    uncorrected, _ = corrected_policy(shape, source=source, corrected=False)
-    assert torch.equal(uncorrected.correct_prediction(2, x), x)
-    assert uncorrected.provenance_key != policy.provenance_key
+    expected = x * skew_artifact.slope[s, last].double() + skew_artifact.offset[s, last].double()
+    torch.testing.assert_close(policy.correct_prediction(last, x), expected)
+    uncorrected, _ = corrected_policy(shape, **options, corrected=False)
+    assert torch.equal(uncorrected.correct_prediction(last, x), x)
+    default, _ = corrected_policy(shape)
+    assert len({policy.provenance_key, uncorrected.provenance_key, default.provenance_key}) == 3
 
 
 def test_correction_none_is_the_identity() -> None:

@@ -6,12 +6,13 @@ import asyncio
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tiny_models import VOCAB, tiny_model
 
 from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams, SessionBusyError, StoreError
-from offload_rt.engine.swap import Swap
+from offload_rt.engine.swap import Swap, SwappedSequence
 from offload_rt.model_runner.prefill import Prefill
 from offload_rt.sessions import request_factory
 from offload_rt.sessions.request_factory import tokens_of_prompt
@@ -155,11 +156,18 @@ def test_session_deletion_completes_after_its_event_loop_is_closed(tmp_path: Pat
 
 def test_preempted_session_turn_frees_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV of session turns is in the session store, so `swap` does not store it again."""
+    swapped, swap_out = [], Swap.swap_out
+
+    def record_swap_out(swap: Swap, *args: Any) -> SwappedSequence | None:
+        swapped.append(swap_out(swap, *args))
+        return swapped[-1]
+
+    monkeypatch.setattr(Swap, "swap_out", record_swap_out)
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda self, sequence, batch: math.inf)
     model, params = tiny_model("llama", num_hidden_layers=2), SamplingParams(max_tokens=60, temperature=0)
     prompts = [prompt(100, seed) for seed in (1, 2, 3, 4)]
     expected = LLM(model, policy="full", host_memory="8MiB").generate(prompts, params)
-    llm = LLM(model, policy="full", host_memory="256KiB", swap=tmp_path / "swap")  # 8 blocks; each request needs 3
+    llm = LLM(model, policy="full", host_memory="320KiB", swap=tmp_path / "swap")  # 5 blocks; each request needs 3
 
     async def answer(engine: AsyncLLM, number: int) -> list[int]:
         outputs = engine.generate(prompts[number], params, session=f"s{number}")
@@ -167,9 +175,12 @@ def test_preempted_session_turn_frees_its_memory(tmp_path: Path, monkeypatch: py
 
     async def run() -> list[list[int]]:
         async with AsyncLLM(llm, store=tmp_path / "store") as engine:
-            return await asyncio.gather(*(answer(engine, number) for number in range(4)))
+            answers = await asyncio.gather(*(answer(engine, number) for number in range(4)))
+            assert engine._engine.scheduler.preemptions
+            return answers
 
     assert asyncio.run(run()) == [each.outputs[0].token_ids for each in expected]
+    assert not swapped
     llm.runner.check_integrity()
     assert llm.runner.pool.sequence_bytes == 0
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.leftovers import find_leftovers
-from support.outputs import completed
-from support.sessions import take_turn
+from support.leftovers import leftovers
+from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams
@@ -21,6 +20,7 @@ from offload_rt.sessions.catalog import delete_stored, find_stored, read_catalog
 from offload_rt.sessions.deletion import remove_session, summary_of
 from offload_rt.sessions.history import History, document_name
 from offload_rt.sessions.request_factory import StoredRequestFactory
+from offload_rt.sessions.session import Session
 from offload_rt.sessions.store import SessionStore
 from offload_rt.storage import documents
 from offload_rt.storage.disk_store import DiskStore
@@ -196,19 +196,25 @@ def test_engine_warns_of_damaged_files_that_a_deletion_keeps(opened: bool, llm: 
 
 
 def test_blocks_of_forks_stay_until_the_last_fork_is_deleted(llm: LLM, tmp_path: Path) -> None:
-    session = llm.session("one", tmp_path)
-    answer(session, tiny_prompt(150))
-    session.truncate(keep_last=100)
-    answer(session, tiny_prompt(60, seed=2))
+    def truncated_session(folder: Path) -> Session:
+        session = llm.session("one", folder)
+        answer(session, tiny_prompt(150))
+        session.truncate(keep_last=100)
+        answer(session, tiny_prompt(60, seed=2))
+        return session
+
+    with truncated_session(tmp_path / "without forks") as reference:
+        expected = answer(reference, tiny_prompt(9))
+    folder = tmp_path / "forks"
+    session = truncated_session(folder)
     twin = session.fork("two")
     session.discard()
-    assert list(tmp_path.rglob("sinks-*")), "the twin needs the originals too"
+    assert list(folder.rglob("sinks-*")), "the twin needs the originals too"
     twin.close()
-    twin = llm.session("two", tmp_path)
-    outputs = completed(llm.generate([tiny_prompt(5)], SHORT))
-    assert outputs and answer(twin, tiny_prompt(9)) and twin.host.stats.computed_tokens == 0
+    twin = llm.session("two", folder)
+    assert answer(twin, tiny_prompt(9)) == expected and twin.host.stats.computed_tokens == 0
     twin.discard()
-    assert files(tmp_path) == ["lock"]
+    assert files(folder) == ["lock"]
 
 
 def test_deletion_keeps_unsaved_blocks_of_an_open_session(llm: LLM, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import torch
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.errors import StoreError
 from offload_rt.utils.native_code import LEVEL_VARIABLE, available_levels, processor_level
 from offload_rt.utils.native_libraries import native_status
 
@@ -66,15 +65,3 @@ def test_session_continues_at_lower_and_higher_instruction_set_level(
     for earlier, later in pairwise(turns):
         assert later["before"] == earlier["tokens"] and later["lineage"] == earlier["lineage"]
         assert later["loaded"] == len(earlier["tokens"]) - 1 and len(later["new"]) == 8
-
-
-def test_session_of_another_dtype_is_refused(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1, dtype=torch.bfloat16)
-    for dtype in ("bfloat16", "float32"):
-        with LLM(str(tmp_path / "model"), policy="full", dtype=dtype, host_memory="1MiB") as llm:
-            if dtype == "bfloat16":
-                with llm.session("book", tmp_path / "store") as session:
-                    list(session.send([1, 2, 3], SamplingParams(max_tokens=2)))
-            else:
-                with pytest.raises(StoreError, match="dtype='bfloat16'"):
-                    llm.session("book", tmp_path / "store")
