@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.disk_blocks import FILE_BYTES, LAYER_BYTES, block_name, blocks_of, load, named, open_store, save
+from support.disk_blocks import FILE_BYTES, LAYER_BYTES, block_data, block_name, load, open_store, padded_name, save
 
 from offload_rt.errors import StoreError
 from offload_rt.storage.documents import Document
@@ -27,7 +27,7 @@ def test_limit_includes_files_that_are_being_written(tmp_path: Path) -> None:
 
 def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES + 100)
-    store.documents.put(named("session"), b"x" * 50)
+    store.documents.put(padded_name("session"), b"x" * 50)
     for number in range(3):
         save(store, number)
     store.pin([block_name(store, n).key for n in (0, 1, 2)])
@@ -35,9 +35,9 @@ def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
     store.unpin([block_name(store, 1).key])
     assert save(store, 7)
     assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
-    assert store.documents.get(named("session")) == Document(b"x" * 50)
+    assert store.documents.get(padded_name("session")) == Document(b"x" * 50)
     with pytest.raises(StoreError, match="full"):
-        store.documents.put(named("huge"), bytes(5 * FILE_BYTES))
+        store.documents.put(padded_name("huge"), bytes(5 * FILE_BYTES))
 
 
 def test_documents_may_evict_pinned_blocks(tmp_path: Path) -> None:
@@ -46,9 +46,9 @@ def test_documents_may_evict_pinned_blocks(tmp_path: Path) -> None:
     keys = [block_name(store, n).key for n in (0, 1)]
     store.pin(keys)
     assert save(store, 0) and save(store, 1) and not save(store, 2)
-    store.documents.put(named("history"), bytes(100))
+    store.documents.put(padded_name("history"), bytes(100))
     assert [load(store, n) is not None for n in (0, 1)] == [False, True]
-    assert store.documents.get(named("history")) == Document(bytes(100))
+    assert store.documents.get(padded_name("history")) == Document(bytes(100))
     store.check_integrity()
 
 
@@ -61,7 +61,7 @@ def test_sequence_is_evicted_from_its_end(tmp_path: Path) -> None:
         keys.append(parent)
     store.touch(keys)
     save(store, 9)
-    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == blocks_of(2)
+    assert load(store, 3, keys[2]) is None and load(store, 2, keys[1]) == block_data(2)
 
 
 def test_time_to_live_with_a_clock_that_moves_back(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from offload_rt.core import BLOCK_SIZE, KVPart
 from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.file_layout import DiskTier
-from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merge_reads
+from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reads, Requests, RingReader, ThreadReader, merge_reads
 from offload_rt.kv_cache.disk.requests import _merge_with_numpy as merge_plain
 from offload_rt.kv_cache.disk.row_cache import RowCache
 from offload_rt.kv_cache.pool import HostPool
@@ -73,7 +73,7 @@ def _flat(reads: Reads) -> list[np.ndarray[Any, Any]]:
     return [*reads.requests, *reads[1:]]
 
 
-READERS: dict[str, Callable[[], Reader | None]] = {"ring": RingReader.open, "threads": lambda: ThreadReader(3)}
+READERS: dict[str, Callable[[], RingReader | ThreadReader | None]] = {"ring": RingReader.open, "threads": ThreadReader}
 
 
 @pytest.mark.parametrize("kind", READERS)

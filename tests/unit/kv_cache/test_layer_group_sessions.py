@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.layer_groups import BOUNDS, MODELS, greedy, make_llm, model_of
-from support.plain_decode import Kept, plain_step
+from support.plain_decode import LayerKV, plain_step
 from support.staged_transfer import staged
 from support.tiny_models import assert_greedy, tiny_prompt
 
@@ -120,7 +120,7 @@ def test_sliding_layers_ignore_tokens_before_a_truncation_gap(
     answer(session, tiny_prompt(200), count=11)
     tokens, computed = list(session.history.tokens), session.history.computed
     adapter = llm.runner.adapter
-    rows: Kept = [[] for _ in range(adapter.geometry.layers)]
+    rows: LayerKV = [[] for _ in range(adapter.geometry.layers)]
     plain_step(adapter, tokens[:computed], 0, rows)
     session.truncate(**cut)
     floor, history = session.history.floor, session.history

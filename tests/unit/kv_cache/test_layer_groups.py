@@ -13,6 +13,7 @@ import torch
 from support.layer_groups import BOUNDS, MODELS, WINDOW, greedy, make_llm, model_of
 from support.outputs import completed
 from support.plain_decode import assert_evicts_oldest
+from support.pools import peak_of
 from support.staged_transfer import staged
 from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 

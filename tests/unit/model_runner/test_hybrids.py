@@ -112,9 +112,9 @@ def test_preempted_requests_give_the_same_tokens(
     If there is memory for snapshots, KV and the exact state are swapped. Otherwise, they are recomputed.
     """
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
-    prompts = [prompt_of(60, seed=i) for i in range(3)]
+    prompts = [random_prompt(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-    _, large_pool = make("qwen3_5", **reference)
+    _, large_pool = make_llm("qwen3_5", **reference)
     states = large_pool.runner.pool.states
     assert states is not None
     snapshots = max(1, slots * states.slot_bytes)
@@ -212,7 +212,7 @@ class TestFaults:
             return slot
 
         monkeypatch.setattr(StateSlots, "allocate", allocate_without_reset)
-        prompt = prompt_of(3, seed=1)
+        prompt = random_prompt(3, seed=1)
         [tokens] = generate(llm, [prompt])
         with pytest.raises(AssertionError):
             assert_greedy(model, prompt, tokens)

@@ -110,7 +110,7 @@ def test_corrections_are_fitted_for_each_distance() -> None:
 
 def test_size_of_an_artifact_includes_corrections_for_each_distance() -> None:
     adapter = adapter_for(architecture("qwen3_5", **LAYERS))
-    made = calibrate(adapter, prompt_of(80), method="svd", fingerprint="", calibration="")
+    made = calibrate(adapter, random_prompt(80), method="svd", fingerprint="", calibration="")
     size = sum(tensor.nbytes for tensor in (made.query, made.key, made.slope, made.offset))
     assert size == artifact_bytes(adapter.geometry)
 

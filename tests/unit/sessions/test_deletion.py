@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.leftovers import leftovers
-from support.sessions import answer as take_turn
+from support.leftovers import find_leftovers
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sessions import answer as take_turn
+from support.sessions import take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, InputError, ModelError, SamplingParams

@@ -18,6 +18,7 @@ from support.tiny_models import NAMES, VOCAB, tiny_model, tiny_prompt
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from offload_rt.errors import InputError, ModelError
+from offload_rt.models.adapter import ModelAdapter
 from offload_rt.models.loading import LoadedModel, load_model
 from offload_rt.models.registry import adapter_for
 from offload_rt.skewing import calibrate as calibrate_module

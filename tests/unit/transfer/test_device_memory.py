@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.allocations import count
+from support.allocations import count_device_bytes
 from support.outputs import completed
 from support.tiny_models import NAMES, depth, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
