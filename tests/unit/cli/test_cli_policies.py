@@ -25,19 +25,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def generate(cli: Cli, model: str, pages: Path) -> Cli:
-    return lambda *flags: cli("generate", model, "--prompt-file", str(pages), *FLAGS, *flags)
+def generate(cli: Cli, model: str, short_book: Path) -> Cli:
+    return lambda *flags: cli("generate", model, "--prompt-file", str(short_book), *FLAGS, *flags)
 
 
 @pytest.mark.parametrize("policy", [name for name in policy_names() if name != "full"])
-def test_every_policy_gets_its_options(generate: Cli, model: str, pages: Path, tmp_path: Path, policy: str) -> None:
+def test_every_policy_gets_its_options(
+    generate: Cli, model: str, short_book: Path, tmp_path: Path, policy: str
+) -> None:
     stats = tmp_path / "stats.json"
     flags = ("--budget", "0.2", "--sinks", "2", "--recent", "16", "--dense-layers", "0,1", "--stats-json", str(stats))
     own: dict[str, Any] = {"dense_until": 0} if policy == "auto" else {}
     run = generate("--policy", policy, *flags, *(("--dense-until", "0") if own else ()))
     assert (run.code, run.err) == (0, "")
     llm = LLM(model, policy=policy, policy_options=WINDOW | own)
-    ids = llm.encode(pages.read_text(encoding="utf-8"))[:300]
+    ids = llm.encode(short_book.read_text(encoding="utf-8"))[:300]
     (done,) = completed(llm.generate([ids], SamplingParams(max_tokens=6, temperature=0)))
     written = json.loads(stats.read_text())
     assert run.out == done.text
