@@ -19,6 +19,7 @@ from support.tiny_models import tiny_model
 from offload_rt import LLM
 from offload_rt.core import BLOCK_SIZE, KVPart
 from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
+from offload_rt.kv_cache.disk import requests as disk_requests
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.file_layout import DiskTier
 from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reads, Requests, RingReader, ThreadReader, merge_reads
@@ -77,10 +78,12 @@ READERS: dict[str, Callable[[], RingReader | ThreadReader | None]] = {"ring": Ri
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_concurrent_reads_return_the_written_bytes(kind: str, tmp_path: Path) -> None:
+def test_concurrent_reads_return_the_written_bytes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_requests, "THREADS", 3)
     if (reader := READERS[kind]()) is None:
         pytest.skip("io_uring is not available")
-    file = DirectFile(tmp_path, lambda: reader)
+    monkeypatch.setattr(direct_file, "reader", lambda: reader)
+    file = DirectFile(tmp_path)
     file.allocate(0, 64 * DISK_PAGE)
     data = aligned(64 * DISK_PAGE)
     data.copy_(torch.arange(64).repeat_interleave(DISK_PAGE))
