@@ -39,7 +39,7 @@ _PARTS, LISTED = 16, 256
 
 @triton.jit
 def query_heads(G: tl.constexpr, QUERIES: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the list that this program processes, and the list's QUERIES query heads that it computes.
+    """Return the list and the QUERIES query heads that this program processes.
 
     Adjacent programs share a list, so that its KV is read from memory once. Head indices from G on are padding.
     """

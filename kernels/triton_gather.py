@@ -38,7 +38,7 @@ def _gather(
     lists: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program i of n copies the blocks i, i + n, i + 2n, ... of BLOCK rows each, by index.
+    """Copy rows by index. Program i of n copies the blocks i, i + n, i + 2n, ... of BLOCK rows each.
 
     If COPIED is true, ids from `first` on refer to rows of `copies`.
     """
@@ -68,8 +68,8 @@ def _gather_tokens(
     """Program i of n copies K and V of the blocks i, i + n, i + 2n, ... of BLOCK tokens each.
 
     If COUNTED is true, only the first `counts[p]` tokens of each list are valid. If PLANES is 1, only K is copied. If
-    COPIED is true, blocks whose first row (`bases`) is at least `first` are read from `copies`. The numbers of KV
-    entries read from `rows` and from `copies` are then added to `tally`.
+    COPIED is true, blocks whose first row (`bases`) is at least `first` are read from `copies`. In this case, the
+    numbers of KV entries read from `rows` and from `copies` are added to `tally`.
     """
     columns, tiles = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * tiles, tl.num_programs(0)):

@@ -1,9 +1,9 @@
 """Write low-bit KV in Triton, and compute addresses of low-bit blocks.
 
 `append_rows` stores the newest K and V of each sequence. Each vector is multiplied by a matrix, quantised and packed.
-Memory traffic per KV head: a program reads 4 * d^2 bytes from the basis of the keys or from the mixing matrix of the
-values, which are the same for all sequences. The two programs together read 2 * d elements of K and V, and write d * (4
-+ bits) / 8 + 2 bytes.
+Memory traffic per KV head: one program reads the basis of the keys, and another the mixing matrix of the values. Each
+matrix takes 4 * d^2 bytes and is the same for all sequences. Together, both programs read 2 * d elements of K and V,
+and write d * (4 + bits) / 8 + 2 bytes.
 
 `store_rows` stores the vectors of a prompt, after torch has multiplied them by the matrices.
 """
@@ -39,8 +39,8 @@ def block_of(
 ) -> tl.tensor:  # fmt: skip
     """Return the address of block number `block` of list p (one KV head of one sequence). The block must exist.
 
-    The blocks that follow it in the same page are contiguous in memory. `table` contains the page addresses, int64 `[B,
-    pages]`. `offset` is the offset in bytes of the layer within a page.
+    The blocks that follow it in the same page are contiguous in memory. `offset` is the offset in bytes of the layer
+    within a page. `table` contains the page addresses, int64 `[B, pages]`.
     """
     page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
     begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
@@ -65,7 +65,7 @@ def _channels(
 
 @triton.jit
 def _steps(largest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the encoded quantisation steps (`low_bit.encode_steps`) of vectors with these `largest` magnitudes."""
+    """Return the encoded steps (`low_bit.encode_steps`) of vectors whose largest magnitudes are `largest`."""
     upper = (largest * (1.0 / (1 << (BITS - 1)))).to(tl.int32, bitcast=True) + ((1 << 20) - 1)
     return tl.minimum(tl.maximum((upper >> 20) - _SMALLEST, 0), 255)
 

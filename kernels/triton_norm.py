@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 FEW_ROWS = 32
-"""Maximum number of rows for which a program computes only one row. One row per multiprocessor is fastest."""
+"""Up to this number of rows, each program computes a single row. One row per multiprocessor is fastest."""
 
 _TILE = 4096
 """Number of elements that a program processes if it computes several rows."""

@@ -1,7 +1,7 @@
 """Multiply a few input rows by packed weights, and unpack packed weights, in Triton.
 
-A product reads the packed rows in place, so these are its memory traffic. A program multiplies up to eight input rows.
-Programs that use the same weights are adjacent, so that they find the weights in the caches.
+The memory traffic of a product is that of the packed rows, which are read in place. A program multiplies up to eight
+input rows. Programs that use the same weights are adjacent, so that they find the weights in the caches.
 
 A *unit* is 16 bytes with the lower bits of codes. With 8-bit codes, it covers 16 inputs. With 4 to 6 bits, it covers
 two *halves*, which are groups of 16 adjacent inputs. The inputs of a half share one scale. The reference implementation
@@ -160,8 +160,8 @@ def _linear(
 ) -> None:  # fmt: skip
     """Program i * n + m computes block i of OUTS outputs for block m of ROWS input rows, if there are n row blocks.
 
-    If EXPERTS is true, ROWS is 1, and row m is multiplied by the weight of `experts[m]`. The minimum of a group is
-    multiplied by the sum of its inputs. The rows of the weights are `step * ALIGN` bytes apart.
+    If EXPERTS is true, ROWS is 1, and row m is multiplied by the weights of expert `experts[m]`. The minimum of a group
+    is multiplied by the sum of its inputs. The rows of the weights are `step * ALIGN` bytes apart.
     """
     # Use a single grid axis, because a second axis could not hold all outputs of a large vocabulary.
     blocks = (rows + ROWS - 1) // ROWS

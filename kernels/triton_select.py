@@ -141,9 +141,10 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """Return the first KNOWN bytes of the *bound*, which is the rank-th largest order of list p (see the module).
+    """Return the first KNOWN bytes of the *bound*, which is the rank-th largest order of list p.
 
-    Also return the rank of the bound among the orders that begin with these bytes.
+    Also return the rank of the bound among the orders that begin with these bytes. For orders, see the module
+    docstring.
     """
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):
@@ -189,7 +190,7 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i) counts the tokens in block i of list p whose orders are above the bound, and equal to the bound.
+    """In block i of list p, program (p, i) counts the orders above the bound and the orders equal to the bound.
 
     For the bound, see `_bound`. The first program of a list also stores the number of selected tokens in the list.
     """

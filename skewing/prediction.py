@@ -1,4 +1,4 @@
-"""Correct predicted attention inputs by a linear function per channel, fitted in calibration.
+"""Correct predicted attention inputs with a linear function per channel, which calibration fits.
 
 InfiniGen predicts the query of layer l from the hidden states of layer l-1, because the inputs of adjacent layers are
 similar (§4.3, Table 1). The prediction is wrong after an MLP that adds nearly the same large vector to every token
@@ -31,7 +31,7 @@ def source_index(source: Source | int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Linear correction of predicted attention inputs, from which predicted queries are computed.
+    """Linear correction for predicted attention inputs, from which predicted queries are computed.
 
     `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The input g `[..., D]` of layer l,
     predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Layers without predictions, such as layer
