@@ -65,7 +65,7 @@ def attend_and_merge(
     *,
     causal: bool,
 ) -> None:
-    """Attend to further keys, and merge the result into `out` and `lse` in place.
+    """Attend to additional keys, and merge the result into `out` and `lse` in place.
 
     Args:
         q: Queries `[H, m, d]`.

@@ -47,8 +47,8 @@ class Scores:
 def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, indices: torch.Tensor) -> None:
     """Write the newest K and V `[P, d]` to index `indices[b]` of each sequence's resident KV. P = B * Hkv.
 
-    The resident KV of a sequence is `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. If it is only `[Hkv,
-    capacity, d]`, V is not stored, and only K is written. `indices` is int64 `[B]`. Sequences with a negative index are
+    The resident KV of a sequence is `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. If V is not stored,
+    it is `[Hkv, capacity, d]`, and only K is written. `indices` is int64 `[B]`. Sequences with a negative index are
     skipped.
     """
     stored = (k, v)[: resident.lists // len(k)]
@@ -108,7 +108,7 @@ def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
-    """Add the newest token's entry `[P, w]` of each list to row `slots[p] // page` of that list.
+    """Merge the newest token's entry `[P, w]` of each list into row `slots[p] // page` of that list.
 
     A row contains the element-wise minimum of the entries of `page` adjacent tokens. `slots` is int64 `[P]`. Lists with
     a negative slot are skipped.

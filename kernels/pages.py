@@ -1,4 +1,4 @@
-"""Pages of low-bit KV. A page is a tensor with the low-bit KV of a fixed number of tokens of one sequence.
+"""Pages of low-bit KV. A page is a tensor that stores this KV for a fixed number of tokens of one sequence.
 
 A page stores all layers that have low-bit KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of
 `low_bit.Layout`. Sequences can share pages. Kernels receive the addresses of the pages.
@@ -42,7 +42,7 @@ class Pages:
 
     @property
     def table(self) -> torch.Tensor:
-        """Addresses of the pages on their device, int64 `[pages]`, shared by all layers of a sequence."""
+        """Device tensor with the addresses of the pages, int64 `[pages]`. All layers of a sequence share it."""
         return (self.origin or self)._table
 
     @cached_property

@@ -1,8 +1,8 @@
 """Gather and write rows of the KV pool, in torch: the reference implementation of `triton_gather`.
 
-A row is the key or value of one token in one layer and KV head. Its id is its index in the pool `[R, w]`. Some blocks
-have copies in device memory (`DeviceRows`). Row i of the copies has the id R + i, so a gather finds every row without a
-look-up.
+A row is the key or value of one token in one KV head of one layer. Its id is its index in the pool `[R, w]`. Some
+blocks have copies in device memory (`DeviceRows`). Row i of the copies has the id R + i, so a gather finds every row
+without a look-up.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gather_tokens(
     Args:
         rows: The KV pool.
         tokens: Token indices, int64 `[P, n]`.
-        counts: Number of tokens of each list to copy, or None for all. Other entries of `out` stay unchanged.
+        counts: Number of tokens to copy from each list, or None for all. Other entries of `out` stay unchanged.
         bases: Id of the first row of each block, int64 `[B, blocks]`.
         planes: Offset of K and V of each KV head within a block, int64 `[2, Hkv]` or `[1, Hkv]`.
         out: Result.

@@ -1,4 +1,4 @@
-"""Attention over gathered KV, RMSNorm and RoPE in torch: the reference implementations of all faster kernels.
+"""Attention over gathered KV, RMSNorm and RoPE in torch: the reference implementations of the faster kernels.
 
 Scores, softmax and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). The softmax weights
 are multiplied by the values in the dtype of the values.

@@ -1,4 +1,4 @@
-"""Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of all faster kernels.
+"""Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of the faster kernels.
 
 If scores are equal, the token with the lower index is selected first. On a CPU, `best_scores.c` selects the same tokens
 without sorting. Scores are float32 (float64 for float64 models) and finite or -inf.
@@ -181,7 +181,7 @@ def token_count(passing: int, heads: int, limit: int) -> int:
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
     """Reduce scores `[Hkv, G, n]` to `[Hkv, n]`: the maximum of the log-softmax over the query heads of each group.
 
-    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If G = 1, it is None, and the scores stay
+    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If G = 1, `lse` is None, and the scores stay
     unchanged.
     """
     # log-softmax gives the same order as softmax, and does not underflow.
@@ -211,7 +211,7 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
         scores: Scores `[Hkv, G, N]` of N candidates.
         alpha: A token passes a query head if its score is within `alpha` of the largest score of that head. Only tokens
             that pass at least one head are selected.
-        limit: Largest number of tokens to select per KV head.
+        limit: Maximum number of tokens to select per KV head.
 
     Returns:
         Candidate indices int64 `[Hkv, n]`, without duplicates within a head. On a CPU, they are ascending. On other

@@ -1,8 +1,8 @@
 """Append the newest token to the resident KV and the scoring keys on the device, in Triton.
 
-Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, r elements of the result.
-Sums over d are computed in float32 and in a different order than in torch, so a value halfway between two codes may get
-either code.
+Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, and r elements of the
+result. Sums over d are computed in float32 and in a different order than in torch, so a value halfway between two codes
+may get either code.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _attend(
 def peak_and_sum(
     lses: tl.tensor, r: tl.tensor, parts: tl.tensor, rows: tl.tensor, peak: tl.tensor, LISTED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the maximum m of `peak` and the lses of all parts in row r, and the sum of exp(lse - m) over the parts.
+    """Return m, the maximum of `peak` and the lses of all parts in row r, and the sum of exp(lse - m) over the parts.
 
     LISTED parts are read at a time. This number is a constant, so that longer contexts do not cause a recompilation.
     """
@@ -192,7 +192,7 @@ def _merge(
 
 
 def sizes(d: int, itemsize: int, queries: int, *, same: bool) -> dict[str, int]:
-    """Return the sizes of the tiles of `attend_rows` for `queries` queries per KV head.
+    """Return the tile sizes of `attend_rows` for `queries` queries per KV head.
 
     BLOCK is the number of rows per loop iteration, at least 16 for matrix products. num_stages is the number of
     iterations in flight. Fewer iterations are in flight if 16 rows exceed `_STEP_BYTES`.

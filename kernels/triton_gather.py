@@ -5,7 +5,7 @@ is transferred once and written to device memory once. Its index adds 8 bytes of
 words, so one kernel handles any format and width.
 
 A gather has just enough programs to saturate the PCIe bus, so that other multiprocessors stay free for computation.
-Rows that have copies in device memory (`DeviceRows`) are read there.
+Rows that have copies in device memory (`DeviceRows`) are read from these copies.
 """
 
 from __future__ import annotations

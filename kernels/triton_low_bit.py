@@ -1,7 +1,7 @@
-"""Attend to low-bit KV and merge the result with exact attention, for a batch, in Triton.
+"""Attend to the low-bit KV of a batch in Triton, and merge the result with exact attention.
 
-Memory traffic per token and KV head: the packed key, the packed value and their quantisation steps, d * (4 + bits) / 8
-+ 2 bytes, are read once for all G query heads of the group. One more byte marks excluded tokens.
+Memory traffic per token and KV head: d * (4 + bits) / 8 + 2 bytes for the packed key, the packed value and their
+quantisation steps, and one byte that marks excluded tokens. The KV is read once for all G query heads of the group.
 
 The softmax weights are multiplied by the quantisation steps of the values and then by the codes. In between, they are
 rounded to bfloat16, except under Triton's interpreter. The scores of the selection are not reused, because the

@@ -28,7 +28,7 @@ _TILE, _STORED = 1 << 13, 1 << 15
 
 @triton.jit
 def decoded_steps(codes: tl.tensor) -> tl.tensor:
-    """Convert the codes of quantisation steps to float32 like `low_bit.decode_steps`."""
+    """Convert the codes of quantisation steps to float32, as `low_bit.decode_steps` does."""
     return ((codes.to(tl.int32) + _SMALLEST) << 20).to(tl.float32, bitcast=True)
 
 
@@ -72,7 +72,7 @@ def _steps(largest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _code(x: tl.tensor, step: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Quantise x with `step` to a code like `low_bit.quantise_rows`."""
+    """Quantise x to codes with the quantisation step `step`, as `low_bit.quantise_rows` does."""
     code = tl.floor(tl.div_rn(x, step + tl.zeros_like(x))) + (1 << (BITS - 1))
     return tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
 
@@ -83,7 +83,7 @@ def _store_row(
     CENTRED: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply x `[d]` by basis, subtract mean if CENTRED, quantise, and store the packed codes and the step.
+    """Multiply x `[d]` by basis, subtract mean if CENTRED is true, quantise, and store the packed codes and the step.
 
     The WIDTH packed bytes are stored from `address` on, `stride` bytes apart. The code of the step is stored at
     `step_address`.

@@ -41,7 +41,7 @@ _ROWS_OF_ACC = tl.constexpr(_ROWS)
 
 @triton.constexpr_function
 def _spread(bits: int, half: int) -> str:
-    """Return assembly code that puts the codes of a half in four bytes into the mantissas of four floats 1.0.
+    """Return assembly code that turns four bytes into four floats: 1.0 with the code of half `half` in the mantissa.
 
     The code that Triton generates for bytes takes twice as many instructions.
     """
@@ -54,7 +54,7 @@ def _spread(bits: int, half: int) -> str:
 
 @triton.jit
 def _words(address: tl.tensor, mask: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    """Load 16-bit words from byte addresses, which are even if EVEN. Masked words are 0."""
+    """Load 16-bit words from byte addresses. If EVEN is true, all addresses are even. Masked words are 0."""
     if EVEN:
         return tl.load(address.to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
     low, high = tl.load(address, mask=mask, other=0), tl.load(address + 1, mask=mask, other=0)
@@ -68,7 +68,7 @@ def _numbers(
 ) -> tl.tensor:  # fmt: skip
     """Load the scales or minima of groups in float32; 0 for masked groups.
 
-    `start` is their offset in a row. `factors` is the offset of the factors by which they are multiplied.
+    `start` is the offset of the scales or minima in a row, and `factors` is the offset of their factors.
     """
     if FACTORS:
         integers = tl.load((row + start + group).to(tl.pointer_type(tl.int8)), mask=mask, other=0).to(tl.float32)

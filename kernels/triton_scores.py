@@ -66,7 +66,7 @@ def _list_address(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the address of list p (a KV head of a sequence) and the distance between its rows, in elements.
 
-    KEYS is the type of the elements. The address is a multiple of BYTES bytes, and the distance is a multiple of ALIGN
+    KEYS is the element type. The address is a multiple of BYTES bytes, and the distance is a multiple of ALIGN
     elements.
     """
     fields = table + p // heads * _FIELDS
@@ -134,7 +134,7 @@ def _weighted(
     q: tl.tensor, factors: tl.tensor, start: tl.tensor, mask: tl.tensor,
     d: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load columns [FIRST, FIRST + WIDTH) of queries, multiplied by `factors` `[d]`, as `[n, WIDTH]`."""
+    """Load columns [FIRST, FIRST + WIDTH) of queries and multiply them by `factors` `[d]`. Return `[n, WIDTH]`."""
     column = FIRST + tl.arange(0, WIDTH)
     query = load_columns(q, start, mask, d, FIRST, WIDTH)
     return query * tl.load(factors + column, mask=column < d, other=0.0)[None, :]

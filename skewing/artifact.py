@@ -82,7 +82,7 @@ class SkewArtifact:
         """Write the artifact to `path` atomically. Missing folders are created.
 
         Raises:
-            OSError: The file cannot be written. An existing file is unchanged.
+            OSError: The file cannot be written. An existing file stays unchanged.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class SkewArtifact:
 
     @classmethod
     def load(cls, path: Path | str, fingerprint: str | None) -> SkewArtifact:
-        """Load an artifact to the CPU.
+        """Load an artifact into CPU memory.
 
         Args:
             path: The safetensors file.

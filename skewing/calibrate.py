@@ -279,7 +279,7 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
 def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress | None = None) -> SkewArtifact:
     """Return the model's artifact for the calibration text in the package, from the user's cache folder.
 
-    If it is missing or damaged, calibrate and store the artifact.
+    If it is missing or damaged, the model is calibrated and the artifact is stored.
     """
     path = cache_path(loaded, method)
     if path.exists():

@@ -48,7 +48,7 @@ class Correction:
 
 
 class CorrectionSums:
-    """Accumulates sums over tokens from which a `Correction` is fitted, for each source, layer and channel."""
+    """Accumulates, for each source, layer and channel, the sums over tokens to which a `Correction` is fitted."""
 
     def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
         # Sums of g, t, g^2 and g t, and the number of tokens.
@@ -56,7 +56,7 @@ class CorrectionSums:
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
 
     def add(self, layer: int, predictions: Mapping[Source | int, torch.Tensor], true_input: torch.Tensor) -> None:
-        """Add predicted inputs of a layer `[m, D]`, by source, and its true inputs `[m, D]`."""
+        """Add a layer's predicted inputs (by source) and true inputs, `[m, D]` each."""
         t = true_input.double()
         for source, predicted in predictions.items():
             g = predicted.double()

@@ -29,7 +29,7 @@ _FORMAT: Final = "offload-rt policy"
 class TunedPolicy:
     policy: str  # value for `LLM(policy=...)`
     options: Mapping[str, Any]
-    fingerprint: str  # of the model
+    fingerprint: str  # fingerprint of the model
     # Record of the tuning run, for information: limit on the missed attention mass, objective, calibration text, and
     # results of the chosen options.
     measured: Mapping[str, Any] = field(default_factory=dict)
