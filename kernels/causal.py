@@ -1,4 +1,4 @@
-"""Exact causal attention of the newest m queries over all n keys so far, for prefill chunks and calibration."""
+"""Exact causal attention of the newest m queries over all n keys so far. Used for prefill chunks and in calibration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from . import causal_cpu
 from .reference import capped, merge_lse, scaled_scores
 
 KEYS_AT_ONCE = 1024
-"""Number of keys that are processed at a time with soft caps or sinks."""
+"""Number of keys that are processed at a time if soft caps or sinks are used."""
 
 FEW_QUERIES = 128
-"""Maximum number of queries per KV head (tokens times query heads of its group) that one call computes together."""
+"""Maximum number of queries per KV head (tokens times query heads per group) that are computed in one call."""
 
 
 def attend_causal(
@@ -24,15 +24,16 @@ def attend_causal(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention `[H, m, d]` of the last m of n tokens.
+    """Return the attention output `[H, m, d]` for the last m of n tokens.
 
     Args:
         q: Queries `[H, m, d]`. Query i attends to keys up to n - m + i, but only to the last `window` of them.
         k, v: Keys and values of all n tokens, `[Hkv, n, d]`.
-        scale: Factor of the scores q·k.
+        scale: Factor by which the scores q·k are multiplied.
         window: Length of the sliding window in tokens, or None for full attention.
-        softcap: Soft cap c: scores s become c tanh(s / c). None disables it.
-        sinks: Learned attention sinks `[H]`: one more score per head in the softmax denominator, without a value.
+        softcap: Soft cap c, which maps each score s to c tanh(s / c). None disables it.
+        sinks: Learned attention sinks `[H]`. Each sink adds one score to the softmax denominator of its head, but has
+            no value vector.
     """
     heads, m, d = q.shape
     if (library := causal_cpu.library_for(q)) is not None:
@@ -51,7 +52,7 @@ def attend_causal(
 
 
 def _attend_few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend with few queries q `[Hkv, G, m, d]`. K and V are read once for all G query heads of a group."""
+    """Attend with few queries q `[Hkv, G, m, d]`. K and V are read only once for all G query heads of a group."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
     stacked, past = q.flatten(1, 2)[None], k.shape[1] - (m if m > 1 else 0)
@@ -88,7 +89,7 @@ def _attend_with_bias(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
     """Attend with torch's `causal_lower_right` bias, which CUDA flash kernels apply without allocating a mask."""
-    # Imported late, because this takes longer than the import of torch, and CPUs and `info` do not need it.
+    # Imported late: this takes longer than importing torch itself, and neither CPUs nor `info` need it.
     from torch.nn.attention.bias import causal_lower_right
 
     mask: torch.Tensor = causal_lower_right(q.shape[2], k.shape[2])
@@ -96,7 +97,7 @@ def _attend_with_bias(
 
 
 def _attend_in_two_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
-    """Attend causally to the m new tokens, and without a mask to all earlier tokens. Merge both results."""
+    """Attend to the m new tokens causally and to all earlier tokens without a mask, then merge both results."""
     # The public function does not return the log-sum-exp, so call the underlying operator.
     # torch would expand the causal bias object to a float mask `[m, n]`, which is slower.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -119,7 +120,7 @@ def _online_softmax(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend to keys block by block, with soft caps and sinks, which torch's attention does not support."""
+    """Attend to keys block by block. Unlike torch's attention, this supports soft caps and sinks."""
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.reshape(kv_heads, -1, d)

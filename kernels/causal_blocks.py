@@ -1,4 +1,4 @@
-"""Causal attention of many queries whose keys are read block by block from a disk.
+"""Causal attention for many queries, with keys that are read from disk block by block.
 
 All queries attend to a block before the next block is read, so the KV cache need not fit in memory.
 """
@@ -17,10 +17,10 @@ _BLOCK = 1024
 
 
 class BlockedAttention:
-    """Attention of queries q `[H, m, d]`, accumulated over blocks of keys in float32 (float64 for float64 inputs).
+    """Accumulates the attention of queries q `[H, m, d]` over blocks of keys, in float32 (float64 for float64 inputs).
 
-    Call `add`, in any order, for blocks of tokens before the queries. Then call `add_causal` once with the last keys,
-    which include the keys of the m query tokens.
+    Call `add` for each block of tokens that precedes the queries, in any order. Then call `add_causal` once with the
+    remaining keys, which include those of the m query tokens.
     """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Exact causal attention on a CPU by `causal.c`, which is faster than torch's kernels."""
+"""Exact causal attention on the CPU, computed by `causal.c`, which is faster than torch's kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import native, team
 KEYS = 64  # tokens per packed block of keys and values
 
 MIN_THREADED_WORK = 1 << 22
-"""Calls with fewer multiplications use one thread."""
+"""Calls that need fewer multiplications use one thread."""
 
 
 class _Call(ctypes.Structure):
@@ -27,7 +27,7 @@ class _Call(ctypes.Structure):
 
 
 def library_for(q: torch.Tensor) -> ctypes.CDLL | None:
-    """Return `causal.c`, compiled for queries q `[..., d]`, or None if torch must be used."""
+    """Return the library compiled from `causal.c` for queries q `[..., d]`, or None if torch must be used."""
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
     if q.dtype == torch.bfloat16 and native.has_amx():
@@ -65,13 +65,13 @@ def attend_and_merge(
     *,
     causal: bool,
 ) -> None:
-    """Attend to further keys, and merge the result into `out` and `lse` in place.
+    """Attend to additional keys, and merge the result into `out` and `lse` in place.
 
     Args:
         q: Queries `[H, m, d]`.
         k, v: Keys and values `[Hkv, n, d]`, n >= 1.
-        out: Attention output of earlier calls, float32 `[H, m, d]`. Initially 0.
-        lse: Log-sum-exp of the scores of earlier calls, contiguous float32 `[H, m]`. Initially -inf.
+        out: Attention output accumulated by earlier calls, float32 `[H, m, d]`. Initially 0.
+        lse: Log-sum-exp of the scores from earlier calls, contiguous float32 `[H, m]`. Initially -inf.
         causal: Whether the last m keys belong to the query tokens. If so, a causal mask is used.
     """
     last_visible = k.shape[1] - (q.shape[1] if causal else 1)
@@ -94,8 +94,8 @@ def _attend(
 ) -> None:
     """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`. Write the result to out `[H, m, d]` and lse `[H, m]`.
 
-    Query i attends to keys up to `last_visible` + i (default: n - m + i). With `accumulate`, merge the result into out
-    and lse.
+    Query i attends to keys up to `last_visible` + i (default: n - m + i). If `accumulate` is true, the result is merged
+    into out and lse.
     """
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
     last_visible = n - m if last_visible is None else last_visible

@@ -1,4 +1,4 @@
-"""Exact decode attention of one sequence whose KV is in several parts, in C on CPUs, in Triton, or in torch."""
+"""Exact decode attention for one sequence whose KV is in several parts. Uses C (on CPUs), Triton or torch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .reference import attention_weights, merge_lse
 MIN_TOKENS, MAX_PARTS = 1024, 16
 """Minimum number of tokens in a part, and maximum number of parts per KV head. A thread computes one part.
 
-A part takes at least 10 us. The division does not depend on the number of threads, so neither does the rounding of
-results.
+A part takes at least 10 us. The division into parts does not depend on the number of threads, so the rounding of the
+results does not either.
 """
 
 MIN_THREADED_WORK = 1 << 20
-"""Calls with fewer multiplications use one thread."""
+"""Calls that need fewer multiplications use one thread."""
 
 
 def attend(
     q: torch.Tensor, parts: list[KVPart], scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return exact attention of one token over all KV entries of several parts.
+    """Compute the exact attention of one token over the KV entries of all parts.
 
     Args:
         q: Query `[H, d]`.
@@ -93,7 +93,7 @@ def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | 
 def group_weights(
     q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch.Tensor, softcap: float | None = None
 ) -> torch.Tensor:
-    """Return softmax weights `[Hkv, n]` of all n tokens in `parts`, summed over the query heads of each KV head.
+    """Return the softmax weights `[Hkv, n]` of all n tokens in `parts`, summed over the query heads of each KV head.
 
     q is `[H, d]`. lse `[H]` is the result of `attend` for the same parts.
     """
@@ -107,9 +107,10 @@ def group_weights(
 
 
 class PagedPart(KVPart):
-    """KV entries of one sequence in one layer, which C code reads in place in the blocks of the host pool.
+    """KV entries of one sequence in one layer. C code reads them in place from the blocks of the host pool.
 
-    The order of the entries is sinks, recent tokens, selected tokens. Each access to `k` or `v` copies all entries.
+    The entries are ordered: first the sinks, then the recent tokens, then the selected tokens. Each access to `k` or
+    `v` copies all entries.
     """
 
     # K and V of the pool as matrices `[R, d]`. A row is the key or value of one token in one KV head.
@@ -133,11 +134,12 @@ class PagedPart(KVPart):
         gather: Callable[[int, torch.Tensor], torch.Tensor],
         runs: Callable[[], list[KVPart]] | None = None,
     ) -> None:
-        """Create a part. For all other arguments, see the fields.
+        """Create a part. The other arguments are described at the fields of the same names.
 
         Args:
-            gather: `gather(i, ids)` copies K (i = 0) or V (i = 1) of the rows `ids` `[Hkv, n]`. Returns `[Hkv, n, d]`.
-            runs: Returns the entries as contiguous views, or None if `tokens` is not empty.
+            gather: `gather(0, ids)` returns a copy `[Hkv, n, d]` of the K rows `ids` `[Hkv, n]`, and `gather(1, ids)`
+                of the V rows.
+            runs: Function that returns the entries as contiguous views. Must be None if `tokens` is not empty.
         """
         # The base class is frozen. Assigning attributes one by one would call its `__setattr__` in every layer.
         vars(self).update(
@@ -152,7 +154,7 @@ class PagedPart(KVPart):
 
     @property
     def ids(self) -> torch.Tensor:
-        """Rows of all entries, int64 `[Hkv, resident + n]`."""
+        """Row indices of all entries, int64 `[Hkv, resident + n]`."""
         resident = torch.tensor([*self.resident[0], *self.resident[1]], dtype=torch.int64)
         tokens = torch.cat((resident.expand(len(self.tokens), -1), self.tokens), dim=1)
         heads = self.first + self.head_rows * torch.arange(len(tokens)).unsqueeze(1)
@@ -197,7 +199,7 @@ _ALL_TOKENS = (None, None, 0, 0, 0, 0, 0)
 
 @native.level_cache
 def library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return `decode_attention.c`, compiled for a head dimension and dtype, or None if torch must be used."""
+    """Return the library compiled from `decode_attention.c` for these arguments, or None if torch must be used."""
     if dtype not in (torch.bfloat16, torch.float32) or head_dim % 32:
         return None
     code = native.compiled("decode_attention", _Call, HEAD_DIM=head_dim, BFLOAT16=int(dtype == torch.bfloat16))
@@ -209,7 +211,7 @@ def library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
 def attend_in_c(
     code: ctypes.CDLL, q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[H, d]` to a part that is not empty. Return float32 out `[H, d]` and lse `[H]`."""
+    """Attend with q `[H, d]` to a non-empty part. Return float32 out `[H, d]` and lse `[H]`."""
     (heads, d), q = q.shape, q.contiguous()
     token_fields: tuple[int | None, ...]
     strides: tuple[int, ...]

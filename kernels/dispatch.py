@@ -1,7 +1,7 @@
 """Dispatch each operation to its Triton or its torch implementation.
 
-Triton is used for CUDA tensors. torch is used for other devices, for float64, and if Triton is not installed. For
-shapes and results, see the torch functions.
+Triton is used for CUDA tensors. torch is used for other devices, for float64, and if Triton is not installed. The torch
+functions document shapes and results.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
     """Return a function that calls the Triton version of `reference_function` for CUDA tensors.
 
-    `triton` is the module that defines the Triton version under the same name. The device is that of positional
-    argument number `on`. This argument must not be the KV pool, because its tensors are in page-locked host memory.
+    `triton` is the module that defines the Triton version under the same name. Positional argument number `on`
+    determines the device. It must not be a tensor of the KV pool, which may be in page-locked host memory.
     """
 
     @wraps(reference_function)

@@ -1,4 +1,4 @@
-"""Look up parts of embeddings, in torch: the reference implementation of `triton_embedding`."""
+"""Look up some columns of embeddings in torch: the reference implementation of `triton_embedding`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 
 def embedding_part(part: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the rows ids `[T]` of part `[V, P]`, on the device of `ids`.
+    """Return the rows `ids` `[T]` of `part` `[V, P]`, on the device of `ids`.
 
-    `part` is a slice of columns of an embedding table, which may be in host memory.
+    `part` contains some columns of an embedding table and may be in host memory.
     """
     return F.embedding(ids.to(part.device), part).to(ids.device)

@@ -6,7 +6,7 @@ import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to `device`. On CUDA, the copy is asynchronous, from page-locked memory."""
+    """Copy a host tensor to `device`. On CUDA, the copy is asynchronous and goes through page-locked memory."""
     if device.type != "cuda":
         return values.to(device)
     # The page-locked buffer may be released here: the allocator reuses it only after the copy has finished.

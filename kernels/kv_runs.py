@@ -1,8 +1,10 @@
-"""Decode attention of a batch whose sequences share KV, in torch: for CPUs, and as the reference of `triton_kv_runs`.
+"""Decode attention for a batch whose sequences share KV, in torch.
+
+It is used on CPUs, and is the reference implementation of `triton_kv_runs`.
 
 A *run* is a contiguous range of KV to which adjacent sequences of the batch attend, such as a common prefix. The KV of
-a run is read once: all its queries are multiplied in one batched product. This is the attention of ChunkAttention and
-Hydragen.
+a run is read only once, because the queries of all its sequences are multiplied in one batched product. ChunkAttention
+and Hydragen compute attention in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .reference import attend_part, merge_lse, scaled_scores
 
 @dataclass(frozen=True)
 class Run:
-    """KV that the sequences [first, stop) of a batch share."""
+    """KV that is shared by the sequences [first, stop) of a batch."""
 
     first: int  # index of the first sequence that attends to the KV
     stop: int  # index after the last sequence that attends to the KV
@@ -80,8 +82,8 @@ def _attend_padded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `_attend_private` for the S sequences `members`, with one padded score buffer and one softmax.
 
-    `queries` `[B, Hkv, G, d]` has the queries of the whole batch. `max_tokens` is the largest number of private tokens
-    of a member. Return out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
+    `queries` `[B, Hkv, G, d]` contains the queries of the whole batch. `max_tokens` is the largest number of private
+    tokens that any member has. Return out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
     """
     pieces = [(i, offset, run) for i, runs in enumerate(private) for offset, run in _with_offsets(runs)]
     shape = (len(members), *queries.shape[1:3])

@@ -1,9 +1,9 @@
-"""Operations of the decode step on a batch, in torch: the reference implementation of the Triton kernels.
+"""Batched operations of the decode step, in torch: the reference implementations of the Triton kernels.
 
 A *list* is the data of one KV head of one sequence: its keys, scores or selected tokens. There are P = B * Hkv lists,
 and the lists of a sequence are adjacent. Int32 tensors (`starts`, `stops`, `counts`) contain the valid range of each
-list, so that all shapes are static. Data that a sequence keeps between steps is in one tensor per sequence
-(`PointerTable`).
+list, so that the shapes of all tensors are static. Data that a sequence keeps between steps is stored in one tensor per
+sequence (`PointerTable`).
 
 Scores and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). An empty list has LSE -inf and
 output 0.
@@ -25,10 +25,10 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of P = B * Hkv lists of N tokens, with statistics of S blocks of tokens."""
+    """Scores of P = B * Hkv lists with N tokens each, and statistics of the S blocks of tokens in each list."""
 
     scores: torch.Tensor  # Scores `[P, G, N]`. Invalid tokens have the score -inf.
-    # Largest score of each query head in each block, `[P, G, S]`. -inf for a block without valid tokens.
+    # Largest score of each query head in each block, `[P, G, S]`. It is -inf if a block has no valid tokens.
     maxima: torch.Tensor
     sums: torch.Tensor  # sum of exp(score - maximum) of each query head in each block, `[P, G, S]`
 
@@ -43,8 +43,9 @@ class Scores:
 def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, indices: torch.Tensor) -> None:
     """Write the newest K and V `[P, d]` to index `indices[b]` of each sequence's resident KV. P = B * Hkv.
 
-    The resident KV of a sequence is `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. If it is `[Hkv,
-    capacity, d]`, only K is written. `indices` is int64 `[B]`. Sequences with a negative index are skipped.
+    The resident KV of a sequence is `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. If V is not stored,
+    it is `[Hkv, capacity, d]`, and only K is written. `indices` is int64 `[B]`. Sequences with a negative index are
+    skipped.
     """
     stored = (k, v)[: resident.lists // len(k)]
     newest = torch.cat([rows.view(len(resident.tensors), -1, rows.shape[1]) for rows in stored], dim=1)
@@ -54,10 +55,10 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, ind
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy K and V of the slots `[P, n]` (int64) of each list to out `[2, P, n, w]`. P = B * Hkv.
+    """Copy K and V from the `slots` `[P, n]` (int64) of each list to `out` `[2, P, n, w]`. P = B * Hkv.
 
-    `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Without V, it is
-    `[Hkv, capacity, w]`, and `out` is `[1, P, n, w]`. Negative slots are skipped.
+    `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. If V is not
+    stored, each tensor is `[Hkv, capacity, w]`, and `out` is `[1, P, n, w]`. Negative slots are skipped.
     """
     for p, (kv, list_slots) in enumerate(_by_head(table, slots)):
         valid = list_slots >= 0
@@ -65,7 +66,7 @@ def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) ->
 
 
 def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `rows` `[2, P, n, w]` to the slots `[P, n]` of each list: the inverse of `gather_slots`."""
+    """Copy `rows` `[2, P, n, w]` to the `slots` `[P, n]` of each list: the inverse of `gather_slots`."""
     for p, (kv, list_slots) in enumerate(_by_head(table, slots)):
         valid = list_slots >= 0
         kv[:, list_slots[valid]] = rows[:, p, valid]
@@ -85,8 +86,8 @@ def _by_head(table: PointerTable, slots: torch.Tensor) -> Iterator[tuple[torch.T
 def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
     """Copy the first `rows` rows of each list into one tensor `[X * B, rows, w]`.
 
-    `table` has one tensor `[X, n_b, w]` with X lists for each sequence b. A row covers `page` tokens. Rows after the
-    first `counts[b]` tokens become 0.
+    For each sequence b, `table` has one tensor `[X, n_b, w]` that contains X lists. A row covers `page` tokens. Rows
+    after the first `counts[b]` tokens become 0.
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
@@ -103,7 +104,7 @@ def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
-    """Store the entry `[P, w]` of the newest token of each list in row `slots[p] // page` of the list.
+    """Merge the newest token's entry `[P, w]` of each list into row `slots[p] // page` of that list.
 
     A row contains the element-wise minimum of the entries of `page` adjacent tokens. `slots` is int64 `[P]`. Lists with
     a negative slot are skipped.
@@ -121,12 +122,12 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Score skewed and scaled queries `[P, G, r]` with partial keys (the most important columns of skewed keys).
+    """Score partial keys (the most important columns of skewed keys) with skewed and scaled queries q `[P, G, r]`.
 
     Args:
         keys: Partial keys `[Hkv, r, N_b]` of each sequence b, of any dtype.
         starts, stops: Valid tokens [start, stop) of each list, int32 `[P]`.
-        tokens: Length N of the result, at least the length of the longest list.
+        tokens: Length N of the result. Must be at least the length of the longest list.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for sequence_keys, query, target in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
@@ -145,11 +146,11 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Score skewed and scaled queries q `[P, G, d]` with quantised keys. P = B * Hkv.
+    """Score quantised keys with skewed and scaled queries q `[P, G, d]`. P = B * Hkv.
 
     Args:
-        packed: Keys of each sequence b, int8 `[Hkv, m_b, w]` with w >= d. Each byte has the codes of 8 / bits tokens
-            (`selection.pack`).
+        packed: Keys of each sequence b, int8 `[Hkv, m_b, w]` with w >= d. Each byte contains the codes of 8 / bits
+            tokens (`selection.pack`).
         mean, step: Quantisation levels `[Hkv, d]` (`selection.quantise`).
         bits: Number of bits per code.
         starts, stops, tokens: See `partial_scores`.
@@ -162,7 +163,7 @@ def quantised_scores(
 
 
 def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Set the scores of pages without a token in [start, stop) to -inf, and compute the maximum and sum of each block.
+    """Set the scores of pages that have no token in [start, stop) to -inf, and compute the statistics of each block.
 
     `scores` `[P, G, N]` has one score per page of `page` tokens.
     """
@@ -188,7 +189,7 @@ def select_tokens(
         scored: Scores of all lists.
         starts, stops: Valid tokens of each list, the same for all lists of a sequence.
         alpha: See `selection.select_tokens`.
-        limits: Maximum number of tokens of each sequence (`selection_limit`), int32 `[B]`.
+        limits: Maximum number of tokens to select per KV head of each sequence (`selection_limit`), int32 `[B]`.
         cap: Length of the lists in the result.
 
     Returns:
@@ -234,12 +235,12 @@ def attend_resident(
     """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
     Args:
-        resident: Resident KV of each sequence, `[2 * Hkv, capacity, d]`, or `[Hkv, capacity, d]` if V is K. All
-            capacities are equal.
+        resident: Resident KV of each sequence, `[2 * Hkv, capacity, d]`, or `[Hkv, capacity, d]` if the values are the
+            keys. All capacities are equal.
         starts, stops: Valid range of the resident KV of each list, int32 `[P]`.
         k, v: Fetched KV `[P, n, d]`.
         counts: Number of valid fetched entries of each list, int32 `[P]`.
-        scale: Factor of scores q·k.
+        scale: Factor by which the scores q·k are multiplied.
     """
     planes = torch.stack(resident.tensors).unflatten(1, (resident.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
     keys, values = planes[0], planes[-1]
@@ -263,7 +264,7 @@ def _attend(
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Replace -inf (the LSE of an empty list) by the lowest finite value, so that exp(-inf - lse) is 0, not NaN."""
+    """Replace -inf (the LSE of an empty list) with the lowest finite value, so that exp(-inf - lse) is 0, not NaN."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 

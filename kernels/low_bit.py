@@ -1,9 +1,9 @@
-"""Low-bit keys and values, and attention over them, in torch: the reference implementation of faster kernels.
+"""Low-bit keys and values, and attention over them, in torch: the reference implementation of the faster kernels.
 
 A vector `[d]` is multiplied by an orthogonal matrix (`mixing`), which spreads large channels over all channels. It is
 stored as d codes of `bits` bits and one 8-bit step size. Code c represents `(c - (2^bits - 1) / 2) * step`. The step is
-the largest magnitude of the vector divided by 2^(bits - 1), so no value is clipped. Errors of clipped values would not
-average out over many tokens.
+the largest magnitude of the vector divided by 2^(bits - 1), so no value is clipped. Clipping errors, unlike rounding
+errors, would not average out over many tokens.
 
 Vectors are stored in blocks of 64 tokens (`Layout`), and blocks in pages (`pages.py`).
 """
@@ -23,7 +23,7 @@ KEY_BITS = 4
 """Number of bits per element of a key. Attention output tolerates 2-bit values, but scores need 4-bit keys."""
 
 MIN_STEP_BITS = (127 - 20) << 3
-"""The smallest step size, 2^-20, as the upper eleven bits of a float32 without sign. Its code is 0."""
+"""Upper eleven bits, after the sign bit, of the float32 number 2^-20, the smallest step size. Its code is 0."""
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -32,8 +32,8 @@ MIN_STEP_BITS = (127 - 20) << 3
 def mixing(d: int) -> torch.Tensor:
     """Return an orthogonal float64 matrix `[d, d]` whose elements all have small magnitude.
 
-    It is the Kronecker product of a Hadamard matrix, whose size is the largest power of two that divides d, and a
-    discrete cosine transform.
+    It is the Kronecker product of a Hadamard matrix and a discrete cosine transform. The size of the Hadamard matrix is
+    the largest power of two that divides d.
     """
     odd = d // (d & -d)
     column = torch.arange(odd, dtype=torch.float64)
@@ -47,7 +47,7 @@ def mixing(d: int) -> torch.Tensor:
 def encode_steps(steps: torch.Tensor) -> torch.Tensor:
     """Encode positive step sizes as uint8 floats with five exponent bits and three fraction bits.
 
-    Steps are rounded up, and clamped to the range of the format, 2^-20 to 1.875 * 2^11.
+    Steps are rounded up and clamped to the range of the format, from 2^-20 to 1.875 * 2^11.
     """
     upper = (steps.float().contiguous().view(torch.int32) + ((1 << 20) - 1)) >> 20
     return (upper - MIN_STEP_BITS).clamp_(0, 255).to(torch.uint8)
@@ -62,7 +62,7 @@ def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
     Returns:
         Packed codes, uint8 `[..., w]` with w = d * bits / 8, and the codes of the steps, uint8 `[...]`. Byte i contains
-        the codes of channels i, i + w, i + 2w, and so on, the first one in the lowest bits.
+        the codes of channels i, i + w, i + 2w, and so on, starting with channel i in the lowest bits.
     """
     steps = encode_steps(x.abs().amax(-1) / (1 << (bits - 1)))
     codes = (x / decode_steps(steps).to(x.dtype).unsqueeze(-1)).floor_() + (1 << (bits - 1))
@@ -87,7 +87,7 @@ def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype:
 
 
 def packs(head_dim: int, value_bits: int) -> bool:
-    """Return whether 4-bit keys and `value_bits`-bit values take a whole number of bytes."""
+    """Return whether a 4-bit key and a `value_bits`-bit value each take a whole number of bytes."""
     return head_dim * KEY_BITS % 8 == 0 and head_dim * value_bits % 8 == 0
 
 
@@ -118,22 +118,22 @@ class Layout:
         return BLOCK * (self.key_bytes + self.value_bytes + 2)
 
     def keys(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of packed keys `[Hkv, blocks, 64, key_bytes]` and of their step codes `[Hkv, blocks, 64]`.
+        """Return views of the packed keys `[Hkv, blocks, 64, key_bytes]` and of their step codes `[Hkv, blocks, 64]`.
 
-        `rows` are blocks, uint8 `[Hkv, blocks, block_bytes]`.
+        `rows` contains the blocks, uint8 `[Hkv, blocks, block_bytes]`.
         """
         steps = BLOCK * (self.key_bytes + self.value_bytes)
         packed = rows[:, :, : BLOCK * self.key_bytes].unflatten(2, (-1, BLOCK)).transpose(2, 3)
         return packed, rows[:, :, steps : steps + BLOCK]
 
     def values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of packed values `[Hkv, blocks, 64, value_bytes]` and of their step codes, like `keys`."""
+        """Return views of the packed values `[Hkv, blocks, 64, value_bytes]` and of their step codes, like `keys`."""
         first, steps = BLOCK * self.key_bytes, BLOCK * (self.key_bytes + self.value_bytes)
         return rows[:, :, first:steps].unflatten(2, (BLOCK, -1)), rows[:, :, steps + BLOCK :]
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise keys, or values if `values` is True, and store them from slot `start` on. `rows` is `[Hkv, m, d]`."""
+    """Quantise `rows` `[Hkv, m, d]` (keys, or values if `values` is true) and store them from slot `start` on."""
     data = quantise_rows(rows, layout.value_bits if values else KEY_BITS)
     for blocks, slots, part_tokens in pages.parts(range(start, start + rows.shape[1])):
         slot_index = torch.arange(slots.start, slots.stop, device=rows.device)
@@ -145,11 +145,11 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
-    """Return scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` for the low-bit keys of n `tokens`.
+    """Return scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` for the low-bit keys of the n `tokens`.
 
-    q is scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys before
-    quantisation. The query is rounded to int8 (`selection.quantise_query`), so sums over channels are exact integers,
-    the same on every device.
+    q must already be scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys
+    before quantisation. The query is rounded to int8 (`selection.quantise_query`), so the sums over channels are exact
+    integers and therefore the same on every device.
     """
     weights, scale = quantise_query(q)
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)

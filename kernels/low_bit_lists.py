@@ -1,6 +1,7 @@
-"""Operations on the low-bit KV of a batch, in torch: the reference implementation of the Triton kernels.
+"""Operations on the low-bit KV of a batch, in torch: the reference implementations of the Triton kernels.
 
-A list is one KV head of one sequence (see `lists.py`). The low-bit KV of a sequence is in its pages (`pages.py`).
+A list is one KV head of one sequence (see `lists.py`). The low-bit KV of a sequence is stored in its pages
+(`pages.py`).
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Score queries q `[P, G, d]` with the low-bit keys [start, stop) of each list. Other tokens get the score -inf.
+    """Score the low-bit keys [start, stop) of each list with q `[P, G, d]`. Other tokens get the score -inf.
 
-    For q and `mean`, see `low_bit.low_bit_scores`. `tokens` is the length of the result, at least that of the longest
-    list.
+    For q and `mean`, see `low_bit.low_bit_scores`. `tokens` is the length of the result and must be at least the length
+    of the longest list.
     """
     result = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = table.heads
@@ -82,10 +83,10 @@ def merge_approximate(
     Args:
         q, mean, layout, table, tokens: See `scores`.
         mixing: Matrix `[d, d]` by which values were multiplied before quantisation.
-        starts, stops: Range of tokens [start, stop) of each list, including `chosen`.
+        starts, stops: Range of tokens [start, stop) of each list, including the tokens in `chosen`.
         chosen: Tokens that exact attention covers, ascending, int64 `[P, n]`.
         counts: Number of valid tokens in each list of `chosen`, int32 `[P]`.
-        out, lse: Result of exact attention, not changed.
+        out, lse: Result of the exact attention. Both stay unchanged.
     """
     index = torch.arange(chosen.shape[1], device=q.device)
     excluded = chosen.masked_fill(index >= counts.unsqueeze(1), -1)

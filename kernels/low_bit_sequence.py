@@ -1,7 +1,7 @@
-"""Store, score and select low-bit KV of one sequence, and attend to it.
+"""Store, score, select and attend to the low-bit KV of one sequence.
 
-`low_bit.py` defines the results. On a CPU, `low_bit.c` computes in float32. On other devices, the sequence is a batch
-of one (`low_bit_lists`).
+`low_bit.py` is the reference implementation. On a CPU, `low_bit.c` computes the results in float32. On other devices,
+the sequence is treated as a batch of one (`low_bit_lists`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_QUERIES = 32
 """Maximum number of queries per KV head that `low_bit.c` supports."""
 
 MIN_BLOCKS, MAX_PARTS = 16, 16
-"""Minimum number of blocks in a part of a KV head, and maximum number of parts per head.
+"""Minimum number of blocks in a part, and maximum number of parts per KV head.
 
-The split does not depend on the number of threads, so neither does the rounding of results.
+The split does not depend on the number of threads, so the rounding of the results does not either.
 """
 
 
@@ -53,7 +53,7 @@ class _StoreCall(ctypes.Structure):
 
 @native.level_cache
 def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
-    """Return `low_bit.c`, compiled for these sizes, or None if torch must be used."""
+    """Return the library compiled from `low_bit.c` for these sizes, or None if torch must be used."""
     if head_dim % 32:
         return None
     constants = {"HEAD_DIM": head_dim, "VALUE_BITS": value_bits, "PAGE_BLOCKS": PAGE_BLOCKS}
@@ -92,7 +92,7 @@ def low_bit_query(
 
 @dataclass(frozen=True, eq=False)
 class LowBitQuery:
-    """The queries of one token, for scoring and attention over the low-bit KV of its sequence, in Triton or torch."""
+    """The queries of one token, which score the low-bit KV of its sequence and attend to it, in Triton or torch."""
 
     q: torch.Tensor  # queries `[Hkv, G, d]`, scaled and transformed to the basis of the keys
     mean: torch.Tensor  # mean that was subtracted from the keys, `[Hkv, d]`
@@ -142,19 +142,19 @@ class LowBitQuery:
 
 @dataclass(frozen=True, eq=False)
 class NativeQuery:
-    """`LowBitQuery` in C. The scores are computed when the object is created.
+    """C implementation of `LowBitQuery`. The scores are computed when the object is created.
 
-    Scores are equal on all processors with fused multiply-add, because products of codes are exact integers. Softmax
-    weights are rounded to 16 bits. Their error is at most 2^-16 of the largest weight among 64 tokens.
+    All processors with fused multiply-add compute the same scores, because the products of codes are exact integers.
+    Softmax weights are rounded to 16 bits. Their error is at most 2^-16 of the largest weight among 64 tokens.
     """
 
     code: ctypes.CDLL
     call: _Call  # arguments of the C functions, with the addresses of all tensors of this object
     scores: torch.Tensor  # scores `[Hkv, G, n]` of the n tokens
-    # `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query over all tokens, then both for each part
-    # of the tokens.
+    # `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query over all tokens, followed by both numbers
+    # for each part of the tokens.
     statistics: torch.Tensor
-    # Queries `[Hkv, G, d]`, mean of the keys, and pages, which must stay alive because `call` has their addresses.
+    # Queries `[Hkv, G, d]`, mean of the keys, and pages. `call` contains their addresses, so they must stay alive.
     inputs: tuple[torch.Tensor, torch.Tensor, Pages]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:

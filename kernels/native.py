@@ -17,7 +17,7 @@ MIN_SCORES_PER_THREAD = 1 << 16
 """Smallest number of scores per thread: 20 to 60 us of work, many times the cost of waking a thread."""
 
 SCRATCH = RecycledMemory()
-"""Memory for intermediate values of all tokens of a context. All layers of the process reuse it."""
+"""Memory for intermediate values that cover all tokens of a context. All layers in the process reuse it."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,20 +26,20 @@ _caches: list[Callable[[], None]] = []
 
 
 def level_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator that caches results that depend on the instruction sets of C code. `unload` clears the cache."""
+    """Decorator that caches results that depend on the instruction sets of the C code. `unload` clears the cache."""
     cached = functools.cache(function)
     _caches.append(cached.cache_clear)
     return cast("Callable[P, T]", cached)
 
 
 def unload() -> None:
-    """Forget the loaded code. The next call loads it for the current instruction sets."""
+    """Forget the loaded code, so that the next call loads it for the current instruction sets."""
     for clear in _caches:
         clear()
 
 
 def has_amx() -> bool:
-    """Return whether torch multiplies bfloat16 matrices with AMX, and is thus faster than C code of this package."""
+    """Return whether torch multiplies bfloat16 matrices with AMX. It is then faster than the C code of this package."""
     return processor_level() == "avx512_bf16" and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 

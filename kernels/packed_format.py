@@ -1,4 +1,4 @@
-"""Layout of packed (quantised) weights, with a scale and optionally a minimum per group of inputs."""
+"""Layout of packed (quantised) weights, which have a scale and optionally a minimum for each group of inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 GROUPS = (32, 64, 128)
-"""Possible group sizes, in inputs, of 4-bit, 5-bit and 8-bit codes. 6-bit codes have groups of 16, as in GGUF's Q6_K.
+"""Possible numbers of inputs per group with 4-bit, 5-bit and 8-bit codes. 6-bit codes have groups of 16 inputs, as in
+GGUF's Q6_K.
 """
 
 BLOCK = 256
@@ -18,11 +19,11 @@ BLOCK = 256
 class PackedFormat:
     """Layout of one packed weight matrix, uint8 `[out, row_bytes]`. C code, Triton and torch read it in place.
 
-    A weight is `(code * scale + minimum) * 2^exponent`. Each row has the parts [lower bits of codes][higher
-    bits][scales][minima or zeros][factors of scales][factors of minima]. The properties `*_start` are their offsets in
-    bytes. A missing part has the offset of the next part.
+    A weight is `(code * scale + minimum) * 2^exponent`. Each row consists of the parts [lower bits of codes][higher
+    bits][scales][minima or zeros][factors of scales][factors of minima]. The properties `*_start` are the offsets of
+    the parts in bytes. A missing part has the same offset as the next part.
 
-    Scales and minima are float16. In formats with factors, they are int8, and each `BLOCK` inputs share a float16
+    Scales and minima are float16. In formats with factors, they are int8, and every `BLOCK` inputs share one float16
     factor. `packed_products.c` shows the order of the codes.
     """
 
@@ -31,7 +32,7 @@ class PackedFormat:
     group: int  # number of adjacent inputs that share a scale
     # Whether each group has a minimum. If not, the minimum is `-zero * scale`. The *zero* is the code of the weight 0.
     has_minima: bool = False
-    offset: int = 0  # zero of all groups, if there are neither minima nor zeros in the rows
+    offset: int = 0  # zero of all groups, if the rows store neither minima nor zeros
     has_zeros: bool = False  # whether each group has its own zero, a uint8
     has_factors: bool = False  # whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K
     exponent: int = 0  # exponent that shifts scales into the range of float16
@@ -78,9 +79,9 @@ class PackedFormat:
         """Pack the parts of a weight into rows, uint8 `[out, row_bytes]`.
 
         Args:
-            codes: Codes, uint8 `[out, ins]`.
-            parts: Scales, minima or zeros, and factors, in the order of a row. Floating-point numbers are rounded to
-                float16.
+            codes: Codes of the weights, uint8 `[out, ins]`.
+            parts: Scales, minima or zeros, and factors, in the order in which a row stores them. Floating-point numbers
+                are rounded to float16.
         """
         stored = (part.half() if part.is_floating_point() else part for part in parts)
         rows = torch.cat([*self._split(codes), *(part.contiguous().view(torch.uint8) for part in stored)], dim=1)
@@ -88,7 +89,7 @@ class PackedFormat:
         return rows
 
     def _split(self, codes: torch.Tensor) -> list[torch.Tensor]:
-        """Return the lower 4 bits of codes `[out, ins]`, two per byte, and the higher bits. Keep 8-bit codes."""
+        """Split codes `[out, ins]` into lower 4 bits (two codes per byte) and higher bits. Keep 8-bit codes."""
         if self.bits == 8:
             return [codes]
         pairs = codes.view(len(codes), -1, 2, 32) & 15

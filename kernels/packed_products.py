@@ -1,7 +1,7 @@
 """Linear layers with packed weights on a CPU (`packed_products.c`).
 
-C code multiplies packed weights directly for few input rows. For more rows, it unpacks the weights, and torch
-multiplies.
+For a few input rows, C code multiplies by the packed weights directly. For more rows, it unpacks the weights, and torch
+computes the product.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from . import native, team
 from .packed_format import PackedFormat
 
 MAX_ROWS = 16
-"""The C product is used for up to this number of input rows. It is then faster than unpacking and torch's product."""
+"""Maximum number of input rows for the C product, which is then faster than unpacking and torch's product."""
 
 PART_BYTES = 1 << 16
 """Number of bytes of packed weights that a thread reads at a time."""
 
 MIN_THREADED_WORK = 1 << 18
-"""Products with packed weights of fewer bytes use one thread."""
+"""Products use one thread if the packed weights have fewer bytes."""
 
 
 class _Call(ctypes.Structure):
@@ -38,7 +38,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class PackedProducts:
-    """Compiled code for one dtype of inputs and results."""
+    """Products with packed weights, compiled for one dtype of inputs and results."""
 
     library: ctypes.CDLL
 

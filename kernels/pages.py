@@ -1,7 +1,7 @@
-"""Pages of low-bit KV. A page is a tensor with the low-bit KV of a fixed number of tokens of one sequence.
+"""Pages of low-bit KV. A page is a tensor that stores this KV for a fixed number of tokens of one sequence.
 
 A page stores all layers that have low-bit KV: uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with blocks in the format of
-`low_bit.Layout`. Sequences can share pages. Kernels get the addresses of the pages.
+`low_bit.Layout`. Sequences can share pages. Kernels receive the addresses of the pages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pages:
 
     @property
     def table(self) -> torch.Tensor:
-        """Addresses of the pages on their device, int64 `[pages]`, shared by all layers of a sequence."""
+        """Device tensor with the addresses of the pages, int64 `[pages]`. All layers of a sequence share it."""
         return (self.origin or self)._table
 
     @cached_property
@@ -62,8 +62,8 @@ class Pages:
         """Split a range of tokens at page boundaries.
 
         Yields:
-            The blocks of a page `[Hkv, PAGE_BLOCKS, block_bytes]`, a slice of the page, and the same tokens as a slice
-            of `tokens`.
+            For each page, its blocks `[Hkv, PAGE_BLOCKS, block_bytes]` and two slices for the same tokens: their
+            positions in the page, and their positions in `tokens`.
         """
         token = tokens.start
         while token < tokens.stop:
@@ -76,9 +76,9 @@ class Pages:
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Addresses of the pages of B sequences in one layer, for P = B * Hkv lists (one per sequence and KV head).
+    """Page addresses of B sequences, as seen by one layer with P = B * Hkv lists (one per sequence and KV head).
 
-    Triton kernels read `table`, torch functions read `pages`. The caller must keep the two consistent.
+    Triton kernels read `table`, and torch functions read `pages`. The caller must keep the two consistent.
     """
 
     pages: tuple[Pages, ...]  # pages of each sequence, all of one layer and on one device
@@ -100,7 +100,7 @@ class PageTable:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the addresses of page tensors, int64 in host memory. They must be multiples of `ALIGNED` bytes."""
+    """Return the addresses of page tensors, int64 in host memory. The tensors must be aligned to `ALIGNED` bytes."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNED == 0 for address in addresses)
     return torch.tensor(addresses, dtype=torch.int64)

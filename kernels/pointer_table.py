@@ -1,4 +1,4 @@
-"""Addresses of tensors of a batch, one tensor per sequence, in a table on the device.
+"""Table on the device that contains the addresses of a batch's tensors, one tensor per sequence.
 
 Kernels read the table, so tensors of different sequences need not be concatenated. If a sequence joins or leaves the
 batch, or a tensor is reallocated, only the table changes, not the launch arguments.
@@ -22,8 +22,8 @@ ALIGNED = 16
 class PointerTable:
     """Addresses and strides of one tensor `[X, a, c]` per sequence. The last dimension is contiguous.
 
-    The X slices `[a, c]` of a sequence are its lists, for example one per KV head. Triton kernels read `table`, torch
-    functions read `tensors`. The caller must keep the two consistent.
+    The X slices `[a, c]` of a sequence are its lists, for example one per KV head. Triton kernels read `table`, and
+    torch functions read `tensors`. The caller must keep the two consistent.
     """
 
     tensors: tuple[torch.Tensor, ...]  # tensors with equal dtype, device and X

@@ -1,8 +1,8 @@
 """Gather and write rows of the KV pool, in torch: the reference implementation of `triton_gather`.
 
-A row is the key or value of one token in one layer and KV head. Its id is its index in the pool `[R, w]`. Some blocks
-have copies in device memory (`DeviceRows`). Row i of the copies has the id R + i, so a gather needs no look-up to find
-a row.
+A row is the key or value of one token in one KV head of one layer. Its id is its index in the pool `[R, w]`. Some
+blocks have copies in device memory (`DeviceRows`). Row i of the copies has the id R + i, so a gather finds every row
+without a look-up.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class DeviceRows:
 def gather_rows(
     rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, device: DeviceRows | None = None
 ) -> None:
-    """Copy the rows with the ids `[P, n]` (int64) to out `[P, n, w]`.
+    """Copy the rows with the given `ids` `[P, n]` (int64) to `out` `[P, n, w]`.
 
     Only the first `counts[p]` ids of each list are used. Negative ids are skipped, and their entries in `out` stay
-    unchanged. Ids from `device.first` on are copies in `device`. `rows` and `out` may be the same tensor if no row is
-    both read and written.
+    unchanged. Ids from `device.first` on refer to the copies in `device`. `rows` and `out` may be the same tensor if no
+    row is both read and written.
     """
     for p, count in enumerate(counts.tolist()):
         own = ids[p, :count]
@@ -54,21 +54,21 @@ def gather_tokens(
     device: DeviceRows | None = None,
     tally: torch.Tensor | None = None,
 ) -> None:
-    """Copy K and V of tokens from `rows` `[R, w]` to out `[2, P, n, w]`. P = B * Hkv.
+    """Copy K and V of `tokens` from `rows` `[R, w]` to `out` `[2, P, n, w]`. P = B * Hkv.
 
     The row of token t of sequence b and KV head h is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE + planes[i, h]`, with
-    i = 0 for K and 1 for V. If `planes` and `out` have length 1, only K is copied.
+    i = 0 for K and 1 for V. If the first axis of `planes` and `out` has length 1, only K is copied.
 
     Args:
         rows: The KV pool.
         tokens: Token indices, int64 `[P, n]`.
-        counts: Number of tokens of each list to copy, or None for all. Other entries of `out` stay unchanged.
+        counts: Number of tokens to copy from each list, or None for all. Other entries of `out` stay unchanged.
         bases: Id of the first row of each block, int64 `[B, blocks]`.
         planes: Offset of K and V of each KV head within a block, int64 `[2, Hkv]` or `[1, Hkv]`.
         out: Result.
-        device: Copies of blocks in device memory. They have bases from `device.first` on.
-        tally: Required with `device`, int64 `[B, 2]`. The numbers of entries that were read from the pool and from
-            copies are added.
+        device: Copies of blocks in device memory. Their bases are `device.first` or higher.
+        tally: Counters, int64 `[B, 2]`, required if `device` is given. The numbers of entries read from the pool and
+            from the copies are added to them.
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
     valid = None if counts is None else torch.arange(listed, device=tokens.device) < counts.unsqueeze(1)
@@ -103,8 +103,8 @@ def write_rows(
     `[B]`. `planes` is int64 `[2, Hkv]`, or `[1, Hkv]` to write only K. Sequences with a negative `newest[b]` are
     skipped.
 
-    With `device`, `newest` is int64 `[2 * B]`: the second half has the rows of the copies, to which K and V are written
-    too. It is negative for sequences without a copy.
+    If `device` is given, `newest` is int64 `[2 * B]`. The second half contains the rows of the copies, to which K and V
+    are also written. Negative numbers mark sequences without a copy.
     """
     batch = len(k) // planes.shape[1]
     _write(rows, k, v, newest[:batch], planes)

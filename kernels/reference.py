@@ -1,7 +1,7 @@
-"""Attention over gathered KV, RMSNorm and RoPE in torch: the reference implementations of all faster kernels.
+"""Attention over gathered KV, RMSNorm and RoPE in torch: the reference implementations of the faster kernels.
 
 Scores, softmax and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). The softmax weights
-are multiplied with the values in the dtype of the values.
+are multiplied by the values in the dtype of the values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 CACHE_BYTES = 8 << 20
-"""Size in bytes of keys that fit in the caches of a processor."""
+"""Number of bytes of keys that fit in the caches of a processor."""
 
 FEW_QUERIES = 8
 """With at most this many queries per KV head, scores are computed as k q^T if the keys exceed `CACHE_BYTES`."""
@@ -24,7 +24,7 @@ WIDENED_BYTES = 1 << 20
 
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`. Write it to `out` if given.
+    """Return the scores scale * q k^T `[Hkv, G, n]` for q `[Hkv, G, d]` and k `[Hkv, n, d]`, in `out` if it is given.
 
     The result is float32 (float64 for float64 keys), even for half-precision keys.
     """
@@ -76,7 +76,7 @@ def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
 
 
 def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge out `[..., d]` and lse `[...]` of attention over disjoint parts (Hydragen §3.1, ChunkAttention eq. 2).
+    """Merge out `[..., d]` and lse `[...]` from attention over disjoint parts (Hydragen §3.1, ChunkAttention eq. 2).
 
     An empty part has out 0 and lse -inf.
     """

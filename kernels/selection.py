@@ -1,4 +1,4 @@
-"""Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of all faster kernels.
+"""Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of the faster kernels.
 
 If scores are equal, the token with the lower index is selected first. On a CPU, `best_scores.c` selects the same tokens
 without sorting. Scores are float32 (float64 for float64 models) and finite or -inf.
@@ -23,9 +23,10 @@ PADDING = 64
 """Number of elements beyond the end of an array that `best_scores.c` may read or write."""
 
 GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
-"""Step size, by number of bits, of the best uniform quantiser with 2^bits levels for a unit Gaussian.
+"""Step size of the best uniform quantiser for a unit Gaussian with 2^bits levels, for each number of bits.
 
-The quantiser has the least mean squared error (Max, 1960, table II). The value for 8 bits was computed in the same way.
+The best quantiser is the one with the least mean squared error (Max, 1960, table II). The value for 8 bits was computed
+in the same way.
 """
 
 
@@ -52,7 +53,7 @@ def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def quantise(x: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
     """Quantise skewed keys x `[Hkv, m, d]` to uint8 codes `[Hkv, m, d]` from 0 to 2^bits - 1.
 
-    Column j has 2^bits levels at a distance of `step[:, j]`, centred on `mean[:, j]`. Values outside are clipped.
+    The 2^bits levels of column j are `step[:, j]` apart and centred on `mean[:, j]`. Values beyond them are clipped.
     `mean` and `step` are `[Hkv, d]`.
     """
     codes = ((x - mean.unsqueeze(1)) / step.unsqueeze(1)).floor_() + (1 << (bits - 1))
@@ -80,7 +81,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def quantise_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise queries q `[Hkv, G, d]` to int8, so that their products with codes of keys are exact integers.
+    """Quantise queries q `[Hkv, G, d]` to int8, so that their products with the codes of keys are exact integers.
 
     Returns:
         int8 codes `[Hkv, G, d]`, symmetric around 0, and one scale per query head, `[Hkv, G, 1]`. The rounding error is
@@ -93,10 +94,10 @@ def quantise_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantised_scores(
     q: torch.Tensor, packed: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Score skewed and scaled queries q `[Hkv, G, d]` with packed keys int8 `[Hkv, m, d]`. Return `[Hkv, G, f * m]`.
+    """Score packed keys int8 `[Hkv, m, d]` with skewed and scaled queries q `[Hkv, G, d]`. Return `[Hkv, G, f * m]`.
 
     f = 8 / bits is the number of tokens per byte. `mean` and `step` are the arguments of `quantise`. Sums over columns
-    are exact integers, the same on every device.
+    are exact integers and therefore the same on every device.
     """
     weights, scale, offset = _affine(q, mean, step, bits)
     sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums
@@ -106,7 +107,7 @@ def quantised_scores(
 def _affine(
     q: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Convert queries to int8 weights w, a scale s and an offset o: the score of a key with codes c is s w·c + o.
+    """Return int8 weights w, a scale s and an offset o, such that the score of a key with codes c is s w·c + o.
 
     w is `[Hkv, G, d]`, s and o are `[Hkv, G, 1]`.
     """
@@ -135,8 +136,8 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
     total = factors.sum(-1, keepdim=True)
     # Products in floating point are exact here. The int8 product `_int_mm` is faster, but saturates without VNNI.
     for head in range(heads):
-        # Each mask covers one more field than the previous one, so the difference of two products is the sum of one
-        # field.
+        # Each mask covers one more field than the previous one, so the difference between successive products is the
+        # sum for one field.
         previous: torch.Tensor | int = 0
         for field in range(fields):
             if field < fields - 1:
@@ -159,23 +160,23 @@ def floor_fraction(fraction: float, number: int) -> int:
 
 @lru_cache(maxsize=64)  # All layers of a step have the same candidates.
 def selection_limit(candidates: int, max_fraction: float) -> int:
-    """Return the largest number of tokens to select: a fraction of the candidates, but at least one."""
+    """Return the maximum number of tokens to select: `max_fraction` of the candidates, but at least one."""
     return max(min(1, candidates), floor_fraction(max_fraction, candidates))
 
 
 def token_count(passing: int, heads: int, limit: int) -> int:
     """Return how many tokens each KV head selects: the mean number of tokens that pass a query head (paper §4.3).
 
-    `passing` is the number of pairs (token, query head) with a score near the maximum of the query head. The mean over
-    all `heads` query heads is rounded up and is at most `limit`.
+    `passing` is the number of pairs (token, query head) for which the score is near the maximum of the query head. The
+    mean over all `heads` query heads is rounded up and limited to `limit`.
     """
     return min(-(-passing // heads), limit)
 
 
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-    """Combine scores `[Hkv, G, n]` to one score per KV head `[Hkv, n]`: the maximum of log-softmax over the group.
+    """Reduce scores `[Hkv, G, n]` to `[Hkv, n]`: the maximum of the log-softmax over the query heads of each group.
 
-    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If G = 1, it is None, and the scores stay
+    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If G = 1, `lse` is None, and the scores stay
     unchanged.
     """
     # log-softmax gives the same order as softmax, and does not underflow.
@@ -191,7 +192,7 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 
 
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the indices `[Hkv, n]` of the n largest values in each row `[Hkv, m]`, in the order of `select_tokens`."""
+    """Return the indices `[Hkv, n]` of the n largest entries of each row of `values`, ordered as in `select_tokens`."""
     if values.device.type != "cpu":
         return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
     # Every value passes an infinite threshold, so the n largest are selected.
@@ -205,11 +206,11 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
         scores: Scores `[Hkv, G, N]` of N candidates.
         alpha: A token passes a query head if its score is within `alpha` of the largest score of that head. Only tokens
             that pass at least one head are selected.
-        limit: Largest number of tokens to select per KV head.
+        limit: Maximum number of tokens to select per KV head.
 
     Returns:
-        Candidate indices int64 `[Hkv, n]`, without duplicates within a head. They are ascending on a CPU, and in
-        descending order of scores on other devices.
+        Candidate indices int64 `[Hkv, n]`, without duplicates within a head. On a CPU, they are ascending. On other
+        devices, they are sorted by descending score.
     """
     if scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.shape[2]:
         lse = group_lse(scores)
@@ -278,8 +279,8 @@ def select_tokens_reference(
 ) -> torch.Tensor:
     """Compute `select_tokens` in plain torch. `lse` is the result of `group_lse`, or None to compute it.
 
-    Candidates are all tokens that pass a query head of any KV head. From these, each KV head selects the `token_count`
-    tokens with its largest `group_scores`.
+    All tokens that pass at least one query head of any KV head are considered. From these, each KV head selects the
+    `token_count` tokens with the largest `group_scores`.
     """
     kv_heads, group, candidates = scores.shape
     if candidates == 0:
@@ -294,15 +295,16 @@ def select_tokens_reference(
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, max_tokens: int) -> torch.Tensor:
     """Select tokens in addition to `attended` until the missed attention mass is at most `max_missed`.
 
-    The missed attention mass is a mean over all query heads. Each KV head selects the tokens with the largest softmax
-    weight of any query head of its group. All KV heads select the same number of tokens, the smallest sufficient one.
+    The missed attention mass is averaged over all query heads. Each KV head ranks tokens by their maximum softmax
+    weight over the query heads of its group and takes the top ones. All KV heads select the same number of tokens, the
+    smallest that suffices.
 
     Args:
-        scores: Scores `[Hkv, G, n]` of all visible tokens with the true query.
-        attended: Whether each token is already attended to, bool `[Hkv, n]`. At least `max_tokens` tokens of each head
-            must be False.
+        scores: Scores `[Hkv, G, n]` of all visible tokens, computed with the true query.
+        attended: Whether each token is already attended to, bool `[Hkv, n]`. Each head must have at least `max_tokens`
+            tokens that are not attended to yet.
         max_missed: Largest missed attention mass, in [0, 1].
-        max_tokens: Largest number of additional tokens per KV head.
+        max_tokens: Maximum number of additional tokens per KV head.
 
     Returns:
         Token indices int64 `[Hkv, m]`, relative to the first visible token.

@@ -33,7 +33,7 @@ def runner() -> Any:
     """Return the C function `team_run(function, call, parts, threads)`.
 
     It calls the C function `function(call, part)` for each part in `range(parts)`, on up to `threads` threads including
-    the calling one. C kernels with several stages get it as an argument and call it for each stage.
+    the calling one. C kernels with several stages receive `team_run` as an argument and call it for each stage.
     """
     library = _library()
     assert library is not None, "the kernel was compiled, so the team can be"
@@ -64,7 +64,7 @@ def run_parts(compute: Callable[[int], None], parts: int) -> None:
 
 
 def threads(limit: int | None = None) -> int:
-    """Return the number of threads for kernels: at most `limit`, torch's setting and the number of processors."""
+    """Return the number of threads for kernels: the minimum of `limit`, torch's setting and the processor count."""
     if limit is not None and limit <= 1:
         return 1
     outer = getattr(_outer, "threads", None)
@@ -74,9 +74,9 @@ def threads(limit: int | None = None) -> int:
 
 @contextmanager
 def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
-    """Context that disables OpenMP threads for torch's own operations in the calling thread.
+    """Context manager that disables OpenMP threads for torch's own operations in the calling thread.
 
-    `runner` and `run_parts` still use all threads, or only the calling thread with `helpers=False`.
+    `runner` and `run_parts` still use all threads. If `helpers` is false, they use only the calling thread.
     """
     count = torch.get_num_threads()
     if count == 1:

@@ -1,8 +1,8 @@
 """Append the newest token to the resident KV and the scoring keys on the device, in Triton.
 
-Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, r elements of the result.
-Sums over d are computed in float32, in another order than in torch. A value halfway between two codes may therefore get
-either code.
+Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, and r elements of the
+result. Sums over d are computed in float32 and in a different order than in torch, so a value halfway between two codes
+may get either code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _partial(
     k: tl.tensor, basis: tl.tensor, table: tl.tensor, slots: tl.tensor, bases: tl.tensor, heads: tl.tensor,
     r: tl.tensor, KEYS: tl.constexpr, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute and store COLUMNS columns of the skewed key of list p (a KV head of a sequence), in program (p, c)."""
+    """Program (p, c) computes and stores COLUMNS columns of the skewed key of list p (a KV head of a sequence)."""
     p = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, bases, column, r, d, D)
@@ -59,9 +59,9 @@ def _quantised(
     heads: tl.tensor, r: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Quantise and pack COLUMNS columns of the skewed key of list p (a KV head of a sequence), in program (p, c).
+    """Program (p, c) quantises and packs COLUMNS columns of the skewed key of list p (a KV head of a sequence).
 
-    Codes of other tokens in the same bytes do not change.
+    The codes of other tokens in the same bytes do not change.
     """
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -85,7 +85,7 @@ def _store_resident(
     k: tl.tensor, v: tl.tensor, table: tl.tensor, indices: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy K and V of list p (one KV head of one sequence) to the resident KV, in program p. If PLANES is 1, copy K."""
+    """Program p copies K and V (only K if PLANES is 1) of list p, one KV head of one sequence, to the resident KV."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     fields = table + p // heads * _FIELDS
     step = tl.load(fields + 1)
@@ -152,7 +152,7 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, ind
 
 
 def _warps(d: int) -> int:
-    """Return the number of warps for a tile of the basis with d rows: at most 64 of its elements per thread."""
+    """Return the number of warps for a tile of the basis with d rows, so that each thread gets at most 64 elements."""
     return 8 if d > 512 else 4
 
 

@@ -39,9 +39,9 @@ _PARTS, LISTED = 16, 256
 
 @triton.jit
 def query_heads(G: tl.constexpr, QUERIES: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the list of this program, and the QUERIES query heads that the program computes.
+    """Return the list and the QUERIES query heads that this program processes.
 
-    Adjacent programs share a list, so that its KV is read from memory once. Heads from G on do not exist.
+    Adjacent programs share a list, so that its KV is read from memory once. Head indices from G on are padding.
     """
     BLOCKS: tl.constexpr = (G + QUERIES - 1) // QUERIES
     item = tl.program_id(0)
@@ -57,8 +57,9 @@ def attend_rows(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Attend with QUERIES queries to rows [begin, stop) of K and V, with an online softmax.
 
-    The queries begin at elements `query_start` `[QUERIES]` of q. `k` and `v` are the addresses of row 0. The rows are
-    `k_row` and `v_row` elements apart. If SAME, the values are the keys. For D and REST, see `split_columns`.
+    The queries begin at elements `query_start` `[QUERIES]` of q. `k` and `v` are the addresses of row 0. Successive
+    rows are `k_row` and `v_row` elements apart. If SAME is true, the values are the keys. For D and REST, see
+    `split_columns`.
 
     Returns:
         The largest score of each query `[QUERIES]` (-inf if there are no rows), its sum of exp(score - largest)
@@ -130,10 +131,10 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr, SAME: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend with a block of QUERIES query heads to rows [s * PIECE, (s + 1) * PIECE) of list p, in program (i, s).
+    """Program (i, s) attends with QUERIES query heads to rows [s * PIECE, (s + 1) * PIECE) of list p.
 
-    For p and the query heads, see `query_heads`. The result is stored as part s: always the lse, and the output
-    `[QUERIES, d]` if the piece has valid rows. All strides and addresses are multiples of ALIGN elements.
+    For p and the query heads, see `query_heads`. The result is stored as part s. The lse is always stored, but the
+    output `[QUERIES, d]` only if the piece has valid rows. All strides and addresses are multiples of ALIGN elements.
     """
     p, head = query_heads(G, QUERIES)
     piece = tl.program_id(1)
@@ -153,9 +154,9 @@ def _attend(
 def peak_and_sum(
     lses: tl.tensor, r: tl.tensor, parts: tl.tensor, rows: tl.tensor, peak: tl.tensor, LISTED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the maximum m of `peak` and the lses of all parts in row r, and the sum of exp(lse - m) over the parts.
+    """Return m, the maximum of `peak` and the lses of all parts in row r, and the sum of exp(lse - m) over the parts.
 
-    LISTED parts are read at a time. It is a constant, so that longer contexts do not need another compilation.
+    LISTED parts are read at a time. This number is a constant, so that longer contexts do not cause a recompilation.
     """
     part = tl.arange(0, LISTED)
     for first in range(0, parts, LISTED):
@@ -174,7 +175,7 @@ def _merge(
     outs: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Merge the results of all parts for row r (one query), in program r."""
+    """Program r merges the results of all parts for row r (one query)."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     peak, total = peak_and_sum(lses, r, parts, rows, tl.load(lses + r), LISTED)
     finite_peak = tl.where(peak == float("-inf"), 0.0, peak)
@@ -191,10 +192,10 @@ def _merge(
 
 
 def sizes(d: int, itemsize: int, queries: int, *, same: bool) -> dict[str, int]:
-    """Return the sizes of the tiles of `attend_rows` for `queries` queries per KV head.
+    """Return the tile sizes of `attend_rows` for `queries` queries per KV head.
 
     BLOCK is the number of rows per loop iteration, at least 16 for matrix products. num_stages is the number of
-    iterations in flight. It is smaller if 16 rows exceed `_STEP_BYTES`.
+    iterations in flight. Fewer iterations are in flight if 16 rows exceed `_STEP_BYTES`.
     """
     columns = split_columns(d)
     rows = _STEP_BYTES // (columns["D"] * itemsize)
@@ -207,13 +208,13 @@ def sizes(d: int, itemsize: int, queries: int, *, same: bool) -> dict[str, int]:
 def max_queries(d: int, itemsize: int) -> int:
     """Return the maximum number of queries per program.
 
-    It is 16 for float32, because its products do not use tensor cores.
+    For float32, it is 16, because float32 products do not use tensor cores.
     """
     return 16 if itemsize == 4 else max(16, min(64, _QUERY_BYTES // (triton.next_power_of_2(d) * itemsize)))
 
 
 def alignment(*rows: torch.Tensor) -> int:
-    """Return how many elements one 16-byte load reads if the addresses of all vectors `[P, n, d]` allow it, else 1."""
+    """Return the number of elements per 16-byte load, or 1 if some vectors `[P, n, d]` are not aligned to 16 bytes."""
     addresses = (x for each in rows for x in (each.data_ptr(), *(each.itemsize * step for step in each.stride()[:2])))
     return ALIGNED // rows[0].itemsize if all(x % ALIGNED == 0 for x in addresses) else 1
 
@@ -226,7 +227,7 @@ def are_same(k: torch.Tensor, v: torch.Tensor) -> bool:
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the valid KV of each list, in one launch and a merge. See `lists.attend_counted`.
+    """Attend to the valid KV of each list, in one launch followed by a merge. See `lists.attend_counted`.
 
     q, k and v must have the same dtype: float32, float16 or bfloat16.
     """
@@ -248,7 +249,7 @@ def attend_pieces(
     lses: torch.Tensor,
     scale: float,
 ) -> None:
-    """Attend to pieces of PIECE_ROWS KV vectors each, without merging the results.
+    """Attend to pieces of PIECE_ROWS KV vectors each, and store the results without merging them.
 
     Writes float32 outs `[pieces, P * G, d]` and lses `[pieces, P * G]`. For the inputs, see `lists.attend_counted`.
     """

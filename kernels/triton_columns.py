@@ -1,6 +1,7 @@
 """Split the columns of a vector into two tiles, because the sizes of Triton's tiles are powers of two.
 
-Latent attention has keys of 576 numbers: 512 + 64. One tile of 1,024 would need twice the registers.
+For example, keys of latent attention have 576 = 512 + 64 elements. A single tile of 1,024 elements would need almost
+twice as many registers.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import triton.language as tl
 
 
 def split_columns(d: int, least: int = 16, least_rest: int = 16) -> dict[str, int]:
-    """Return the sizes of two tiles that cover d columns: D, at least `least`, and REST, at least `least_rest` or 0.
+    """Return the sizes of two tiles that cover d columns: D is at least `least`, REST is 0 or at least `least_rest`.
 
-    REST is 0 (one tile) if two tiles are not smaller. In particular, powers of two are not split.
+    REST is 0 (a single tile) if two tiles would not be smaller together. In particular, powers of two are not split.
     """
     padded: int = max(least, triton.next_power_of_2(d))
     rest: int = max(least_rest, triton.next_power_of_2(d - padded // 2))

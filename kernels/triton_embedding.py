@@ -1,4 +1,4 @@
-"""Look up parts of embeddings in Triton, in one launch.
+"""Look up some columns of embeddings in Triton, in one launch.
 
 The table is in device memory, or in page-locked host memory, which the device reads in place. Token ids stay on the
 device, so that a captured CUDA graph can look up the tokens of each step.
@@ -19,7 +19,7 @@ def _embedding_part(
     part: tl.tensor, ids: tl.tensor, out: tl.tensor, tokens: tl.tensor,
     STEP: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy the rows of tokens [i * BLOCK, (i + 1) * BLOCK), in program i. Rows of `part` are STEP elements apart."""
+    """Program i copies the rows of tokens [i * BLOCK, (i + 1) * BLOCK). Rows of `part` are STEP elements apart."""
     # STEP and WIDTH are constants, so that the compiler knows the alignment of rows and uses 16-byte loads.
     token, column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLS)
     row = tl.load(ids + token, mask=token < tokens, other=0)
@@ -31,7 +31,8 @@ def _embedding_part(
 def embedding_part(part: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Look up rows in one launch. See `embedding.embedding_part`.
 
-    `ids` are int64 on the device. `part` has adjacent columns, and is in device memory or page-locked host memory.
+    `ids` must be int64 and on the device. The columns of `part` must be contiguous, in device memory or in page-locked
+    host memory.
     """
     (tokens,), width = ids.shape, part.shape[1]
     assert part.stride(1) == 1 and ids.is_contiguous() and ids.dtype == torch.int64

@@ -27,10 +27,10 @@ def _copy(
     lists: tl.tensor, table: tl.tensor, counts: tl.tensor, heads: tl.tensor, rows: tl.tensor,
     w: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, WRITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy rows [i * ROWS, (i + 1) * ROWS) of list p between `lists` and the sequence's tensor, in program (p, i).
+    """Program (p, i) copies rows [i * ROWS, (i + 1) * ROWS) of list p between `lists` and the sequence's tensor.
 
-    With WRITE, copy to the tensor, otherwise to `lists`. Only rows of the first `counts[b]` tokens are copied. Later
-    rows of `lists` become 0.
+    If WRITE is true, it copies to the tensor, otherwise to `lists`. Only rows of the first `counts[b]` tokens are
+    copied. Later rows of `lists` become 0.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -51,7 +51,7 @@ def _append(
     entries: tl.tensor, table: tl.tensor, slots: tl.tensor, heads: tl.tensor,
     w: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the newest entry of list p (one KV head of one sequence), in program p.
+    """Program p stores the newest entry of list p (one KV head of one sequence).
 
     A page stores the element-wise minimum of the entries of its tokens.
     """
@@ -71,9 +71,9 @@ def _mask_scores(
     tokens: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Set scores of pages without candidates to -inf, and compute block statistics, like `lists.mask_scores`.
+    """Set the scores of pages without candidates to -inf, and compute block statistics, like `lists.mask_scores`.
 
-    Program (p, i) computes pages [i * BLOCK, (i + 1) * BLOCK) of list p.
+    Program (p, i) processes pages [i * BLOCK, (i + 1) * BLOCK) of list p.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)

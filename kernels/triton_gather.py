@@ -5,7 +5,7 @@ is transferred once and written to device memory once. Its index adds 8 bytes of
 words, so one kernel handles any format and width.
 
 A gather has just enough programs to saturate the PCIe bus, so that other multiprocessors stay free for computation.
-Rows that have copies in device memory (`DeviceRows`) are read there.
+Rows that have copies in device memory (`DeviceRows`) are read from these copies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = 32
 """Number of programs per gather.
 
 With blocks of 8 KiB (K and V), the programs request 256 KiB at a time. A 50 GB/s bus with a latency of 2 us needs 100
-KiB in flight. `offload-rt eval gpu --part kernels` measures other numbers of programs.
+KiB in flight. `offload-rt eval gpu --part kernels` can measure other numbers of programs.
 """
 
 _BLOCK_BYTES = 1 << 12
@@ -38,9 +38,9 @@ def _gather(
     lists: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy rows by index, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK rows each.
+    """Copy rows by index. Program i of n copies the blocks i, i + n, i + 2n, ... of BLOCK rows each.
 
-    If COPIED, ids from `first` on are rows of `copies`.
+    If COPIED is true, ids from `first` on refer to rows of `copies`.
     """
     # The number of words per row is a constant, so that the compiler knows the alignment of rows and uses 16-byte loads
     # if possible.
@@ -65,11 +65,11 @@ def _gather_tokens(
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PLANES: tl.constexpr,
     COPIED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy K and V of tokens, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK tokens each.
+    """Program i of n copies K and V of the blocks i, i + n, i + 2n, ... of BLOCK tokens each.
 
-    If COUNTED, only the first `counts[p]` tokens of each list are valid. If PLANES is 1, only K is copied. If COPIED,
-    blocks whose first row (`bases`) is at least `first` are read from `copies`. The numbers of KV entries that are read
-    from `rows` and from `copies` are added to `tally`.
+    If COUNTED is true, only the first `counts[p]` tokens of each list are valid. If PLANES is 1, only K is copied. If
+    COPIED is true, blocks whose first row (`bases`) is at least `first` are read from `copies`. In this case, the
+    numbers of KV entries read from `rows` and from `copies` are added to `tally`.
     """
     columns, tiles = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * tiles, tl.num_programs(0)):
@@ -110,9 +110,9 @@ def _write(
     copy_planes: tl.tensor, heads: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, PLANES: tl.constexpr,
     COPIED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write K and V of list p (one KV head of one sequence) to their rows, in program p. If PLANES is 1, write K.
+    """Program p writes K and V (only K if PLANES is 1) of list p, one KV head of one sequence, to their rows.
 
-    If COPIED, write them also to the copies. The second half of `newest` contains their rows.
+    If COPIED is true, they are also written to the rows of the copies, which the second half of `newest` contains.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
@@ -136,9 +136,9 @@ def _slots(
     capacity: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, SCATTER: tl.constexpr,
     ALIGN: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`, in program (p, i).
+    """Program (p, i) copies K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`.
 
-    If SCATTER, copy from `rows` to the slots. If PLANES is 1, copy only K.
+    If SCATTER is true, it copies from `rows` to the slots. If PLANES is 1, it copies only K.
     """
     p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)
@@ -198,7 +198,7 @@ def gather_tokens(
 ) -> None:
     """Copy K and V of tokens, in one launch of at most `PROGRAMS` programs. See `pool_rows.gather_tokens`.
 
-    For the memory of `rows`, see `gather_rows`.
+    The requirements on `rows` are those of `gather_rows`.
     """
     (lists, listed), (batch, blocks), (count, heads) = tokens.shape, bases.shape, planes.shape
     assert rows.is_contiguous() and tokens.is_contiguous() and bases.is_contiguous() and planes.is_contiguous()
@@ -229,7 +229,7 @@ def write_rows(
 ) -> None:
     """Write K and V of the newest tokens to the KV pool, in one launch. See `pool_rows.write_rows`.
 
-    For the memory of `rows`, see `gather_rows`.
+    The requirements on `rows` are those of `gather_rows`.
     """
     (lists, width), (count, heads) = k.shape, planes.shape
     assert rows.is_contiguous() and k.is_contiguous() and v.is_contiguous() and rows.dtype == k.dtype == v.dtype
@@ -281,8 +281,9 @@ def _copies(device: DeviceRows, rows: torch.Tensor) -> torch.Tensor:
 def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:
     """Return the dtype of the integer words in which rows are copied, and kernel arguments for this word size.
 
-    A word is the largest integer whose size divides the size and the address of a row. The arguments are the words per
-    row (WORDS), this number rounded up to a power of two (COLS), and the rows per block (BLOCK).
+    A word is the largest integer whose size divides the size and the address of a row. The arguments are the number of
+    words per row (WORDS), the same number rounded up to a power of two (COLS), and the number of rows per block
+    (BLOCK).
     """
     row_bytes = rows.shape[1] * rows.itemsize
     size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)

@@ -1,12 +1,12 @@
-"""Decode attention of a batch whose sequences share KV, in Triton.
+"""Decode attention for a batch whose sequences share KV, in Triton.
 
-Kernels find the KV of each run (`kv_runs.Run`) by the addresses in a table of 88 bytes per run, which is copied to the
-device.
+Kernels find the KV of each run (`kv_runs.Run`) through addresses in a table, which takes 88 bytes per run and is copied
+to the device.
 
-Runs of several sequences are computed in one launch, with tensor-core products and up to 64 queries per program, so
-that KV is read once per 64 queries. Runs of a single sequence take a second launch. The results are merged in float32.
-Long runs are split into pieces, so that a few sequences occupy all multiprocessors. For rounding, see
-`triton_attention`.
+Runs that several sequences share are computed in one launch, with tensor-core products and up to 64 queries per
+program, so that KV is read once per 64 queries. A second launch computes the runs that belong to a single sequence. The
+results are merged in float32. Long runs are split into pieces, so that a few sequences occupy all multiprocessors. For
+rounding, see `triton_attention`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
     WIDEN: tl.constexpr, ALIGN: tl.constexpr, SAME: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend with one block of queries to one piece of a run, in program (run, piece, KV head and query block).
+    """Attend with one block of queries to one piece of a run.
 
-    The output `[d]` and the lse of each query are stored as a part of the query's sequence. Programs after the run's
-    last piece or last query do nothing. All strides are multiples of ALIGN elements, so that the compiler can use
-    16-byte loads.
+    The axes of the launch grid are the run, the piece, and the KV head combined with the query block. The output `[d]`
+    and the lse of each query are stored as one of the parts of the query's sequence. Programs after the run's last
+    piece or last query do nothing. All strides are multiples of ALIGN elements, so that the compiler can use 16-byte
+    loads.
     """
     run, piece = table + tl.program_id(0) * _FIELDS, tl.program_id(1)
     head, block = tl.program_id(2) % kv_heads, tl.program_id(2) // kv_heads
@@ -67,7 +68,7 @@ def _attend(
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all runs of a batch, in two launches and a merge. See `kv_runs.attend_runs`.
+    """Attend to all runs of a batch, in two launches followed by a merge. See `kv_runs.attend_runs`.
 
     q and all KV must be on the same device and have the same dtype: float32, float16 or bfloat16.
     """
@@ -97,11 +98,11 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def _table_row(run: Run, parts_of: list[int]) -> list[int]:
-    """Return the fields of a run in the table, with the number of its first part.
+    """Return the table fields of a run, including the number of its first part.
 
     The partial results (*parts*) of each sequence are numbered in the order of its runs. `parts_of[b]` is the number of
-    parts of sequence b so far, and is increased. If runs form a tree, parents must come before their children, so that
-    the first part has the same number in all sequences of a run.
+    parts that sequence b has so far. This function increases it. If runs form a tree, parents must come before their
+    children, so that the first part has the same number in all sequences of a run.
     """
     k, v, n = run.k, run.v, run.k.shape[1]
     assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(parts_of)

@@ -1,10 +1,10 @@
-"""Attend to low-bit KV and merge the result with exact attention, for a batch, in Triton.
+"""Attend to the low-bit KV of a batch in Triton, and merge the result with exact attention.
 
-Memory traffic per token and KV head: the packed key, the packed value and their quantisation steps, d * (4 + bits) / 8
-+ 2 bytes, are read once for all G query heads of the group. One more byte marks excluded tokens.
+Memory traffic per token and KV head: d * (4 + bits) / 8 + 2 bytes for the packed key, the packed value and their
+quantisation steps, and one byte that marks excluded tokens. The KV is read once for all G query heads of the group.
 
-The softmax weights are multiplied by the quantisation steps of the values and rounded to bfloat16 before they are
-multiplied by the codes (not under Triton's interpreter). The scores of the selection are not reused, because the
+The softmax weights are multiplied by the quantisation steps of the values and then by the codes. In between, they are
+rounded to bfloat16, except under Triton's interpreter. The scores of the selection are not reused, because the
 selection may use a predicted query.
 """
 
@@ -29,20 +29,22 @@ _PARTS = 64
 """Number of parts that the merge reads at a time."""
 
 _READ_OFTEN = 256
-"""Largest head dimension for which each program of `_merge` reads all parts. With more, they are merged before."""
+"""Largest head dimension for which each program of `_merge` reads all parts. For larger ones, another launch merges the
+parts first.
+"""
 
 _WARPS = 2
-"""Warps of a program of `_attend`. Of 1 to 8 warps, 2 were fastest on an H200."""
+"""Number of warps per program of `_attend`. Of 1 to 8 warps, 2 were fastest on an H200."""
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.constexpr_function
 def _centred(bits: int, field: int) -> str:
-    """Return assembly code that unpacks one code from each of four bytes to bfloat16, minus the middle code.
+    """Return assembly code that unpacks one code from each of four bytes and subtracts the middle code, in bfloat16.
 
-    The code begins at bit `bits * field` of a byte. Converting single bytes would take more instructions than the
-    products.
+    The code begins at bit `bits * field` of a byte. Converting the bytes one by one would take more instructions than
+    the products.
     """
     shift, codes = 2 - bits * field, f"0x{4 * (2**bits - 1) * 0x01010101:08X}"
     shifted = f"shl.b32 codes, $2, {shift};" if shift >= 0 else f"shr.b32 codes, $2, {-shift};"
@@ -60,7 +62,7 @@ def _exclude(
     chosen: tl.tensor, counts: tl.tensor, starts: tl.tensor, stops: tl.tensor, excluded: tl.tensor, n: tl.tensor,
     tokens: tl.tensor, LISTED_TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mark the chosen tokens [i * LISTED_TOKENS, (i + 1) * LISTED_TOKENS) of list p as excluded, in program (p, i).
+    """Program (p, i) marks the chosen tokens [i * LISTED_TOKENS, (i + 1) * LISTED_TOKENS) of list p as excluded.
 
     Only the first `counts[p]` entries of chosen `[P, n]` are valid. The first program of a list also marks the tokens
     outside [start, stop) in the list's first and last block.
@@ -93,10 +95,10 @@ def _add_values(
     VALUES: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """Return each of accs `[h, WIDTH]` * rescale `[h]` + weights `[h, n]` times the codes of the values of n tokens.
+    """Multiply each of `accs` by `rescale` `[h]`, and add `weights` `[h, n]` times the value codes of n tokens.
 
-    The bytes [FIRST, FIRST + WIDTH) of the packed values at `address` `[n]` are read. The codes of number i of accs are
-    at bit i * BITS of each byte (`_value_levels`).
+    The accumulators `accs` are `[h, WIDTH]`. The codes are read from the bytes [FIRST, FIRST + WIDTH) of the packed
+    values at `address` `[n]`. Accumulator i uses the codes at bit i * BITS of each byte (`_value_levels`).
     """
     column = FIRST + tl.arange(0, WIDTH)
     raw = tl.load(address[:, None] + column[None, :], mask=(column < VALUES)[None, :], other=0)
@@ -149,7 +151,7 @@ def _attend(
     V_REST: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, PIECE: tl.constexpr,
     WIDEN: tl.constexpr, INTERPRETED: tl.constexpr, CAPPED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (i, s), with an online softmax.
+    """Program (i, s) attends to the blocks [s * PIECE, (s + 1) * PIECE) of list p, with an online softmax.
 
     For p and the query heads, see `triton_attention.query_heads`. The result is part s of the output. The lse is always
     stored. The values `[QUERIES, d]` are stored only if a block has tokens in [start, stop). They are 0 if all these
@@ -207,7 +209,7 @@ def _merge(
     lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Merge COLUMNS channels of row r of all approximate parts and of the exact attention, in program (r, c).
+    """Program (r, c) merges COLUMNS channels of row r from all approximate parts and from the exact attention.
 
     The approximate output is multiplied by `mixing` `[d, d]` to undo the mixing of the values. The first program of a
     row also stores its lse.
@@ -286,7 +288,7 @@ def _parts(
     tokens: int,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the low-bit KV of tokens that are not excluded, in three launches. Pieces are not merged.
+    """Attend to the low-bit KV of tokens that are not excluded, in three launches, without merging the pieces.
 
     The first `counts[p]` tokens of list p in `chosen` are excluded if they are within [start, stop).
 
@@ -299,7 +301,7 @@ def _parts(
     blocks = triton.cdiv(tokens, BLOCK)
     pieces, padded_tokens = triton.cdiv(blocks, PAGE_BLOCKS), blocks * BLOCK
     excluded = torch.zeros(lists, padded_tokens, dtype=torch.uint8, device=q.device)
-    # At least one program per list, because it also marks tokens outside [start, stop).
+    # Launch at least one program per list, because the first one also marks tokens outside [start, stop).
     _exclude[(lists, max(1, triton.cdiv(chosen.shape[1], _LISTED_TOKENS)))](
         chosen, counts, starts, stops, excluded, chosen.shape[1], padded_tokens, LISTED_TOKENS=_LISTED_TOKENS
     )

@@ -1,8 +1,9 @@
 """Write low-bit KV in Triton, and compute addresses of low-bit blocks.
 
 `append_rows` stores the newest K and V of each sequence. Each vector is multiplied by a matrix, quantised and packed.
-Memory traffic per KV head: 4 * d^2 bytes each of the basis of keys and the mixing matrix of values, which are the same
-for all sequences, 2 * d elements of K and V, and d * (4 + bits) / 8 + 2 written bytes.
+Memory traffic per KV head: one program reads the basis of the keys, and another the mixing matrix of the values. Each
+matrix takes 4 * d^2 bytes and is the same for all sequences. Together, both programs read 2 * d elements of K and V,
+and write d * (4 + bits) / 8 + 2 bytes.
 
 `store_rows` stores the vectors of a prompt, after torch has multiplied them by the matrices.
 """
@@ -22,12 +23,12 @@ _BLOCK, _PAGE, _SMALLEST = tl.constexpr(BLOCK), tl.constexpr(PAGE_BLOCKS), tl.co
 _ALIGNED = tl.constexpr(ALIGNED)
 
 _TILE, _STORED = 1 << 13, 1 << 15
-"""Maximum number of elements of a matrix that `_append` reads at a time, and of vectors that `_store` quantises."""
+"""Maximum number of matrix elements that `_append` reads, and of vector elements that `_store` quantises, at a time."""
 
 
 @triton.jit
 def decoded_steps(codes: tl.tensor) -> tl.tensor:
-    """Convert the codes of quantisation steps to float32 like `low_bit.decode_steps`."""
+    """Convert the codes of quantisation steps to float32, as `low_bit.decode_steps` does."""
     return ((codes.to(tl.int32) + _SMALLEST) << 20).to(tl.float32, bitcast=True)
 
 
@@ -38,8 +39,8 @@ def block_of(
 ) -> tl.tensor:  # fmt: skip
     """Return the address of block number `block` of list p (one KV head of one sequence). The block must exist.
 
-    The following blocks of the same page are contiguous. `table` contains the page addresses, int64 `[B, pages]`.
-    `offset` is the offset in bytes of the layer within a page.
+    The blocks that follow it in the same page are contiguous in memory. `offset` is the offset in bytes of the layer
+    within a page. `table` contains the page addresses, int64 `[B, pages]`.
     """
     page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
     begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
@@ -64,14 +65,14 @@ def _channels(
 
 @triton.jit
 def _steps(largest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the coded quantisation steps of vectors with the largest magnitudes `largest` (`low_bit.encode_steps`)."""
+    """Return the encoded steps (`low_bit.encode_steps`) of vectors whose largest magnitudes are `largest`."""
     upper = (largest * (1.0 / (1 << (BITS - 1)))).to(tl.int32, bitcast=True) + ((1 << 20) - 1)
     return tl.minimum(tl.maximum((upper >> 20) - _SMALLEST, 0), 255)
 
 
 @triton.jit
 def _code(x: tl.tensor, step: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Quantise x with `step` to a code like `low_bit.quantise_rows`."""
+    """Quantise x to codes with the quantisation step `step`, as `low_bit.quantise_rows` does."""
     code = tl.floor(tl.div_rn(x, step + tl.zeros_like(x))) + (1 << (BITS - 1))
     return tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
 
@@ -82,7 +83,7 @@ def _store_row(
     CENTRED: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply x `[d]` by basis, subtract mean if CENTRED, quantise, and store the packed codes and the step.
+    """Multiply x `[d]` by basis, subtract mean if CENTRED is true, quantise, and store the packed codes and the step.
 
     The WIDTH packed bytes are stored from `address` on, `stride` bytes apart. The code of the step is stored at
     `step_address`.
@@ -115,7 +116,7 @@ def _append(
     d: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the key of list p with KEY bits, in program (p, 0), or its value with VALUE bits, in program (p, 1).
+    """Program (p, 0) stores the key of list p with KEY bits, and program (p, 1) stores its value with VALUE bits.
 
     Lists with a negative slot are skipped.
     """
@@ -145,8 +146,8 @@ def append_rows(
 ) -> None:
     """Append the newest K and V of a batch to the low-bit KV, in one launch. See `low_bit_lists.append_rows`.
 
-    basis, mean and mixing must be float32. Sums over d are computed in another order than in torch, so a value halfway
-    between two codes may get either code.
+    basis, mean and mixing must be float32. Sums over d are computed in a different order than in torch, so a value
+    halfway between two codes may get either code.
     """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)
@@ -167,7 +168,7 @@ def _store(
     d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     FIRST: tl.constexpr, STEPS: tl.constexpr, TOKEN: tl.constexpr, BYTE: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Quantise the vectors of ROWS tokens of a block and store them, in program (i, head).
+    """Program (i, head) quantises and stores the vectors of ROWS tokens of a block.
 
     The WIDTH packed bytes of token t of the block are stored from FIRST + t * TOKEN on, BYTE bytes apart. The code of
     its step is stored at STEPS + t.
@@ -215,7 +216,7 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def padded_sizes(layout: Layout) -> dict[str, int]:
-    """Return the sizes of a packed key and value in bytes (KEYS, VALUES), and of their tiles (K, K_REST, V, V_REST).
+    """Return the sizes in bytes of a packed key and value (KEYS, VALUES) and of their tiles (K, K_REST, V, V_REST).
 
     For the tiles, see `split_columns`.
     """

@@ -1,4 +1,4 @@
-"""Score low-bit keys of a batch in Triton. Scores are integers before scaling.
+"""Score the low-bit keys of a batch in Triton. Before scaling, the scores are exact integers.
 
 Memory traffic per token and KV head: d / 2 + 1 bytes are read and 4 * G bytes are written.
 """
@@ -26,7 +26,7 @@ _BLOCK, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(((1 << KEY_BITS) - 1) / 2)
 
 @triton.constexpr_function
 def _nibbles(field: int) -> str:
-    """Return assembly code for the lower (field 0) or the upper four bits of four bytes."""
+    """Return assembly code that extracts the lower (field 0) or the upper four bits (field 1) of each of four bytes."""
     return f"{{ .reg .b32 codes; shr.b32 codes, $1, {4 * field}; and.b32 $0, codes, 0x0F0F0F0F; }}"
 
 
@@ -37,11 +37,11 @@ def _halves(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Load the query channels whose key codes are in the packed bytes [FIRST, FIRST + WIDTH).
 
-    `mean` is the address of the mean of the keys.
+    `mean` is the address of the keys' mean.
 
     Returns:
-        The channels in the lower and in the upper half `[n, WIDTH]`, their largest magnitude `[n]`, and their product
-        with the mean `[n]`.
+        The channels from the lower and from the upper half of the query, `[n, WIDTH]` each, their largest magnitude
+        `[n]`, and their dot product with the mean `[n]`.
     """
     low, high = (
         load_columns(q, start, mask, KEYS, FIRST, WIDTH),
@@ -66,9 +66,10 @@ def query_weights(
     """Quantise the queries `head` `[n]` of list p (one KV head of one sequence) as `selection.quantise_query` does.
 
     Returns:
-        int8 queries: the lower and the upper half of the channels `[n, K]`, both for the first K bytes of a key, and
-        then `[n, K_REST]` for its other bytes, unless K_REST is 0. Then three numbers per query `[n]`: the sum of its
-        int8 values times the middle code, its scale, and its product with the keys' mean.
+        The int8 queries as four tensors, then three numbers per query `[n]`. The tensors contain the channels from the
+        lower and the upper half of the query: `[n, K]` each for the first K bytes of a key, and `[n, K_REST]` each for
+        its other bytes (to be ignored if K_REST is 0). The numbers are the sum of the int8 values times the middle
+        code, the scale, and the dot product with the keys' mean.
     """
     start, centre = (p * G + head) * d, mean + p % heads * d
     low, high, largest, shift = _halves(q, centre, start, head < G, KEYS, 0, K)
@@ -87,7 +88,7 @@ def query_weights(
 
 @triton.jit
 def _key_codes(packed: tl.tensor, FIELD: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """Return the lower (FIELD 0) or the upper four bits of each byte as int8."""
+    """Return the lower (FIELD 0) or the upper four bits (FIELD 1) of each byte as int8."""
     if INTERPRETED:
         return ((packed >> (4 * FIELD)) & 15).to(tl.int8)
     return tl.inline_asm_elementwise(_nibbles(FIELD), "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
@@ -106,7 +107,7 @@ def key_products(
 ) -> tl.tensor:  # fmt: skip
     """Return the dot products of int8 queries (`query_weights`) with the codes of keys: float32 integers `[G, n]`.
 
-    `token` `[n]` are the addresses of the first bytes of the packed keys. Keys outside `mask` `[n]` are not read.
+    `token` `[n]` contains the addresses of the packed keys. Keys outside `mask` `[n]` are not read.
     """
     byte = tl.arange(0, K)
     keys = tl.load(token[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & mask[None, :], other=0)
@@ -126,12 +127,12 @@ def _score(
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, K_REST: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p with QUERIES of its query heads, in program (j, i).
+    """Program (j, i) scores tokens [i * TOKENS, (i + 1) * TOKENS) of list p with QUERIES of its query heads.
 
     For p and the query heads, see `triton_attention.query_heads`. A program without tokens in [start, stop) reads no
     keys.
     """
-    # Four times as many tokens per program, which quantises the queries less often, were slower on an H200.
+    # With four times as many tokens per program, queries would be quantised less often, but this was slower on an H200.
     p, head = query_heads(G, QUERIES)
     piece = tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 FEW_ROWS = 32
-"""Maximum number of rows for which each program computes one row, because one row per multiprocessor is fastest."""
+"""Up to this number of rows, each program computes a single row. One row per multiprocessor is fastest."""
 
 _TILE = 4096
-"""Number of elements of a program that computes several rows."""
+"""Number of elements that a program processes if it computes several rows."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -18,7 +18,7 @@ def _rms_norm(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, step: tl.tensor, rows: tl.tensor, eps: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Normalise rows [i * ROWS, (i + 1) * ROWS), in program i. The order of summation differs from torch's."""
+    """Program i normalises rows [i * ROWS, (i + 1) * ROWS). The order of summation differs from torch's."""
     t, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     mask = (t < rows)[:, None] & (column < d)[None, :]
     wide = tl.load(x + t[:, None] * step + column[None, :], mask=mask, other=0.0).to(tl.float32)

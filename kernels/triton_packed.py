@@ -1,10 +1,11 @@
-"""Multiply a few rows with packed weights, and unpack packed weights, in Triton.
+"""Multiply a few input rows by packed weights, and unpack packed weights, in Triton.
 
-Memory traffic of a product: the packed rows, which are read in place. A program multiplies up to eight input rows.
-Programs with the same weights are adjacent, so that they find the weights in the caches.
+The memory traffic of a product is that of the packed rows, which are read in place. A program multiplies up to eight
+input rows. Programs that use the same weights are adjacent, so that they find the weights in the caches.
 
-A *unit* is 16 bytes of lower bits. It contains the codes of 16 inputs (8 bits), or of two *halves* of 16 adjacent
-inputs (4 to 6 bits). The inputs of a half have one scale. Reference: `PackedFormat.unpack`.
+A *unit* is 16 bytes with the lower bits of codes. With 8-bit codes, it covers 16 inputs. With 4 to 6 bits, it covers
+two *halves*, which are groups of 16 adjacent inputs. The inputs of a half share one scale. The reference implementation
+is `PackedFormat.unpack`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ MAX_ROWS = 16
 """`linear` is used for up to this number of input rows. For more rows, unpacking should be faster (not measured)."""
 
 _ROWS = 8
-"""Maximum number of input rows of a program."""
+"""Maximum number of input rows per program."""
 
 _OUTS = 4
-"""Number of outputs of a program, which has one warp."""
+"""Number of outputs per program. A program has one warp."""
 
 _UNITS = 32
 """Number of units that a program reads at a time. A warp then reads 8 bytes of weights and 8 inputs per thread."""
@@ -40,9 +41,9 @@ _ROWS_OF_ACC = tl.constexpr(_ROWS)
 
 @triton.constexpr_function
 def _spread(bits: int, half: int) -> str:
-    """Return assembly code that puts the codes of a half in four bytes into the mantissas of four floats 1.0.
+    """Return assembly code that turns four bytes into four floats: 1.0 with the code of half `half` in the mantissa.
 
-    Triton's own code for bytes takes twice as many instructions.
+    The code that Triton generates for bytes takes twice as many instructions.
     """
     mask, mantissa_bit = ("0x7F8000", 15) if bits == 8 else ("0xF0000", 16)
     shifts = [mantissa_bit - 8 * byte - 4 * half for byte in range(4)]
@@ -53,7 +54,7 @@ def _spread(bits: int, half: int) -> str:
 
 @triton.jit
 def _words(address: tl.tensor, mask: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    """Load 16-bit words from byte addresses, which are even if EVEN. Masked words are 0."""
+    """Load 16-bit words from byte addresses. If EVEN is true, all addresses are even. Masked words are 0."""
     if EVEN:
         return tl.load(address.to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
     low, high = tl.load(address, mask=mask, other=0), tl.load(address + 1, mask=mask, other=0)
@@ -67,7 +68,7 @@ def _numbers(
 ) -> tl.tensor:  # fmt: skip
     """Load the scales or minima of groups in float32; 0 for masked groups.
 
-    `start` is their offset in a row. `factors` is the offset of the factors by which they are multiplied.
+    `start` is the offset of the scales or minima in a row, and `factors` is the offset of their factors.
     """
     if FACTORS:
         integers = tl.load((row + start + group).to(tl.pointer_type(tl.int8)), mask=mask, other=0).to(tl.float32)
@@ -83,7 +84,7 @@ def _scales(
     HALF: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, ZEROS: tl.constexpr,
     FACTORS: tl.constexpr, EVEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the scales and minima of a half of the units, float32 `[OUTS, UNITS]`."""
+    """Return the scales and minima of one half of each unit, float32 `[OUTS, UNITS]`."""
     group = _first_input(unit, HALF, BITS) // GROUP
     scale = _numbers(row, group, mask, scales, factors, power, GROUP, FACTORS, EVEN)
     if MINIMA:
@@ -95,7 +96,7 @@ def _scales(
 
 @triton.jit
 def _first_input(unit: tl.tensor, HALF: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return the first of the 16 inputs of a half of a unit."""
+    """Return the index of the first of the 16 inputs in a half of a unit."""
     if BITS == 8:
         return unit * 16
     return unit // 2 * 64 + unit % 2 * 16 + 32 * HALF
@@ -105,7 +106,7 @@ def _first_input(unit: tl.tensor, HALF: tl.constexpr, BITS: tl.constexpr) -> tl.
 def _raw(row: tl.tensor, unit: tl.tensor, mask: tl.tensor, PART: tl.constexpr) -> tl.tensor:
     """Load the first or last 8 bytes of units, uint8 `[OUTS, UNITS, 8]`.
 
-    Inputs are loaded in groups of 8 too (`_inputs`), with the same layout, so that they need not pass through shared
+    Inputs are also loaded in groups of 8 (`_inputs`). Both have the same layout, so they need not pass through shared
     memory.
     """
     address = (row + unit * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
@@ -117,10 +118,10 @@ def _levels(
     row: tl.tensor, raw: tl.tensor, unit: tl.tensor, mask: tl.tensor, high: tl.tensor,
     PART: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return 1 + code / 128 (1 + code / 256 with 8 bits) of 8 codes of a half, float32 `[OUTS, UNITS, 8]`.
+    """Return 1 + code / 128 (with 8 bits: 1 + code / 256) for 8 codes of a half, float32 `[OUTS, UNITS, 8]`.
 
-    `raw` are the lower bits (`_raw`). Codes are put into the mantissa of 1.0, because converting integers is slow on
-    some GPUs.
+    `raw` contains the lower bits (`_raw`). Codes are put into the mantissa of 1.0, because converting integers is slow
+    on some GPUs.
     """
     if INTERPRETED:
         codes = (raw.to(tl.int32) >> (4 * HALF)) & (255 if BITS == 8 else 15)
@@ -143,7 +144,7 @@ def _levels(
 def _inputs(
     x: tl.tensor, unit: tl.tensor, units: tl.tensor, PART: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
-    """Load the first or last 8 inputs of a half of the units in float32, `[1, UNITS, 8]`."""
+    """Load the first or last 8 inputs in a half of each unit in float32, `[1, UNITS, 8]`."""
     column = (_first_input(unit, HALF, BITS) + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
     return tl.load(x + column, mask=(unit < units)[:, :, None], other=0.0).to(tl.float32)
 
@@ -157,18 +158,18 @@ def _linear(
     MINIMA: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, ALIGN: tl.constexpr, OUTS: tl.constexpr,
     UNITS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute block i of OUTS outputs for block m of ROWS input rows, in program i * n + m for n blocks of rows.
+    """Program i * n + m computes block i of OUTS outputs for block m of ROWS input rows, if there are n row blocks.
 
-    With EXPERTS, ROWS is 1, and row m is multiplied by the weight of `experts[m]`. The minimum of a group is multiplied
-    by the sum of its inputs. Rows of weights are `step * ALIGN` bytes apart.
+    If EXPERTS is true, ROWS is 1, and row m is multiplied by the weights of expert `experts[m]`. The minimum of a group
+    is multiplied by the sum of its inputs. The rows of the weights are `step * ALIGN` bytes apart.
     """
-    # One axis, because a second axis could not hold all outputs of a large vocabulary.
+    # Use a single grid axis, because a second axis could not hold all outputs of a large vocabulary.
     blocks = (rows + ROWS - 1) // ROWS
     m, out_index = (tl.program_id(0) % blocks).to(tl.int64), tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
     first_out = tl.load(experts + m).to(tl.int64) * outs if EXPERTS else 0
     row = (packed + (first_out + out_index.to(tl.int64)) * (step * ALIGN))[:, None]
     LEVELS: tl.constexpr = 256.0 if BITS == 8 else 128.0
-    # The sums of all rows lie in the registers of one thread, as 8 weights of a half do.
+    # One thread holds the sums of all rows in its registers, like the 8 weights of a half.
     number, acc = tl.arange(0, _ROWS_OF_ACC), tl.zeros((OUTS, UNITS, _ROWS_OF_ACC), tl.float32)
     for begin in range(0, units, UNITS):
         unit = begin + tl.arange(0, UNITS)[None, :]
@@ -201,9 +202,10 @@ def _unpack(
     FACTORS: tl.constexpr, ALIGN: tl.constexpr, OUTS: tl.constexpr, UNITS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Unpack UNITS units of rows [i * OUTS, (i + 1) * OUTS) of `out`, in program (i, j), from `first + j * UNITS` on.
+    """Program (i, j) unpacks UNITS units of rows [i * OUTS, (i + 1) * OUTS) of `out`, starting at `first + j * UNITS`.
 
-    `out` has the `width` inputs of the units [first, units). With IDS, row r of `out` is row `ids[r]` of `packed`.
+    `out` contains the `width` inputs of the units [first, units). If IDS is true, row r of `out` is row `ids[r]` of
+    `packed`.
     """
     out_index = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     source = tl.load(ids + out_index, mask=out_index < rows, other=0).to(tl.int64) if IDS else out_index
@@ -232,8 +234,8 @@ def linear(
 ) -> torch.Tensor:
     """Multiply rows x `[n, in]` by packed weights and add a bias, in one launch. Return `[n, out]`.
 
-    Without `experts`, packed is uint8 `[out, form.row_bytes]` and bias is `[out]` or None. `experts` `[n]` are indices
-    on an additional first axis of packed and bias. Row i is multiplied by the weight of `experts[i]`.
+    Without `experts`, packed is uint8 `[out, form.row_bytes]` and bias is `[out]` or None. With `experts` `[n]`, packed
+    and bias have an additional first axis, and row i is multiplied by the weight at index `experts[i]`.
     """
     (rows, ins), outs = x.shape, packed.shape[-2]
     assert ins == form.ins and packed.is_contiguous() and (bias is None or bias.is_contiguous())
@@ -261,8 +263,9 @@ def unpack(
     Args:
         packed: The rows, in device memory or in page-locked host memory.
         dtype: Dtype of the result.
-        ids: Indices of the rows, `[n]` on the device. None means all rows, which must then be in device memory.
-        inputs: Inputs to unpack. None means all. A range begins and ends at multiples of `PART`.
+        ids: Indices of the rows to unpack, `[n]` on the device. None means all rows, which must then be in device
+            memory.
+        inputs: Inputs to unpack. None means all. A range must begin and end at multiples of `PART`.
     """
     assert packed.is_contiguous() and (ids is None or ids.is_contiguous())
     rows, inputs = len(packed) if ids is None else len(ids), range(form.ins) if inputs is None else inputs

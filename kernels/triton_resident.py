@@ -1,7 +1,7 @@
 """Decode attention over resident KV (on the device) and KV fetched for this step, in Triton.
 
-The kernel gets the address of each sequence's resident KV. Each key and value vector is read once for all G query heads
-of its group. For rounding, see `triton_attention`.
+The kernel receives the address of each sequence's resident KV. Each key and value vector is read once for all G query
+heads of its group. For rounding, see `triton_attention`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
     PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend with a block of query heads to one piece of list p (one KV head of one sequence), in program (i, s).
+    """Program (i, s) attends with a block of query heads to one piece of list p (one KV head of one sequence).
 
     If s < resident_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece
     of the fetched KV. For the query heads and part s, see `triton_attention._attend`. All strides and addresses are
@@ -66,7 +66,7 @@ def attend_resident(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to resident and fetched KV of a batch, in one launch and a merge. See `lists.attend_resident`.
+    """Attend to resident and fetched KV of a batch, in one launch followed by a merge. See `lists.attend_resident`.
 
     All tensors must have the same dtype: float32, float16 or bfloat16.
     """

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE) in Triton, in one launch instead of four.
 
-Results are rounded exactly like those of `reference.rotate_halves`. In models with large keys, such as Qwen, another
-rounding would change scores by 1 or more, so that results would differ from transformers.
+Results are rounded exactly like those of `reference.rotate_halves`. In models with large keys, such as Qwen, different
+rounding would change scores by 1 or more, and the results would differ from those of transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from .triton_norm import FEW_ROWS
 
 _TILE = 2048
-"""Number of elements of a program that rotates several tokens."""
+"""Number of elements that a program processes if it rotates several tokens."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -21,9 +21,9 @@ def _rotate(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, head_step: tl.tensor, token_step: tl.tensor,
     tokens: tl.tensor, d: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ROUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rotate head h of the tokens [i * ROWS, (i + 1) * ROWS), in program (h, i).
+    """Program (h, i) rotates head h of the tokens [i * ROWS, (i + 1) * ROWS).
 
-    With ROUNDED, both products are rounded to the dtype of x before they are added.
+    If ROUNDED is true, both products are rounded to the dtype of x before they are added.
     """
     h, t = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, D)[None, :]

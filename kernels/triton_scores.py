@@ -1,8 +1,8 @@
 """Score compressed keys with one query per head in Triton.
 
-The kernels also compute the maximum of each block, for thresholds, and its sum of exponentials, for the softmax of
-grouped query heads. Per token and KV head, they read r elements (partial keys) or bits * d / 8 bytes (packed keys), and
-write 4 * G bytes.
+For each block, the kernels also compute the maximum, which thresholds need, and the sum of exponentials, which the
+softmax of grouped query heads needs. Per token and KV head, they read r elements (partial keys) or bits * d / 8 bytes
+(packed keys), and write 4 * G bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIELDS = tl.constexpr(FIELDS)
 
 @triton.jit
 def _rint(x: tl.tensor) -> tl.tensor:
-    """Round x to the nearest integer, and halves to the even one, as torch does.
+    """Round x to the nearest integer, with ties to even, as torch does.
 
     |x| must be less than 2^22, so that x + 1.5 * 2^23 has no fraction bits.
     """
@@ -48,7 +48,7 @@ def store_scores(
     """Store the scores acc `[h, n]` of the query heads `head` `[h]` and tokens `token` `[n]`, and block statistics.
 
     Scores outside [start, stop) are stored as -inf. The statistics are the maximum and the sum of exp(score - maximum)
-    of each head, or -inf and 0 if no token is inside.
+    of each head, or -inf and 0 if the block has no token in this range.
     """
     acc = tl.where(((token >= start) & (token < stop))[None, :], acc, float("-inf"))
     row_start = (p * G + head) * tokens
@@ -66,7 +66,7 @@ def _list_address(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the address of list p (a KV head of a sequence) and the distance between its rows, in elements.
 
-    KEYS is the type of the elements. The address is a multiple of BYTES bytes, the distance a multiple of ALIGN
+    KEYS is the element type. The address is a multiple of BYTES bytes, and the distance is a multiple of ALIGN
     elements.
     """
     fields = table + p // heads * _FIELDS
@@ -81,10 +81,11 @@ def _partial(
     KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr,
     R: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Score tokens [b * BLOCK, (b + 1) * BLOCK) of list p column by column, in program (i, b).
+    """Program (i, b) scores tokens [b * BLOCK, (b + 1) * BLOCK) of list p column by column.
 
     `triton_attention.query_heads` derives p and the query heads from i. A program without tokens in [start, stop) reads
-    no keys. The last block reads beyond `stop`, up to a multiple of ALIGN tokens. Every list has memory for these.
+    no keys. The last block reads beyond `stop`, up to a multiple of ALIGN tokens. Every list has allocated memory for
+    them.
     """
     p, head = query_heads(G, QUERIES)
     block = tl.program_id(1)
@@ -103,7 +104,7 @@ def _partial(
 
 @triton.jit
 def _field_sums(weights: tl.tensor, raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return the dot products of int8 queries and the codes in field FIELD of packed keys `raw` `[n, D]`, int32.
+    """Return the dot products of int8 queries with the codes in field FIELD of packed keys `raw` `[n, D]`, int32.
 
     8-bit codes are stored minus 128.
     """
@@ -116,7 +117,7 @@ def _field_sums(weights: tl.tensor, raw: tl.tensor, FIELD: tl.constexpr, BITS: t
 
 @triton.jit
 def _code_products(weights: tl.tensor, raw: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the dot products of int8 queries and the keys packed in `raw` `[n, D]`, int32 `[h, n * 8 / BITS]`."""
+    """Return the dot products of int8 queries with the keys packed in `raw` `[n, D]`, int32 `[h, n * 8 / BITS]`."""
     if BITS == 8:
         products = _field_sums(weights, raw, 0, BITS)
     elif BITS == 4:
@@ -133,7 +134,7 @@ def _weighted(
     q: tl.tensor, factors: tl.tensor, start: tl.tensor, mask: tl.tensor,
     d: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load columns [FIRST, FIRST + WIDTH) of queries, multiplied by `factors` `[d]`, as `[n, WIDTH]`."""
+    """Load columns [FIRST, FIRST + WIDTH) of queries and multiply them by `factors` `[d]`. Return `[n, WIDTH]`."""
     column = FIRST + tl.arange(0, WIDTH)
     query = load_columns(q, start, mask, d, FIRST, WIDTH)
     return query * tl.load(factors + column, mask=column < d, other=0.0)[None, :]
@@ -153,7 +154,7 @@ def _packed(
     d: tl.constexpr, W: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
     G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Score the packed keys of block b of list p (one KV head of one sequence), in program (i, b).
+    """Program (i, b) scores the packed keys of block b of list p (one KV head of one sequence).
 
     For p and the query heads, see `triton_attention.query_heads`. Only the first d of the W bytes of a row are used.
     For D and REST, see `split_columns`.

@@ -31,12 +31,13 @@ A program handles all heads of a layer, so larger blocks would leave most multip
 """
 
 _TILE = 2048
-"""Maximum number of scores that `_mark`, and of statistics that `_peaks_and_logs`, reads at a time."""
+"""Maximum number of scores that `_mark` reads, and of statistics that `_peaks_and_logs` reads, at a time."""
 
 _PARTS, _COUNTED, _EARLIER = 128, 1024, 256
-"""Maximum number of parts that `_peaks_and_logs` reads at a time, and numbers of blocks that `_count` and `_write` add.
+"""Maximum number of parts that `_peaks_and_logs` reads at a time, and numbers of blocks over which `_count` and
+`_write` sum at a time.
 
-They are constants, so that no kernel is compiled again for longer contexts.
+They are constants, so that longer contexts do not cause a recompilation.
 """
 
 _ABSENT = tl.constexpr(-(1 << 31))
@@ -50,7 +51,7 @@ _UNROLLED = tl.constexpr(4)
 
 @triton.jit
 def _ordered(x: tl.tensor) -> tl.tensor:
-    """Map float32 to int32 numbers that sort in the same order. -0 and +0 get the same number."""
+    """Map float32 numbers to int32 numbers that sort in the same order. -0 and +0 get the same number."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -66,9 +67,9 @@ def _peaks_and_logs(
     maxima: tl.tensor, sums: tl.tensor, peaks: tl.tensor, logs: tl.tensor, parts: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Reduce the maxima and sums `[G, parts]` of the blocks of list p (one KV head of one sequence), in program p.
+    """Program p reduces the block maxima and sums `[G, parts]` of list p (one KV head of one sequence).
 
-    Stores the largest score of each query head, and the log-sum-exp of its scores (0 if there are no tokens).
+    It stores the largest score of each query head, and the log-sum-exp of its scores (0 if there are no tokens).
     """
     head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
     row = tl.program_id(0).to(tl.int64) * G + head
@@ -95,10 +96,10 @@ def _mark(
     tokens: tl.tensor, kv_heads: tl.tensor, blocks: tl.tensor, lists: tl.tensor, alpha: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Apply the thresholds of all query heads to tokens [i * BLOCK, (i + 1) * BLOCK) of sequence b, in program (b, i).
+    """Program (b, i) applies the thresholds of all query heads to tokens [i * BLOCK, (i + 1) * BLOCK) of sequence b.
 
-    `passing[b, i]` becomes the number of pairs (token, query head) that pass. `orders` gets the order of each token
-    that passes a query head. The first block of a sequence clears its histograms.
+    The number of pairs (token, query head) that pass is stored in `passing[b, i]`. The order of each token that passes
+    a query head is stored in `orders`. The first block of a sequence clears its histograms.
     """
     b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
@@ -140,9 +141,10 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """Return the first KNOWN bytes of the *bound*: the rank-th largest order of list p (see the module).
+    """Return the first KNOWN bytes of the *bound*, which is the rank-th largest order of list p.
 
-    Also return the rank of the bound among the orders that begin with these bytes.
+    Also return the rank of the bound among the orders that begin with these bytes. For orders, see the module
+    docstring.
     """
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):
@@ -159,9 +161,9 @@ def _histogram(
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
     cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the orders of block i of list p by their byte number DIGIT (0 is the highest), in program (p, i).
+    """Program (p, i) counts the orders in block i of list p by their byte number DIGIT (0 is the highest).
 
-    Only orders whose higher bytes equal the higher bytes of the bound (`_bound`) are counted.
+    Only orders whose higher bytes equal those of the bound (`_bound`) are counted.
     """
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
@@ -174,7 +176,7 @@ def _histogram(
     histogram = histograms + (DIGIT * lists + p) * 256
     if DIGIT < 2:
         # Most orders have the same first digits, and atomic additions to one bin wait for each other, so count them
-        # within the program first. Later digits count only the few orders near the bound.
+        # within the program first. For later digits, only the few orders near the bound are counted.
         bins, bin_index = tl.histogram(_digit(order, DIGIT), 256, mask=counted), tl.arange(0, 256)
         tl.atomic_add(histogram + bin_index, bins, mask=bins > 0, sem="relaxed")
     else:
@@ -188,9 +190,9 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the tokens of block i of list p with orders above the bound, and equal to it (`_bound`), in program (p, i).
+    """In block i of list p, program (p, i) counts the orders above the bound and the orders equal to the bound.
 
-    The first program of a list also stores its number of selected tokens.
+    For the bound, see `_bound`. The first program of a list also stores the number of selected tokens in the list.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -211,7 +213,7 @@ def _write(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, COUNTED: tl.constexpr, EARLIER: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the selected tokens of block i of list p in ascending order, in program (p, i).
+    """Program (p, i) writes the selected tokens of block i of list p in ascending order.
 
     They follow the selected tokens of earlier blocks. If several orders equal the bound, the first tokens are selected.
     Entries of `out` after the selected tokens become 0.
@@ -244,9 +246,9 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select tokens for a batch by their scores `scored`, in eight launches. See `lists.select_tokens`.
+    """Select tokens for a batch by the scores in `scored`, in eight launches. See `lists.select_tokens`.
 
-    The scores are contiguous float32 `[P, G, N]` with P = B * Hkv. `cap` is at most N.
+    The scores must be contiguous float32 `[P, G, N]` with P = B * Hkv. `cap` must not exceed N.
     """
     (lists, group, tokens), parts, device = scored.scores.shape, scored.maxima.shape[2], scored.scores.device
     assert lists == len(limits) * kv_heads and scored.scores.dtype == torch.float32 and 1 <= cap <= tokens

@@ -1,7 +1,7 @@
 """Skew the queries of a batch in Triton: one launch instead of a cast, two copies, a matrix product and a scaling.
 
-Memory traffic: 4 * d * r bytes of the basis per KV head and sequence. Sums over d are computed in float32, in another
-order than in torch.
+Memory traffic: 4 * d * r bytes of the basis per KV head and sequence. Sums over d are computed in float32 and in a
+different order than in torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _skew(
     bases: tl.tensor, group: tl.tensor, scale: tl.tensor, r: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute columns [c * COLUMNS, (c + 1) * COLUMNS) of QUERIES queries of list p, in program (p, c, i)."""
+    """Program (p, c, i) computes columns [c * COLUMNS, (c + 1) * COLUMNS) of QUERIES queries of list p."""
     p, row, first = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.program_id(2) * QUERIES
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.load(basis + p % bases * d * r + row[:, None] * r + column[None, :],

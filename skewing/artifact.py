@@ -29,7 +29,7 @@ _TENSORS: Final = ("query", "key", "key_mean", "key_std", "slope", "offset")
 
 
 def artifact_bytes(geometry: ModelGeometry) -> int:
-    """Return the size in bytes of bases and corrections for a model of `geometry`."""
+    """Return the size in bytes of the bases and corrections for a model with this geometry."""
     bases = geometry.kv_heads * geometry.head_dim**2
     corrections = geometry.hidden * (len(SOURCES) + geometry.most_between)
     return 2 * geometry.layers * (bases + corrections) * torch.float32.itemsize
@@ -37,21 +37,21 @@ def artifact_bytes(geometry: ModelGeometry) -> int:
 
 @dataclass(frozen=True, eq=False)
 class SkewArtifact:
-    """Skewing bases of queries and keys, and corrections of predicted attention inputs.
+    """Skewing bases for queries and keys, and corrections for predicted attention inputs.
 
-    The bases are applied to queries and keys after bias, QK-norm and RoPE, without the attention scale.
+    The bases are applied to queries and keys after bias, QK-norm and RoPE. Queries do not include the attention scale.
 
     Attributes:
-        method: "svd" (paper §4.2, equations 2-3: one orthogonal matrix for both, `query == key`) or "balanced"
-            (different bases for queries and keys).
+        method: "svd" (paper §4.2, equations 2-3: queries and keys share one orthogonal matrix, so `query == key`) or
+            "balanced" (queries and keys have different bases).
         query: B_q, float32 `[L, Hkv, d, d]`. The skewed query is q~ = q @ query[l, h]. Columns are in order of
             decreasing importance.
         key: B_k, float32 `[L, Hkv, d, d]`. The skewed key is k~ = k @ key[l, h]. With all columns, q~ k~^T equals q
             k^T, because B_q B_k^T = I.
         key_mean, key_std: Mean and standard deviation of each column of the skewed keys over the calibration text,
             float32 `[L, Hkv, d]`. They determine the quantisation levels of int4 and int2 scoring keys.
-        slope, offset: `Correction` of predicted attention inputs, float32 `[S, L, D]`, or `[S, L, 1]` with one value
-            for all channels.
+        slope, offset: `Correction` for predicted attention inputs, float32 `[S, L, D]`, or `[S, L, 1]` if all channels
+            share one value.
         fingerprint: Fingerprint of the calibrated model.
         calibration: Description of the calibration text, with a digest of its tokens.
     """
@@ -79,10 +79,10 @@ class SkewArtifact:
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def save(self, path: Path | str) -> None:
-        """Write the artifact to `path` atomically, and create missing folders.
+        """Write the artifact to `path` atomically. Missing folders are created.
 
         Raises:
-            OSError: The file cannot be written. An existing file is unchanged.
+            OSError: The file cannot be written. An existing file stays unchanged.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class SkewArtifact:
 
     @classmethod
     def load(cls, path: Path | str, fingerprint: str | None) -> SkewArtifact:
-        """Load an artifact to the CPU.
+        """Load an artifact into CPU memory.
 
         Args:
             path: The safetensors file.

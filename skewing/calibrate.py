@@ -39,10 +39,13 @@ SLICE: Final = 512
 """Number of tokens whose queries, attention and MLP are computed together."""
 
 Progress = Callable[[int, int], None]
-"""Callback with the number of finished layers and of all layers. Each segment of the text counts the layers again."""
+"""Callback that gets the number of finished layers and the total number of layers.
+
+Each segment of the text counts all layers again.
+"""
 
 Predictions = Callable[[int, Mapping[Source | int, torch.Tensor], torch.Tensor], None]
-"""Callback with (layer, predicted attention inputs `[m, D]` by source of the prediction, true inputs `[m, D]`)."""
+"""Callback that gets a layer, its predicted attention inputs `[m, D]` by source, and its true inputs `[m, D]`."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ def calibrate(
     """Calibrate the model of `adapter` on the text `token_ids`.
 
     Args:
-        method: Method of the bases (`SkewArtifact.method`).
+        method: Method that computes the bases (`SkewArtifact.method`).
         fingerprint: Fingerprint of the model.
         calibration: Description of the text, for the artifact.
 
@@ -104,9 +107,9 @@ def measure(
     length. The attention of the forward pass uses the real positions. The text is split into segments of at most
     `max_positions` tokens, which all begin at position 0. For errors, see `calibrate`.
 
-    The moments of a KV head include the queries of all layers that use its keys. Layers that use the keys of an earlier
-    layer, and layers with another head dimension than full-attention layers, have moments of 0. All results are on the
-    CPU.
+    The moments of a KV head include the queries of all layers that use its keys. Moments are 0 for layers that use the
+    keys of an earlier layer, and for layers whose head dimension differs from that of full-attention layers. All
+    results are on the CPU.
     """
     geometry, limit = adapter.geometry, adapter.geometry.max_positions
     if not token_ids:
@@ -140,7 +143,7 @@ def prediction_quality(
 ) -> dict[Source | int, float]:
     """Return the quality of predicted queries for each source of predictions (`PredictionQuality`).
 
-    `token_ids` are one text, not longer than the model's context length.
+    `token_ids` is a single text that must fit in the model's context length.
     """
     quality = PredictionQuality(adapter, correction)
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=adapter.device)
@@ -152,9 +155,9 @@ def prediction_quality(
 def _segment_sums(
     adapter: ModelAdapter, tokens: torch.Tensor, limit: int, predictions: Predictions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield `_sum_moments` of each layer over `tokens` `[T]`, at positions that are spread over [0, `limit`).
+    """For each layer, yield `_sum_moments` over `tokens` `[T]`, at positions that are spread over [0, `limit`).
 
-    Call `predictions` for all layers except the first.
+    `predictions` is called for all layers except the first.
     """
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
@@ -163,7 +166,7 @@ def _segment_sums(
     adapter = adapter.for_new_sequence()
     hidden = adapter.embed(tokens, positions)
     adapter.run_stages(-1, hidden, slices)
-    kept: dict[int, KVPart] = {}  # KV by layer: the latest layer, and layers whose KV later layers use
+    kept: dict[int, KVPart] = {}  # KV by layer, for the latest layer and for layers whose KV later layers use
     for layer in range(geometry.layers):
         yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
         if layer + 1 == geometry.layers:
@@ -228,7 +231,7 @@ def _spread(count: int, limit: int) -> torch.Tensor:
 
 
 def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count: int) -> tuple[list[int], str]:
-    """Return up to `count` token ids of the calibration text in the package, and a description.
+    """Return up to `count` token ids of the calibration text in the package, and a description of them.
 
     Without a tokenizer, the ids are fixed pseudo-random numbers. Calibration is then less accurate.
     """
@@ -241,7 +244,7 @@ def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count:
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name: str) -> tuple[list[int], str]:
-    """Return the first `count` tokens of `text`, including special tokens, and a description with `name`."""
+    """Return the first `count` tokens of `text`, including special tokens, and a description that contains `name`."""
     # Tokenize only the beginning of a long text. 64 additional tokens are needed, because the cut changes the tokens
     # before it.
     characters, margin = 8 * count, 64
@@ -256,7 +259,7 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
 def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress | None = None) -> SkewArtifact:
     """Return the model's artifact for the calibration text in the package, from the user's cache folder.
 
-    If it is missing or damaged, calibrate and store the artifact.
+    If it is missing or damaged, the model is calibrated and the artifact is stored.
     """
     path = cache_path(loaded, method)
     if path.exists():

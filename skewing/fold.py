@@ -1,11 +1,11 @@
-"""Fold skewing bases into the weights (paper §4.2, equation 2), and compute the output of the command `skew`.
+"""Fold skewing bases into the weights (paper §4.2, equation 2), and produce the output of the command `skew`.
 
 With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so weight and bias are multiplied by B_q. Keys
 are folded in the same way. The result is an ordinary checkpoint.
 
-Its logits differ from the original by rounding: by about 1e-5 of the largest logit in float32. In bfloat16 and float16,
-the difference is as large as the rounding of the original weights, and changes 1-3 % of the greedy tokens. The engine
-therefore uses separate matrices (`SkewArtifact`).
+Because of rounding, its logits differ from those of the original model. In float32, the difference is about 1e-5 of the
+largest logit. In bfloat16 and float16, it is as large as the rounding of the original weights, and changes 1-3 % of the
+greedy tokens. The engine therefore uses separate matrices (`SkewArtifact`).
 
 Models with RoPE cannot be folded, because the rotation follows the projection and does not commute with a basis that
 mixes rotary planes.
@@ -128,13 +128,13 @@ class SkewReport:
         artifact: Path of the skew artifact.
         folded: Folder of the folded checkpoint, or None for a model with RoPE.
         method, calibration, fingerprint: See `SkewArtifact`.
-        energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns keep without skewing, mean over
-            layers and KV heads.
+        energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns keep without skewing, averaged
+            over layers and KV heads.
         energy_kept_skewed: The same fraction with skewing.
-        logit_difference: Largest difference between logits of the folded and the original model, divided by the largest
-            logit. None if there is no folded model.
-        predictions: Quality of predicted queries by source (`PredictionQuality`). An integer key is a value of the
-            option `ahead` of the policy "infinigen" (hybrid models).
+        logit_difference: Largest difference between the logits of the folded and the original model, divided by the
+            largest logit. None if there is no folded model.
+        predictions: Quality of predicted queries by source (`PredictionQuality`). For hybrid models, integer keys are
+            values of the option `ahead` of the policy "infinigen".
     """
 
     artifact: Path
@@ -165,7 +165,7 @@ def skew_model(
     Args:
         model: Name of a shipped model, folder or hub id.
         out: Output folder. It is created if missing.
-        method: Method of the bases (`SkewArtifact.method`).
+        method: Method that computes the bases (`SkewArtifact.method`).
         calibration: Calibration text. None uses the text in the package.
         calibration_tokens: Number of tokens to calibrate on.
         dtype: See `EngineConfig`.
@@ -227,7 +227,7 @@ def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tu
 
 
 def _probe_tokens(loaded: LoadedModel, calibrated: int, count: int) -> list[int]:
-    """Return `count` tokens of the text after the calibration tokens, or its last tokens if it is too short."""
+    """Return the `count` tokens after the calibration tokens, or the last tokens of the text if it is too short."""
     count = min(count, loaded.adapter.geometry.max_positions)
     ids, _ = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, calibrated + count)
     return ids[-count:]

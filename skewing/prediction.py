@@ -1,4 +1,4 @@
-"""Correct predicted attention inputs by a linear function per channel, fitted in calibration.
+"""Correct predicted attention inputs with a linear function per channel, which calibration fits.
 
 InfiniGen predicts the query of layer l from the hidden states of layer l-1, because the inputs of adjacent layers are
 similar (§4.3, Table 1). The prediction is wrong after an MLP that adds nearly the same large vector to every token
@@ -31,7 +31,7 @@ def source_index(source: Source | int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Linear correction of predicted attention inputs, from which predicted queries are computed.
+    """Linear correction for predicted attention inputs, from which predicted queries are computed.
 
     `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The input g `[..., D]` of layer l,
     predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Layers without predictions, such as layer
@@ -48,7 +48,7 @@ class Correction:
 
 
 class CorrectionSums:
-    """Accumulates sums over tokens from which a `Correction` is fitted, for each source, layer and channel."""
+    """Accumulates, for each source, layer and channel, the sums over tokens to which a `Correction` is fitted."""
 
     def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
         # Sums of g, t, g^2 and g t, and the number of tokens.
@@ -56,7 +56,7 @@ class CorrectionSums:
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
 
     def add(self, layer: int, predictions: Mapping[Source | int, torch.Tensor], true_input: torch.Tensor) -> None:
-        """Add predicted inputs of a layer `[m, D]`, by source, and its true inputs `[m, D]`."""
+        """Add a layer's predicted inputs (by source) and true inputs, `[m, D]` each."""
         t = true_input.double()
         for source, predicted in predictions.items():
             g = predicted.double()

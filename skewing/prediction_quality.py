@@ -13,7 +13,7 @@ from ..models.adapter import ModelAdapter
 from .prediction import Correction, source_index
 
 SINKS, RECENT, FRACTION = 4, 64, 0.02
-"""Defaults of the policy "infinigen": number of sinks and recent tokens, and selected fraction of the other tokens."""
+"""Defaults of the policy "infinigen": numbers of sinks and recent tokens, and selected fraction of the other tokens."""
 
 STRIDE = 16
 """Every STRIDE-th query of a text is measured."""
@@ -22,9 +22,9 @@ STRIDE = 16
 class PredictionQuality:
     """Measures predicted queries by the attention mass of the tokens that they select.
 
-    The mass is divided by the mass of the tokens that the true queries select. Tokens with the largest attention
-    weights are selected. As in the policy, the query heads of a KV head select together, and resident tokens do not
-    count.
+    The mass is divided by the mass of the tokens that the true queries select. In both cases, the tokens with the
+    largest attention weights are selected. As in the policy, the query heads of a KV head select tokens together, and
+    resident tokens do not count.
     """
 
     def __init__(self, adapter: ModelAdapter, correction: Correction) -> None:
@@ -34,7 +34,7 @@ class PredictionQuality:
         self._ideal_mass: defaultdict[Source | int, list[float]] = defaultdict(list)
 
     def add(self, layer: int, predictions: Mapping[Source | int, torch.Tensor], true_input: torch.Tensor) -> None:
-        """Measure a slice of a text: predicted inputs of a layer `[m, D]`, by source, and its true inputs `[m, D]`.
+        """Measure a slice of a text, given a layer's predicted inputs (by source) and true inputs, `[m, D]` each.
 
         The slices of a layer must be passed in order. Layers that do not select tokens, or that use the keys of an
         earlier layer, are skipped.
@@ -59,7 +59,7 @@ class PredictionQuality:
             self._ideal_mass[source].append(ideal_mass)
 
     def relative_mass(self) -> dict[Source | int, float]:
-        """Return the relative attention mass for each source of predictions, mean over layers."""
+        """Return the relative attention mass for each source of predictions, averaged over layers."""
         return {source: sum(mass) / sum(self._ideal_mass[source]) for source, mass in self._mass.items()}
 
     def _weights(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Policies that `offload-rt tune` has chosen for a model.
 
-A tuned policy is a folder with `skew.safetensors` and `policy.json`. With this folder as engine option `skew`, the
-options in `policy.json` are the defaults.
+A tuned policy is a folder with `skew.safetensors` and `policy.json`. If the engine option `skew` is this folder, the
+options in `policy.json` become the defaults.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORMAT: Final = "offload-rt policy"
 class TunedPolicy:
     policy: str  # value for `LLM(policy=...)`
     options: Mapping[str, Any]
-    fingerprint: str  # of the model
+    fingerprint: str  # fingerprint of the model
     # Record of the tuning run, for information: limit on the missed attention mass, objective, calibration text, and
     # results of the chosen options.
     measured: Mapping[str, Any] = field(default_factory=dict)
@@ -74,9 +74,10 @@ class TunedPolicy:
 def default_options(
     skew: Path | None, policy: str, options: Mapping[str, Any], fingerprint: str | None
 ) -> Mapping[str, Any]:
-    """Return `options`, completed with the options of a tuned policy.
+    """Return `options`, supplemented by the options of a tuned policy.
 
-    Tuned options are used only if `skew` is a folder with a tuned policy of this name, and no preset is given.
+    Tuned options are used only if `skew` is a folder that contains a tuned policy of this name, and `options` has no
+    preset.
 
     Args:
         skew: Skew artifact or folder.
@@ -101,11 +102,11 @@ def default_options(
 def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None) -> SkewArtifact:
     """Load the artifact from a file, or from `skew.safetensors` in a folder.
 
-    `fingerprint` and `method` are those that the artifact must have. None accepts any method.
+    The artifact must have this `fingerprint` and this `method`. If `method` is None, any method is accepted.
 
     Raises:
         ArtifactError: The artifact cannot be used (`SkewArtifact.load`).
-        ConfigError: The artifact was made with another method.
+        ConfigError: The artifact was made with a different method.
     """
     artifact = SkewArtifact.load(skew / ARTIFACT if skew.is_dir() else skew, fingerprint)
     if method is not None:
