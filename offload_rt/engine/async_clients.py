@@ -112,7 +112,7 @@ async def call_in_thread(post: Callable[[Callable[[], None]], None], function: C
 class Mailbox:
     """Passes outputs of a request to the event loop of its client. Only the latest output is kept.
 
-    This loses nothing: each output contains all earlier text, so a slow client may skip some outputs.
+    No text is lost, because each output contains all earlier text. A slow client may skip some outputs.
     """
 
     def __init__(self) -> None:

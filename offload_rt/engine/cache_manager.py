@@ -150,7 +150,7 @@ class CacheManager:
         """If the pool is full, take blocks from the longest sequence and give them to sequences whose last block is
         full.
 
-        Used only with eviction. A sequence that gets no block overwrites the KV of some of its own tokens.
+        Used only with eviction. A sequence that gets no block overwrites the KV of some of its tokens.
         """
         for sequence in batch if self.evicts else ():
             if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:

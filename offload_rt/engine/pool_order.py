@@ -42,7 +42,7 @@ class PoolOrder:
         self.changed = threading.Condition()
         self.times_freed = self.requests_ended = 0
         self.broken: EngineError | None = None
-        """Error because of which no engine of the pool can continue, or None."""
+        """The error that stops all engines of the pool, or None."""
         self.reclaimables: list[Reclaimable] = []
         """Session stores of all engines. The KV that they keep in memory can be freed between requests."""
 
