@@ -27,7 +27,7 @@ ANTHROPIC = "/v1/messages"
 """Path prefix of Anthropic's protocol."""
 
 RETRY_AFTER = "5"
-"""Value of the Retry-After header, in seconds, if the queue is full."""
+"""Value of the Retry-After header, in seconds, if the queue is full or the session is busy."""
 
 _KINDS = {
     401: "authentication_error",

@@ -217,8 +217,7 @@ class Scanner:
             yield from self.more()
 
     def stream_brackets(self, emit: Callable[[str], None], span: Brackets | None = None) -> Scan[bool]:
-        """Pass text that is enclosed in brackets to `emit` as it arrives. Return whether the closing bracket arrived.
-        """
+        """Pass text that is enclosed in brackets to `emit` as it arrives. Return whether the brackets were closed."""
         span = span or Brackets()
         while True:
             count = span.feed(self._text[self._at :])
