@@ -27,8 +27,9 @@ from .runner import Runner
 _NEVER = -1.0e9  # score of beams that do not exist; transformers' value, because ties depend on it
 
 Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
-"""Function that takes the generated tokens of a beam. Returns the finish reason and the stop reason, or (None, None) if
-the beam continues.
+"""Function that takes the generated tokens of a beam.
+
+Returns the finish reason and the stop reason, or (None, None) if the beam continues.
 """
 
 

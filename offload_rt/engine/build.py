@@ -291,8 +291,9 @@ def _reads_in_place(pool: HostPool) -> bool:
 
 
 def _stream_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
-    """Create the streams that copy weights from host memory. The returned model waits for each copy before it uses the
-    weights.
+    """Create the streams that copy weights from host memory.
+
+    The returned model waits for each copy before it uses the weights.
     """
     if not placement:
         return loaded, None

@@ -108,11 +108,10 @@ class CacheManager:
         return self.reserve_slots(blocks, capacity, blocks.length, stop)
 
     def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """Reserve slots for `capacity` tokens in `blocks`, and return `blocks`. Before raising PoolFullError, release
-        `blocks`.
+        """Reserve slots for `capacity` tokens in `blocks`, and return `blocks`.
 
-        A prefill of the tokens [start, stop) may run in several parts. In sliding layers, slots are reserved only for
-        the first part, and that part is as short as possible.
+        Before raising PoolFullError, release `blocks`. A prefill of the tokens [start, stop) may run in several parts.
+        In sliding layers, slots are reserved only for the first part, and that part is as short as possible.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)

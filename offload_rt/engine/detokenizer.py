@@ -155,8 +155,9 @@ class TextStream:
         return fresh
 
     def _incomplete_tokens(self, text: str) -> int:
-        """Return how many tokens at the end of the window may form an incomplete character. `text` is the window's
-        text.
+        """Return how many tokens at the end of the window may form an incomplete character.
+
+        `text` is the window's text.
         """
         if not text.endswith(_PENDING):
             return 0

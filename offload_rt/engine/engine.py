@@ -291,8 +291,9 @@ class Engine:
 
 
 class Suspects:
-    """Requests that took part in a failed decode step. Each is decoded alone until it has passed the position of the
-    failure.
+    """Requests that took part in a failed decode step.
+
+    Each is decoded alone until it has passed the position of the failure.
     """
 
     def __init__(self) -> None:
@@ -303,8 +304,9 @@ class Suspects:
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:
-        """Split `running` into groups that are decoded together. If any request is a suspect, every request is its own
-        group.
+        """Split `running` into groups that are decoded together.
+
+        If any request is a suspect, every request is its own group.
         """
         if any(request in self._positions for request in running):
             return [[request] for request in running]

@@ -88,10 +88,10 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Apply `processors` to `scores` and return the resulting logits `[B, V]`. `history` contains the earlier tokens
-    `[B, T]`.
+    """Apply `processors` to `scores` and return the resulting logits `[B, V]`.
 
-    Raises InputError if a processor returns anything other than logits `[B, V]`.
+    `history` contains the earlier tokens `[B, T]`. Raises InputError if a processor returns anything other than logits
+    `[B, V]`.
     """
     found: Any = scores
     for processor in processors:

@@ -193,8 +193,9 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Compute the token `tokens[position]` of each sequence, and advance `position`. Return float32 logits `[B,
-        V]`.
+        """Compute the token `tokens[position]` of each sequence, and advance `position`.
+
+        Return float32 logits `[B, V]`.
         """
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)

@@ -161,8 +161,9 @@ class Scheduler(PoolMember):
         return started
 
     def allocate(self) -> None:
-        """Reserve slots for the next step, starting with the oldest request. If the pool is full, preempt the youngest
-        request.
+        """Reserve slots for the next step, starting with the oldest request.
+
+        If the pool is full, preempt the youngest request.
         """
         self.stalled = False
         for request in list(self.running):

@@ -46,8 +46,9 @@ LAYER_BYTES = 4 << 20
 """Approximate size of the KV in one layer of the long context."""
 
 KV_BYTES = 16 << 20
-"""Total size of the KV of the long context over all layers. It is large enough that no layer finds its KV in the
-processor's caches.
+"""Total size of the KV of the long context over all layers.
+
+It is large enough that no layer finds its KV in the processor's caches.
 """
 
 FLUSHED_BYTES = 4 << 20
@@ -180,8 +181,9 @@ def _median_over_layers(steps: Sequence[Sequence[float]]) -> float:
 
 
 class _TimedAdapter(ModelAdapter):
-    """A model that consists of attention layers with random KV and no weights. It records the time of each layer in
-    `steps`.
+    """A model that consists of attention layers with random KV and no weights.
+
+    It records the time of each layer in `steps`.
     """
 
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, length: int, clock: Callable[[], float]) -> None:

@@ -222,8 +222,9 @@ class SequenceManager:
         )
 
     def continues(self, sequence: Sequence) -> bool:
-        """Return whether an idle sequence can continue. Its KV must be readable, and its recurrent state must be on the
-        device.
+        """Return whether an idle sequence can continue.
+
+        Its KV must be readable, and its recurrent state must be on the device.
         """
         return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
 

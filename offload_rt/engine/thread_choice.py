@@ -51,8 +51,9 @@ class ThreadChoice:
             self.record(several, time.perf_counter() - began)
 
     def record(self, several: bool, seconds: float) -> None:
-        """Record how long a step took, with several threads if `several` and with one otherwise. Choose the mode of the
-        next step.
+        """Record how long a step took, with several threads if `several` and with one otherwise.
+
+        Choose the mode of the next step.
         """
         if self._cold:
             self._cold = False

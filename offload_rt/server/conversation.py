@@ -72,8 +72,9 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
 
 
 def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
-    """Return the messages with `answer` added as a new message. If `continues`, its text is appended to the last
-    message instead.
+    """Return the messages with `answer` added as a new message.
+
+    If `continues`, its text is appended to the last message instead.
     """
     if not continues:
         return [*conversation, answer]
@@ -118,8 +119,9 @@ def conversation_of(
 
 
 def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str | None) -> dict[str, Any]:
-    """Return the fields of a `Conversation` that concern tools. Raises RefusedError if `choice` or `named` contradicts
-    the tools.
+    """Return the fields of a `Conversation` that concern tools.
+
+    Raises RefusedError if `choice` or `named` contradicts the tools.
 
     Args:
         functions: Name, description and parameters of each tool.
@@ -196,8 +198,9 @@ def parsed_arguments(text: str) -> dict[str, Any] | None:
 
 
 MAX_CALLS = 8
-"""Maximum number of calls in a response that must call a tool. Without a limit, a small model may repeat calls
-endlessly.
+"""Maximum number of calls in a response that must call a tool.
+
+Without a limit, a small model may repeat calls endlessly.
 """
 
 

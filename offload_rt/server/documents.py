@@ -32,14 +32,16 @@ _SUFFIX = ".json"
 _FILE = re.compile(r"([0-9a-f]{32})\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32})?\.tmp")
 _STALE = 60.0
-"""Temporary files that are at least this old, in seconds, are removed. Another server may still be writing younger
-files.
+"""Temporary files that are at least this old, in seconds, are removed.
+
+Another server may still be writing younger files.
 """
 
 
 def digest(*parts: str) -> str:
-    """Return a digest of `parts`. File names that are digests cannot be chosen by clients and do not reveal their
-    content.
+    """Return a digest of `parts`.
+
+    File names that are digests cannot be chosen by clients and do not reveal their content.
     """
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -257,8 +259,9 @@ def _title(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the engine's id for the response that a client calls `name`. `owner` is the digest of the client's API
-    key.
+    """Return the engine's id for the response that a client calls `name`.
+
+    `owner` is the digest of the client's API key.
     """
     return digest("response", owner, name)
 

@@ -37,8 +37,9 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Formats records for a terminal: the time and `extra["text"]`. Without that, the message and its `fields` are
-    shown.
+    """Formats records for a terminal: the time and `extra["text"]`.
+
+    Without that, the message and its `fields` are shown.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -28,8 +28,9 @@ GONE = 499
 """Status that is logged if the client disconnects before the response begins (as in nginx)."""
 
 MAX_BODIES = 16
-"""Limit on the total size of all incomplete bodies, as a multiple of `max_body`. Above it, requests are refused with
-503.
+"""Limit on the total size of all incomplete bodies, as a multiple of `max_body`.
+
+Above it, requests are refused with 503.
 """
 
 logger = logging.getLogger(__name__)

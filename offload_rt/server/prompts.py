@@ -26,8 +26,9 @@ context.
 """
 
 TOKEN_SIZE = 4
-"""Number of characters that a token id counts as when the thread is chosen. A message counts as 16 additional token
-ids.
+"""Number of characters that a token id counts as when the thread is chosen.
+
+A message counts as 16 additional token ids.
 """
 
 SHORT_THREADS = 2

@@ -39,8 +39,9 @@ MAX_FOLDERS = 1000
 
 
 SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}
-"""Autoscaling options. If there are more than `target_ongoing_requests` per replica, replicas are added. Delays are in
-seconds.
+"""Autoscaling options. If there are more than `target_ongoing_requests` per replica, replicas are added.
+
+Delays are in seconds.
 """
 
 

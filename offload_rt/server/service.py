@@ -35,8 +35,9 @@ from .prompts import Prompts, TokenLimits
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Engine options of a request. `session` is the engine's session id (see `session_of`), not the client's name for
-    it.
+    """Engine options of a request.
+
+    `session` is the engine's session id (see `session_of`), not the client's name for it.
     """
 
     policy: str | None = None
@@ -68,8 +69,9 @@ class Service:
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name to use in the response. Raises RefusedError (404) if `name` is not a name of this
-        model.
+        """Return the model name to use in the response.
+
+        Raises RefusedError (404) if `name` is not a name of this model.
         """
         if name is None or name in self.names or self.options.accept_any_model:
             return name or self.name
@@ -281,8 +283,9 @@ def _repeat_completion(output: RequestOutput, copies: int) -> RequestOutput:
 
 
 def _salt_key(folder: Path | None) -> bytes:
-    """Return the secret key for cache salts. It is stored in `folder`, so that it survives a restart. Raises
-    ConfigError.
+    """Return the secret key for cache salts. It is stored in `folder`, so that it survives a restart.
+
+    Raises ConfigError.
     """
     if folder is None:
         return secrets.token_bytes(32)

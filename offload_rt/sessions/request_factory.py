@@ -26,8 +26,9 @@ from .turn import Turn, check_turn
 logger = logging.getLogger(__name__)
 
 MOST_OPEN = 256
-"""Maximum number of sessions that stay open between turns. If there are more, the least recently used are saved and
-closed.
+"""Maximum number of sessions that stay open between turns.
+
+If there are more, the least recently used are saved and closed.
 """
 
 

@@ -355,8 +355,9 @@ class SessionKV:
         self._flush()
 
     def evict(self) -> None:
-        """Write unsaved blocks to disk and free the session's host memory. The store may then evict its blocks from
-        disk.
+        """Write unsaved blocks to disk and free the session's host memory.
+
+        The store may then evict its blocks from disk.
         """
         if self.sequence is not None:
             self.write_out()

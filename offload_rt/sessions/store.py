@@ -89,10 +89,10 @@ class SessionStore:
     def __init__(
         self, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
     ) -> None:
-        """Open the store in `folder`. Unless it is `read_only`, no other process can write to it until `close` is
-        called.
+        """Open the store in `folder`.
 
-        A read-only store reuses stored KV but must not be used for sessions.
+        Unless it is `read_only`, no other process can write to it until `close` is called. A read-only store reuses
+        stored KV but must not be used for sessions.
 
         Raises:
             ConfigError: With the runner's policy or eviction, sessions cannot be restored exactly.

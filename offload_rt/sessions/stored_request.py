@@ -140,8 +140,9 @@ class StoredRequest(SampledRequest):
         self._store_kv(runner)
 
     def persist(self) -> None:
-        """Write the history, or update the time of last use of a prompt's blocks. After a StoreError, the KV stays
-        usable.
+        """Write the history, or update the time of last use of a prompt's blocks.
+
+        After a StoreError, the KV stays usable.
         """
         self.kv.persist()
 

@@ -57,10 +57,10 @@ class StoredStates:
         return [states[position] for position in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the position of the last snapshot on disk in [start, stop], as a number of tokens. Return `start` if
-        there is none.
+        """Return the position of the last snapshot on disk in [start, stop], as a number of tokens.
 
-        `names` lists all blocks of the text. `damaged` contains the keys of blocks to ignore.
+        Return `start` if there is none. `names` lists all blocks of the text. `damaged` contains the keys of blocks to
+        ignore.
         """
         for name in reversed(names[start // BLOCK_SIZE : stop // BLOCK_SIZE]):
             key = name.state().key
@@ -69,10 +69,9 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, for_prompt: bool) -> list[NamedBlock]:
-        """Queue the snapshots after the blocks `names` for writing, if they are in host memory. Return the names of the
-        queued ones.
+        """Queue the snapshots after the blocks `names` for writing, if they are in host memory.
 
-        `for_prompt` marks them as used by a request without a session name.
+        Return the names of the queued ones. `for_prompt` marks them as used by a request without a session name.
         """
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)

@@ -177,10 +177,10 @@ class SpeculativeDecoder:
         return draft
 
     def _choose(self, draft: Draft, history: _RequestHistory, most: int) -> None:
-        """Set the draft tokens from prompt lookup, or the number of tokens to decode. At most `most` tokens are
-        drafted.
+        """Set the draft tokens from prompt lookup, or the number of tokens to decode.
 
-        With `adaptive`, choose the source and the number of tokens that give the most expected tokens per second.
+        At most `most` tokens are drafted. With `adaptive`, choose the source and the number of tokens that give the
+        most expected tokens per second.
         """
         options = self._options
         tokens = history.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []

@@ -68,8 +68,9 @@ class DraftModel:
         return True
 
     def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:
-        """Run a decode step for the draft sequences. Return float32 logits `[V]` for each, in the target model's
-        vocabulary.
+        """Run a decode step for the draft sequences.
+
+        Return float32 logits `[V]` for each, in the target model's vocabulary.
         """
         began, runner = time.perf_counter(), self._runner
         batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._same_tokens, sequences)]

@@ -14,12 +14,12 @@ from ..runner import Runner
 
 
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
-    """Compute the next tokens of several sequences in one pass of full attention. Return float32 logits `[tokens, V]`
-    for each sequence.
+    """Compute the next tokens of several sequences in one pass of full attention.
 
-    `batch` has pairs (sequence, number of tokens). The slots of these tokens must be reserved, and may contain the KV
-    of draft tokens. The caller then commits tokens one by one with `accept`. The recurrent state of a hybrid model
-    includes all computed tokens until `replay` removes the rejected ones.
+    Return float32 logits `[tokens, V]` for each sequence. `batch` has pairs (sequence, number of tokens). The slots of
+    these tokens must be reserved, and may contain the KV of draft tokens. The caller then commits tokens one by one
+    with `accept`. The recurrent state of a hybrid model includes all computed tokens until `replay` removes the
+    rejected ones.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device

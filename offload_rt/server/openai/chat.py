@@ -29,8 +29,9 @@ from .requests import ChatRequest, sampling_fields, structured_outputs
 router = APIRouter()
 
 MAX_BINS = 1024
-"""Maximum number of bins in trace events. A bin is a group of one or more consecutive prompt tokens that are counted
-together.
+"""Maximum number of bins in trace events.
+
+A bin is a group of one or more consecutive prompt tokens that are counted together.
 """
 
 

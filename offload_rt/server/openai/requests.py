@@ -45,8 +45,9 @@ REFUSED_FIELDS = {
     "use_beam_search": "use n",
     "web_search_options": "run the search as a tool in the client",
 }
-"""Unsupported fields that would change the response, each with advice for the client. Requests that set them are
-refused.
+"""Unsupported fields that would change the response, each with advice for the client.
+
+Requests that set them are refused.
 """
 
 UNREPORTED_FIELDS = {

@@ -10,8 +10,9 @@ from .scanner import Brackets, Scan, Scanner
 
 
 class Pythonic(Scanner):
-    """Parser for a list of Python calls, at the beginning of the response or after a tag. Each call is returned once it
-    is complete.
+    """Parser for a list of Python calls, at the beginning of the response or after a tag.
+
+    Each call is returned once it is complete.
     """
 
     tags = ("<|python_start|>",)
@@ -49,8 +50,9 @@ class Pythonic(Scanner):
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """Parse the keyword arguments of a Python call. Return None if any argument is not a literal that JSON can
-    represent.
+    """Parse the keyword arguments of a Python call.
+
+    Return None if any argument is not a literal that JSON can represent.
     """
     try:
         call = ast.parse(text, mode="eval").body

@@ -10,8 +10,9 @@ from .scanner import WHITESPACE, Scan, Scanner
 
 
 class XmlCalls(Scanner):
-    """Base class for parsers that convert XML parameters to JSON. Only string values are streamed while they are
-    incomplete.
+    """Base class for parsers that convert XML parameters to JSON.
+
+    Only string values are streamed while they are incomplete.
     """
 
     _count = 0
