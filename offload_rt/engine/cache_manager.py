@@ -1,6 +1,4 @@
-"""Allocate KV cache blocks for the sequences of one runner, share cached prefixes, and reclaim memory that is not in
-use.
-"""
+"""Allocate KV cache blocks for the sequences of one runner, share cached prefixes, and reclaim unused memory."""
 
 from __future__ import annotations
 
@@ -146,8 +144,7 @@ class CacheManager:
             self._pool.sliding.slide(blocks, position, stop, next_window=self.evicts, before_window=before_window)
 
     def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
-        """If the pool is full, take blocks from the longest sequence and give them to sequences whose last block is
-        full.
+        """If the pool is full, move blocks from the longest sequence to sequences whose last block is full.
 
         Used only with eviction. A sequence that gets no block overwrites the KV of some of its tokens.
         """

@@ -70,9 +70,7 @@ class SequenceManager:
 
     @property
     def approximates(self) -> bool:
-        """Whether decoding gives different KV than prefilling, because attention is sparse or the KV cache is
-        quantised.
-        """
+        """Whether decoding gives other KV than prefilling, because attention is sparse or the KV cache is quantised."""
         return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property

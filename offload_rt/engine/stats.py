@@ -21,9 +21,7 @@ def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the mean and the maximum missed attention mass over sparse layers, or None for both if it was not
-    measured.
-    """
+    """Return the mean and the maximum missed attention mass over sparse layers, or None for both if not measured."""
     selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
     if not trace.missed or not selecting:
         return None, None

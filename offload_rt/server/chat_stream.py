@@ -97,9 +97,7 @@ class ChatStream:
     def __init__(self, make_parser: Callable[[], Parser] = Plain) -> None:
         self._parsers: defaultdict[int, Parser] = defaultdict(make_parser)
         self._seen: dict[int, tuple[int, int, bool]] = {}
-        """For each completion index: the number of characters and of tokens returned so far, and whether it has
-        finished.
-        """
+        """For each completion index: how many characters and tokens were returned, and whether it has finished."""
         self._called: set[int] = set()
 
     def steps(self, output: RequestOutput) -> list[Step]:

@@ -40,9 +40,7 @@ _TIERS = {
     "disk": "disk_hit_tokens",
     "lost": "lost_tokens",
 }
-"""For each place where the KV of earlier tokens may have been found, the field of `EngineLoad` that counts these
-tokens.
-"""
+"""For each place where KV of earlier tokens can be found, the field of `EngineLoad` that counts these tokens."""
 
 PREFIX = "offload_rt_"
 

@@ -21,8 +21,9 @@ from .tokenizing import max_token_bytes
 T = TypeVar("T")
 
 LONG = 1 << 18
-"""Texts with more characters than this are tokenized one at a time in a separate thread, if they may fit in the
-context.
+"""Texts with more characters than this are tokenized one at a time in a separate thread.
+
+This applies only to texts that may fit in the context. Longer ones are refused.
 """
 
 TOKEN_SIZE = 4

@@ -9,9 +9,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from .proxy import balance_by_load
 
 MAX_AHEAD = 4
-"""A request goes to the replica that has its prefix cached, unless that replica leads another one by more requests than
-this.
-"""
+"""A request goes to the replica that has its prefix cached, unless another one has over this many fewer requests."""
 
 
 class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]

@@ -12,9 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError
 
 Message = Mapping[str, Any]
-"""A message: `role`, `content` (a text or a list of `{"type": "text", "text": ...}`), and any other fields that the
-template uses.
-"""
+"""A message: `role`, `content` (a text or a list of `{"type": "text", "text": ...}`), and other template fields."""
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 """A function that the model may call: a JSON schema, or a Python function with annotations and a docstring."""

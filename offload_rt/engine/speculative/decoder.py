@@ -114,8 +114,7 @@ class SpeculativeDecoder:
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[Answer]:
-        """Commit the newest token and the accepted draft tokens one by one, and yield the logits `[1, V]` after each of
-        them.
+        """Commit the newest token and the accepted draft tokens one by one. Yield the logits `[1, V]` after each.
 
         After each yield, the request must sample a token. The iteration ends when this token differs from the draft
         token. Without draft tokens, the logits `[S, V]` of the S sequences of the request are yielded once.

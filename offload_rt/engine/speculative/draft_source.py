@@ -11,8 +11,9 @@ INITIAL_RATE = 0.6  # assumed acceptance rate before the first observation
 
 
 class Lookup:
-    """Prompt lookup: finds the latest earlier occurrence of a text's last n-gram, and proposes the tokens that followed
-    it.
+    """Prompt lookup: finds an earlier occurrence of a text's last n-gram, and proposes the tokens that followed it.
+
+    If there are several occurrences, the latest one is used.
 
     Args:
         longest: Maximum length n of the n-gram in tokens.
@@ -112,8 +113,7 @@ class Acceptance:
         self._rate += (1 - DECAY) / 10 * (INITIAL_RATE - self._rate)
 
     def best_round(self, most: int, costs: Costs, *, decoded: bool) -> Round:
-        """Return the number of draft tokens, at most `most`, that is expected to give the most output tokens per
-        second.
+        """Return the number of draft tokens, at most `most`, that should give the most output tokens per second.
 
         With acceptance rate r, n draft tokens give 1 + r + ... + r^n output tokens.
         """

@@ -252,9 +252,7 @@ MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
-    """Return the log-probabilities of the new tokens, each with its `top` alternatives, in the format of chat
-    completions.
-    """
+    """Return the log-probabilities of new tokens and of their `top` alternatives, in the format of chat completions."""
     if step.logprobs is None or not step.token_ids:
         return None
     content = []

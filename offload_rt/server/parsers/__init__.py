@@ -23,9 +23,7 @@ TOOL_PARSERS: Mapping[str, type[Scanner]] = {
     "llama3_json": LlamaJson,
     "json": FencedJson,
 }
-"""Tool parsers by name. "auto" chooses the first parser whose `marks` occur in the chat template, or "json" if none
-does.
-"""
+"""Tool parsers by name. "auto" chooses the first one whose `marks` occur in the chat template, otherwise "json"."""
 
 
 def tool_parser(configured: ToolParser, template: str) -> ToolParser:
