@@ -199,8 +199,7 @@ class ModelGeometry:
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether attention layer `layer`, or a decoder layer between it and the next one, has recurrent state.
-        """
+        """Return whether attention layer `layer`, or a decoder layer between it and the next, has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:

@@ -210,7 +210,7 @@ class Stats:
             that select tokens.
         missed_mass: Missed attention mass, as a mean over sampled steps and over the layers that select tokens. With
             approximate KV, this attention is estimated, not lost. None if it was not measured.
-        missed_mass_worst_layer: Missed attention mass in the layer with the largest value, as a mean over sampled steps.
+        missed_mass_worst_layer: Missed attention mass in the layer where it is largest. Mean over sampled steps.
         working_set_rows: Capacity of the working set in KV entries, per layer and KV head.
         working_set_bytes: Size of the working set. Included in `kv_bytes_device`.
         working_set_hit_rate: Fraction of the selected KV entries that were found in the working set.

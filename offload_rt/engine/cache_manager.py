@@ -108,8 +108,11 @@ class CacheManager:
     def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
         """Reserve slots for `capacity` tokens in `blocks`, and return `blocks`.
 
-        Before raising PoolFullError, release `blocks`. A prefill of the tokens [start, stop) may run in several parts.
-        In sliding layers, slots are reserved only for the first part, and that part is as short as possible.
+        A prefill of the tokens [start, stop) may run in several parts. In sliding layers, slots are reserved only for
+        the first part, and that part is as short as possible.
+
+        Raises:
+            PoolFullError: There are too few free blocks. `blocks` has been released.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
@@ -132,8 +135,8 @@ class CacheManager:
         Slots are reserved for the new tokens, and blocks outside the windows are freed. If blocks are free, up to
         `before_window` new tokens before the last window also get slots. Raises PoolFullError.
         """
-        # No one still reads the freed blocks: `settle` waits for their write-back, decode steps read windows on the
-        # device, and the first token after a prefill is sampled before another sequence gets blocks.
+        # Freed blocks are no longer read: `settle` waits for their write-back, decode steps read windows on the device,
+        # and the first token after a prefill is sampled before another sequence gets blocks.
         blocks = sequence.blocks
         # Draft tokens do not move the windows, because they may be rejected.
         position = sequence.position if sequence.draft_start is None else sequence.draft_start

@@ -23,13 +23,13 @@ T = TypeVar("T")
 LONG = 1 << 18
 """Texts with more characters than this are tokenized one at a time in a separate thread.
 
-This applies only to texts that may fit in the context. Longer ones are refused.
+If the length shows that such a text cannot fit in the context, it is refused without being tokenized.
 """
 
 TOKEN_SIZE = 4
-"""Number of characters that a token id counts as when the thread is chosen.
+"""When the thread is chosen, each token id counts as this many characters.
 
-A message counts as 16 additional token ids.
+Each message adds 16 token ids.
 """
 
 SHORT_THREADS = 2
