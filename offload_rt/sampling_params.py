@@ -81,8 +81,7 @@ class SamplingParams:
         logprobs: Number of most probable tokens per position for which log-probabilities are returned, in addition to
             the sampled token. They are computed before any filter. 0 returns only the sampled token, and -1 the whole
             vocabulary.
-        prompt_logprobs: The same as `logprobs`, for the tokens of the prompt. The prompt is then computed without cached
-            KV.
+        prompt_logprobs: The same as `logprobs`, for prompt tokens. The prompt is then computed without cached KV.
         bad_words: Strings that are never generated.
         logit_bias: Values that are added to logits, by token id.
         allowed_token_ids: The only tokens that may be generated.

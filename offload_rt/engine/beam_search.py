@@ -49,7 +49,7 @@ class Beams:
     ) -> None:
         width = params.num_beams
         self._params, self._prompt, self._ended = params, prompt, ended
-        self._candidates = max(2, 1 + len(ends)) * width  # all end tokens may be among the candidates
+        self._candidates = max(2, 1 + len(ends)) * width  # each beam may contribute every end token
         self._make_processors = partial(logits_processors, params, len(prompt), ends, tokenizer)
         self._processors: LogitsProcessorList | None = None
         self.running: list[list[int]] = [[]] * width

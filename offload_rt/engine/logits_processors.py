@@ -134,7 +134,7 @@ def check_any_allowed(scores: torch.Tensor) -> None:
 
 
 def _bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    # Search with and without a leading space, which is a part of the token in many vocabularies.
+    # Encode words with and without a leading space, which is a part of the token in many vocabularies.
     spelled = [text for word in params.bad_words for text in (word.strip(), f" {word.strip()}")]
     found: Any = tokenizer(spelled, add_special_tokens=False)["input_ids"]
     return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
