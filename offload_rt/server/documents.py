@@ -41,7 +41,7 @@ Another server may still be writing younger files.
 def digest(*parts: str) -> str:
     """Return a digest of `parts`.
 
-    File names that are digests cannot be chosen by clients and do not reveal their content.
+    Digests serve as file names. Clients cannot choose these names, and the names do not reveal `parts`.
     """
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -39,7 +39,7 @@ class JsonLines(logging.Formatter):
 class TextLines(logging.Formatter):
     """Formats records for a terminal: the time and `extra["text"]`.
 
-    Without that, the message and its `fields` are shown.
+    If a record has no such text, its message and its `fields` are shown.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -55,7 +55,7 @@ class TextLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Drops repetitive records: per interval, at most `limit` of the same warning, error or refused request pass.
+    """Drops repetitive records. In each interval, at most `limit` identical warnings, errors or refused requests pass.
 
     The first record of the next interval gets a field `suppressed` with the number of dropped records for each message.
     """

@@ -181,7 +181,9 @@ class Deleted:
 
 
 def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
-    """Delete a session and its blocks. Blocks that other sessions or unnamed requests of the same model use are kept.
+    """Delete a session and all blocks that are then unused.
+
+    Blocks that other sessions or unnamed requests of the same model use are kept.
 
     Args:
         name: Name of the session, or of its history file if the history cannot be read.

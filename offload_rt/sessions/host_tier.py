@@ -83,7 +83,7 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """Idle sessions, next to be evicted first."""
+        """Idle sessions, beginning with the one that will be evicted first."""
         return list(self._order.ranked())
 
     @property
@@ -186,7 +186,7 @@ class HostTier:
             self._evict(victim)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Start loading the first session of `soon` that is not in host memory, unless a session is being loaded."""
+        """Start loading the first session of `soon` that is not in host memory, unless another one is being loaded."""
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return

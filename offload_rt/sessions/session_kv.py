@@ -224,14 +224,14 @@ class SessionKV:
         return [*names, *self.blocks.window_names(computed), *states]
 
     def unsaved(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
-        """Return those `names` whose blocks are neither on disk nor queued for writing."""
+        """Return the `names` of blocks that are neither on disk nor queued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedBlock]) -> None:
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedBlock]) -> bool:
-        """Queue those `names` for writing whose blocks are unsaved. Return True if the write buffer was too small."""
+        """Queue the unsaved blocks in `names` for writing. Return True if the write buffer was too small."""
         fresh = self.unsaved(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False

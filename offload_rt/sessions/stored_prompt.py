@@ -64,7 +64,7 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """At the end of a block, queue the sliding-window blocks that the next token needs for writing.
+        """At the end of a block, queue for writing the sliding-window blocks that the next token needs.
 
         They stay in memory until `drop` or `release_windows`.
         """

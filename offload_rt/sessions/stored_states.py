@@ -69,9 +69,9 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, for_prompt: bool) -> list[NamedBlock]:
-        """Queue the snapshots after the blocks `names` for writing, if they are in host memory.
+        """Queue those snapshots in `names` for writing that are in host memory. Return the names of the queued ones.
 
-        Return the names of the queued ones. `for_prompt` marks them as used by a request without a session name.
+        `for_prompt` marks them as used by a request without a session name.
         """
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)
