@@ -15,7 +15,7 @@ from ..kernels import team
 KEPT = 8  # number of step times to keep per mode
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two trials of the slower mode
 TRIED = 4  # steps per trial
-GAIN = 1.05  # several threads must be faster by this factor: they use more processor time, and vary more
+GAIN = 1.05  # several threads must be this much faster, because they use more processor time and vary more
 CHANGED = 1.3  # a change of step times by this factor means that the machine's load has changed
 
 

@@ -64,8 +64,7 @@ def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
     """Return the indices of the replicas, in the order to try them.
 
     `queues` lists the number of running requests of each replica. Replica 0, which the routing key selects, is tried
-    first. If it has more than `max_ahead` requests more than the least loaded replica, replicas are sorted by load
-    instead.
+    first. However, if it has over `max_ahead` more requests than the least loaded replica, replicas are sorted by load.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:

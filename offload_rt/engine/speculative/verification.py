@@ -16,10 +16,12 @@ from ..runner import Runner
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
     """Compute the next tokens of several sequences in one pass of full attention.
 
-    Return float32 logits `[tokens, V]` for each sequence. `batch` has pairs (sequence, number of tokens). The slots of
-    these tokens must be reserved, and may contain the KV of draft tokens. The caller then commits tokens one by one
-    with `accept`. The recurrent state of a hybrid model includes all computed tokens until `replay` removes the
-    rejected ones.
+    `batch` has pairs (sequence, number of tokens). The slots of these tokens must be reserved, and may contain the KV
+    of draft tokens. Afterwards, the caller commits tokens one by one with `accept`. The recurrent state of a hybrid
+    model includes all computed tokens until `replay` removes the rejected ones.
+
+    Returns:
+        For each sequence, float32 logits `[tokens, V]`.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device
@@ -63,7 +65,10 @@ def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
 
 
 def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
-    """After a verification pass, remove the rejected tokens, from `position` on, from the recurrent states."""
+    """After a verification pass, remove rejected tokens from the recurrent states of `sequences`.
+
+    The tokens from `position` on are the rejected ones.
+    """
     assert runner.rollbacks is not None
     used, device = runner.weight_use, runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():

@@ -35,7 +35,7 @@ class Brackets:
         self.done = self.failed = False
 
     def feed(self, text: str) -> int:
-        """Read more text. Return the number of characters up to and including the closing bracket."""
+        """Read more text. Return how many of its characters belong to the text that ends with the closing bracket."""
         at = 0
         while at < len(text) and not (self.done or self.failed):
             if self._escaped:
