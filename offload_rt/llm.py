@@ -83,7 +83,7 @@ class LLM:
         self._begin(build(model, chosen, tokenizer), WeakValueDictionary())
 
     def _begin(self, runner: Runner, family: WeakValueDictionary[int, LLM]) -> None:
-        # `family` numbers all `LLM` objects that share the weights. Each of them has a separate swap folder.
+        # `family` maps numbers to the `LLM` objects that share the weights. Each has a separate swap folder.
         self._progress = Progress(enabled=runner.config.progress)
         self.runner, self._family, self.config, self.name = runner, family, runner.config, runner.model.name
         self.geometry, self.tokenizer = runner.adapter.geometry, runner.model.tokenizer

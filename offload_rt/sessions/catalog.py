@@ -76,8 +76,7 @@ class DamagedSession:
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether `name` is the name of this session or of its history file, and `model` its namespace or None.
-        """
+        """Return whether `name` names this session or its history file, and `model` is None or its namespace."""
         return self.name in (document_name(name), name) and model in (None, self.namespace)
 
 
