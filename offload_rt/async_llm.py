@@ -1,4 +1,4 @@
-"""`AsyncLLM`: serve many asyncio clients with one engine loop in a separate thread."""
+"""`AsyncLLM`: serve many asyncio clients with one engine loop that runs in a separate thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """Serve many asyncio clients with one engine loop in a separate thread.
+    """Serves many asyncio clients with one engine loop that runs in a separate thread.
 
     Clients may run on several event loops. Requests are decoded with continuous batching, and common prefixes are
     computed once. The tokens of a request do not depend on other requests. An error ends only the request that caused
@@ -44,9 +44,9 @@ class AsyncLLM:
         max_waiting: Maximum number of queued requests. If the queue is full, `generate` raises QueueFullError. None
             means no limit.
         store: Folder for sessions and for the KV of all prompts. Later prompts with the same beginning reuse stored KV,
-            even after a restart. None stores no KV and allows no sessions.
+            even after a restart. With None, no KV is stored and sessions are not available.
         store_options: Options of the store.
-        read_only: Reuse stored KV, but store no KV and refuse sessions. Another process may write to the store.
+        read_only: Reuse stored KV, but store no new KV and refuse sessions. Another process may write to the store.
 
     Raises:
         ConfigError, StoreError: The store cannot be used. See `LLM.session`.
@@ -88,7 +88,7 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """The served `LLM`, for example for its tokenizer and configuration."""
+        """The `LLM` that is being served. Use it, for example, to access the tokenizer and the configuration."""
         return self._llm
 
     # --------------------------------------------------------------------------------------------------------- clients
@@ -110,8 +110,8 @@ class AsyncLLM:
 
         Args:
             prompt: Text or token ids.
-            sampling_params: None uses the model's defaults.
-            request_id: Name for `abort`; None generates one.
+            sampling_params: If None, the model's defaults are used.
+            request_id: Name that can be passed to `abort`. If None, one is generated.
             session: Name of a session in the store. Pass the whole conversation as `prompt` each time. The KV of
                 earlier turns is restored, even after a restart.
             trace: Add a `RequestTrace` to each item. Also yield an item after each layer of the prefill.
@@ -139,7 +139,7 @@ class AsyncLLM:
                 self._calls.put(lambda: self._remove(client))
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request, if it exists. Its iterator ends with finish reason "abort"."""
+        """Abort a request if it exists. Its iterator then ends with the finish reason "abort"."""
         self._calls.put(lambda: self._abort(request_id))
 
     async def delete_session(self, name: str) -> bool:
@@ -160,11 +160,14 @@ class AsyncLLM:
         return await call_in_thread(self._post, delete)
 
     async def reset_prefix_cache(self) -> bool:
-        """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
+        """Free the KV of all prefixes that are not in use by a request or an open session.
+
+        Return whether no prefix is left.
+        """
         return await asyncio.to_thread(self._llm.reset_prefix_cache)
 
     def load(self) -> EngineLoad:
-        """Return the current load and the totals since the start."""
+        """Return the current load of the engine, and the totals since its start."""
         load = self._totals.at_present(self._engine, self._arriving)
         return load if self._sessions is None else self._sessions.add_load(load)
 
@@ -205,7 +208,7 @@ class AsyncLLM:
             given = one_prompt(prompt)
             text = given if isinstance(given, str) else None
             ids = await asyncio.to_thread(self._llm.encode, given) if text is not None else self._llm.encode(given)
-            # Compiling the first grammar of a tokenizer takes about a second.
+            # Compiling a tokenizer's first grammar takes about a second.
             if params.structured_outputs is not None:
                 await asyncio.to_thread(check_answerable, params, self._llm.runner.model)
             name = request_id or f"request-{next(self._ids)}"
@@ -306,7 +309,7 @@ class AsyncLLM:
         return output if client.tracer is None else replace(output, trace=client.tracer.trace(client.request))
 
     def _report(self, client: Client) -> None:
-        """Send the output so far to the client. Remove the client of a finished request."""
+        """Send the output so far to the client. If the request has finished, remove its client."""
         output = self._output(client)
         written = sum(len(completion.token_ids) for completion in output.outputs)
         self._totals.generated_tokens += written - client.counted
@@ -341,13 +344,13 @@ class AsyncLLM:
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._remove(client)
             self._send(client, error)
-        elif isinstance(error, StoreError):  # the client already has the whole response
+        elif isinstance(error, StoreError):  # the client already has the complete response
             logger.warning("a session could not be saved: %s", error)
 
     def _fail_all(self, error: Exception) -> None:
         for client in list(self._clients.values()):
             self._send(client, error)
-            with suppress(Exception):  # the loop must continue
+            with suppress(Exception):  # an error here must not stop the loop
                 self._remove(client)
 
     def _abort(self, request_id: str) -> None:
@@ -356,7 +359,7 @@ class AsyncLLM:
             self._report(client)
 
     def _cancel(self, request: Request) -> None:
-        with _log_errors():  # Cancelling fails, for example, if a session's history cannot be written.
+        with _log_errors():  # Cancelling can fail, for example if a session's history cannot be written.
             self._engine.cancel(request)
 
     def _abort_all(self) -> None:

@@ -35,12 +35,13 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class StateShape:
-    """Shape of the recurrent state of one decoder layer, per sequence.
+    """Shape of the recurrent state of one decoder layer, for one sequence.
 
     Attributes:
         layer: Index of the decoder layer.
-        after: Nearest attention layer at or before the decoder layer, or -1 if there is none.
-        conv: Shape (channels, kernel size) of the last inputs of the convolution, in the model's dtype.
+        after: The last attention layer that is not after the decoder layer, or -1 if there is none.
+        conv: Shape (channels, kernel size) of the last inputs of the convolution, which are stored in the model's
+            dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
 
@@ -50,7 +51,7 @@ class StateShape:
     recurrent: tuple[int, ...]
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the size in bytes of the float32 state and of the convolution state."""
+        """Return the sizes in bytes of the float32 state and of the convolution state."""
         recurrent = math.prod(self.recurrent) * FLOAT32_BYTES if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
@@ -65,7 +66,8 @@ class RowShape:
     Attributes:
         kv_heads: Hkv.
         head_dim: d.
-        planes: Vectors per KV head: 2 (K and V), or 1 if the keys contain the values (`ModelGeometry.value_dim`).
+        planes: Number of vectors per KV head: 2 (K and V), or 1 if the keys contain the values
+            (`ModelGeometry.value_dim`).
     """
 
     kv_heads: int
@@ -78,32 +80,33 @@ class RowShape:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Dimensions of a model. `layers` counts attention layers, between which hybrid models have other decoder layers.
+    """Dimensions of a model. `layers` counts only attention layers; hybrid models have other decoder layers in between.
 
     Attributes:
         kv_heads: Hkv of full-attention layers.
         head_dim: d of full-attention layers.
-        scales: Factor by which each layer multiplies q·k. Adapters return unscaled queries.
-        windows: Length of each layer's sliding window in tokens, including the newest token. None for full attention.
+        scales: For each layer, the factor by which q·k is multiplied. Adapters return unscaled queries.
+        windows: For each layer, the length of the sliding window in tokens, including the newest token. None for full
+            attention.
         max_positions: Number of positions that the model was trained for.
         absolute_positions: Whether positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
         default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
         softcap: Value c of logit soft-capping: scaled scores s become c tanh(s / c) before the softmax. None disables
             it.
         sinks: Whether layers have learned attention sinks, which add to the softmax denominator.
-        chunked: Whether attention is chunked instead of sliding: windows begin at multiples of their length, and a
-            token attends only to earlier tokens of the same window.
+        chunked: Whether attention is chunked instead of sliding. Windows then begin at multiples of their length, and a
+            token attends only to earlier tokens in the same window.
         experts: Whether MLPs are mixtures of experts.
         states: Recurrent states per sequence (hybrid models).
-        attention_at: Index of each attention layer among the decoder layers. Empty if all decoder layers have
+        attention_at: For each attention layer, its index among the decoder layers. Empty if all decoder layers have
             attention.
         depth: Number of decoder layers. 0 if all decoder layers have attention.
-        window_rows: Shape of KV in sliding-window layers. None if it equals the shape in full-attention layers.
-            `head_dim` is a multiple of its head dimension.
+        window_rows: Shape of KV in sliding layers. None if it is the same as in full-attention layers. `head_dim` must
+            be a multiple of the head dimension in this shape.
         value_dim: With latent attention, the first `value_dim` elements of a key are the value. Only keys are stored,
             and the model reads the first `value_dim` elements of attention outputs. None for other models.
         kv_from: For each layer, the layer whose K and V it attends to: itself, or an earlier layer with the same window
-            and scale (Gemma 4 E2B). Empty if every layer stores K and V.
+            and scale (Gemma 4 E2B). Empty if every layer stores its K and V.
     """
 
     layers: int
@@ -155,7 +158,7 @@ class ModelGeometry:
 
     @property
     def window_ratio(self) -> int:
-        """Head dimension of full-attention layers, divided by the head dimension of sliding-window layers."""
+        """Head dimension of full-attention layers divided by that of sliding layers."""
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def rows(self, layer: int) -> RowShape:
@@ -180,7 +183,7 @@ class ModelGeometry:
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """One layer for each window length, because visible tokens depend only on the window."""
+        """For each window length, one layer that has it. Visible tokens depend only on the window length."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
@@ -188,7 +191,7 @@ class ModelGeometry:
         return self.attention_at[layer] if self.attention_at else layer
 
     def between(self, layer: int) -> int:
-        """Return the number of decoder layers between attention layers `layer` - 1 and `layer`."""
+        """Return the number of decoder layers between the attention layers `layer` - 1 and `layer`."""
         return self.decoder_layer(layer) - self.decoder_layer(layer - 1) - 1 if layer else 0
 
     @cached_property
@@ -196,24 +199,24 @@ class ModelGeometry:
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether attention layer `layer`, or a decoder layer from it to the next, has recurrent state."""
+        """Return whether attention layer `layer`, or a decoder layer between it and the next, has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """Return how many first tokens and how many last tokens are resident in `layer`."""
+        """Return how many tokens at the start and how many at the end of a sequence are resident in `layer`."""
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
 
     def window_at(self, layer: int, position: int) -> int | None:
-        """Return how many tokens, including itself, a token at `position` attends to. None means all."""
+        """Return how many tokens a token at `position` attends to, including itself. None means all tokens."""
         window = self.windows[layer]
         return position % window + 1 if self.chunked and window is not None else window
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the size in bytes of K and V of `tokens` tokens in all layers."""
+        """Return the size in bytes of the K and V of `tokens` tokens in all layers."""
         return tokens * sum(self.rows(layer).bytes(dtype) for layer in self.kv_layers)
 
 
@@ -222,7 +225,7 @@ class VisibleTokens:
     """Tokens that the newest token of a sequence can attend to in one layer, as three adjacent ranges of indices.
 
     The tokens in `sinks` and `recent` are resident and always attended to. A policy selects from the `candidates`
-    between them. The newest token is the last one of `recent`.
+    between them. The newest token is the last token in `recent`.
     """
 
     sinks: range
@@ -231,9 +234,9 @@ class VisibleTokens:
 
     @classmethod
     def of(cls, length: int, *, sinks: int, recent: int, window: int | None, floor: int = 0) -> VisibleTokens:
-        """Return the ranges for a context of `length` tokens, including the newest.
+        """Return the ranges for a context of `length` tokens, including the newest token.
 
-        In a layer with a sliding `window`, tokens outside of it or before `floor` are not visible.
+        In a layer with a sliding `window`, tokens outside the window or before `floor` are not visible.
         """
         assert length >= 1 and sinks >= 0 and recent >= 1
         first = 0 if window is None else max(floor, length - window)
@@ -265,7 +268,7 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """Number of tokens n per KV head, or an upper bound if `counts` is not None."""
+        """Number n of tokens per KV head. If `counts` is not None, this is only an upper bound."""
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
@@ -275,10 +278,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class KVPart:
-    """KV entries of one layer of one sequence on the compute device: k and v `[Hkv, n, d]` (possibly views).
+    """KV entries of one layer of one sequence on the compute device: k and v `[Hkv, n, d]`, which may be views.
 
     If `counts` (int32 `[Hkv]`) is not None, only the first `counts[h]` entries of KV head h are valid. If the keys
-    contain the values, v is k (`ModelGeometry.value_dim`).
+    contain the values, v is the same tensor as k (`ModelGeometry.value_dim`).
     """
 
     k: torch.Tensor
@@ -287,9 +290,9 @@ class KVPart:
 
     @classmethod
     def of(cls, planes: torch.Tensor, dim: int = 0, counts: torch.Tensor | None = None) -> KVPart:
-        """Return views of `planes`: K at index 0 of dimension `dim`, and V at index 1.
+        """Return views of `planes` along dimension `dim`: K is at index 0, and V is at index 1.
 
-        If dimension `dim` has only one element, v is k.
+        If this dimension has only one element, v is k.
         """
         k = planes.select(dim, 0)
         return cls(k, k if planes.shape[dim] == 1 else planes.select(dim, 1), counts)
@@ -312,7 +315,7 @@ class KVPart:
 
     @property
     def runs(self) -> list[KVPart]:
-        """The entries, split into parts that are contiguous in memory."""
+        """The entries as a list of parts that are each contiguous in memory."""
         return [self]
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
@@ -325,12 +328,12 @@ class BlockTable:
     """Blocks of the host KV cache that a sequence uses. Only `HostPool` changes a block table.
 
     Attributes:
-        ids: Block ids in token order. Block i holds tokens [64 i, 64 (i + 1)).
+        ids: Block ids in token order. Block i holds the tokens [64 i, 64 (i + 1)).
         length: Number of tokens whose K and V are complete in every layer.
-        windows: Blocks of sliding-window layers. `windows[i]` has the block ids for tokens [64 i, 64 (i + 1)), one per
-            group of sliding-window layers (`layer_groups`). Blocks outside of all windows are removed.
-        floor: First token that sliding-window layers attend to. In a truncated conversation, this is the first token
-            after the truncated part.
+        windows: Blocks of sliding layers. `windows[i]` has the block ids for the tokens [64 i, 64 (i + 1)), one for
+            each group of sliding layers (`layer_groups`). Blocks that are outside of all windows are removed.
+        floor: First token that sliding layers attend to. In a truncated conversation, this is the first token after the
+            truncated part.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -345,7 +348,7 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt of a request. `id` is unique in its engine. Only prompts with equal `cache_salt` share KV."""
+    """Prompt of a request. `id` is unique within the engine. Prompts share KV only if their `cache_salt` is equal."""
 
     id: int
     token_ids: tuple[int, ...]
@@ -367,12 +370,12 @@ def ranges_of(numbers: Iterable[int]) -> list[range]:
 
 
 def padded_batch(sequences: int) -> int:
-    """Round a batch size up to a power of two or a multiple of 8, to capture few CUDA graphs."""
+    """Round a batch size up to a power of two or a multiple of 8, so that only few CUDA graphs are captured."""
     return -(-sequences // 8) * 8 if sequences > 8 else 1 << (sequences - 1).bit_length()
 
 
 def bucket(context: int) -> int:
-    """Round a context length up to one of eight values per power of two, to capture few CUDA graphs.
+    """Round a context length up to one of eight values per power of two, so that only few CUDA graphs are captured.
 
     All values are multiples of `BLOCK_SIZE`.
     """

@@ -1,9 +1,9 @@
 """Run transformers' `generate` with the KV cache in host memory: `with offload(model, host_memory="64GiB"):`.
 
-In this context, this package computes forward calls with a cache: prompts with full attention, and each following token
-as a decode step with the policy. Other calls run the model's original forward. Generation modes, logits processors,
-stopping criteria, streamers and pipelines come from transformers. Greedy tokens equal those of `LLM`, and with policy
-"full" also those of transformers.
+In this context, this package computes all forward calls that use a cache. Prompts are computed with full attention, and
+each following token is a decode step with the policy. All other calls run the model's original forward. Generation
+modes, logits processors, stopping criteria, streamers and pipelines come from transformers. Greedy tokens equal those
+of `LLM`. With the policy "full", they also equal those of transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .llm import LLM
 from .model_runner.sequence import Sequence
 from .models.linear import computed_in_c
 
-_AHEAD = 1024  # Expected growth of a sequence in tokens. The pool prepares memory for this growth in advance.
+_AHEAD = 1024  # Number of tokens that a sequence is expected to grow by. The pool prepares memory for them in advance.
 
 _UNSUPPORTED = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
 
@@ -41,18 +41,18 @@ def offload(
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     **fields: Any,
 ) -> Iterator[LLM]:
-    """Context in which `model.generate` keeps its KV cache in host memory and decodes with the policy.
+    """Context manager in which `model.generate` keeps its KV cache in host memory and decodes with the policy.
 
     To keep the cache between calls, pass `past_key_values=OffloadedCache(llm)` to `generate`.
 
     Args:
         model: A loaded transformers model.
-        config: Engine options; None uses the defaults.
+        config: Engine options. If None, the defaults are used.
         tokenizer: See `LLM`.
         **fields: Fields of `EngineConfig` that override `config`.
 
     Yields:
-        An `LLM` with the same weights, whose methods can be used in this context.
+        An `LLM` with the same weights. Its methods can be used while the context is active.
 
     Raises:
         InputError: `model` is not a transformers model, or is already offloaded.
@@ -79,9 +79,9 @@ def offload(
 
 
 def _offloaded_forward(original: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
-    """Return a `forward` for calls with an `OffloadedCache`, or with the empty cache that `generate` creates.
+    """Return a `forward` that handles calls with an `OffloadedCache` or with the empty cache that `generate` creates.
 
-    Other calls run the `original` forward. Used caches are added to `caches`.
+    Other calls run the `original` forward. Every cache that is used is added to `caches`.
     """
     signature = inspect.signature(original)
 
@@ -118,7 +118,7 @@ def _checked(given: dict[str, Any]) -> torch.Tensor:
 class OffloadedCache(Cache):
     """A transformers cache that stores each row of a batch as a sequence in the KV cache of an `LLM`.
 
-    Left padding is not stored. Memory is freed by `free`, or when the object is deleted.
+    Left padding is not stored. Memory is freed by `free` or when this object is deleted.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -133,7 +133,7 @@ class OffloadedCache(Cache):
         return f"OffloadedCache(rows={len(self._rows)}, tokens={self._columns})"
 
     def free(self) -> None:
-        """Free all sequences. The cache is empty afterwards."""
+        """Free all sequences. Afterwards, the cache is empty."""
         _free(self._runner, self._rows)
         self._columns = self._croppable_tokens = 0
 
@@ -163,7 +163,7 @@ class OffloadedCache(Cache):
         """Remove the last `abs(tokens_to_remove)` tokens.
 
         Raises:
-            InputError: The model has recurrent layers, or the last call of the model computed fewer tokens.
+            InputError: The model has recurrent layers, or fewer tokens than this were computed in its last call.
         """
         count = abs(int(tokens_to_remove))
         if count and self._runner.states is not None:
@@ -204,12 +204,14 @@ class OffloadedCache(Cache):
     def compute(self, ids: torch.Tensor, mask: torch.Tensor | None, keep: int) -> torch.Tensor:
         """Compute the next tokens of all rows.
 
-        One token per row is a decode step. More tokens are computed with full attention, like a prompt.
+        If there is one token per row, this is a decode step. Several tokens are computed with full attention, like a
+        prompt.
 
         Args:
             ids: Token ids `[B, T]`.
-            mask: Attention mask of all columns `[B, n]`; 0 marks left padding. None means no padding.
-            keep: Number of last tokens whose logits are returned; 0 means all.
+            mask: Attention mask of all columns `[B, n]`, where 0 marks left padding. None means that there is no
+                padding.
+            keep: Number of tokens at the end whose logits are returned. 0 means all.
 
         Returns:
             float32 logits `[B, keep, V]`.
@@ -248,7 +250,7 @@ class OffloadedCache(Cache):
         return self._prefill_rows(ids.shape[1], keep)
 
     def _prefill_rows(self, columns: int, keep: int) -> torch.Tensor:
-        """Compute all tokens without KV with full attention. Return float32 logits `[B, keep, V]`.
+        """Compute all tokens that have no KV yet, using full attention. Return float32 logits `[B, keep, V]`.
 
         `columns` is the number of new columns. `crop` can later remove up to `keep` of them.
         """
@@ -293,7 +295,7 @@ class OffloadedCache(Cache):
         logits = runner.decode(self._rows)
         self._columns += 1
         self._croppable_tokens = 0
-        # Clone, because generation may write to the logits, and inference tensors do not allow this.
+        # Clone the logits, because generation may write to them, and inference tensors do not allow this.
         return logits[:, None].clone()
 
     def _check(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:

@@ -40,7 +40,7 @@ class ModelError(OffloadError, ValueError):
     """The model cannot be loaded, or the request exceeds what the model supports.
 
     Attributes:
-        reason: Machine-readable name of an unsupported feature ("alibi", "recurrent", ...), else "".
+        reason: Machine-readable name of an unsupported feature ("alibi", "recurrent", ...), or "".
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:
@@ -49,11 +49,11 @@ class ModelError(OffloadError, ValueError):
 
 
 class LogitsError(ModelError):
-    """The model's logits are NaN or infinite, because of its weights or dtype, not because of the request."""
+    """The model's logits are NaN or infinite. The cause is the model's weights or dtype, not the request."""
 
 
 class ArtifactError(OffloadError, ValueError):
-    """A skew artifact is damaged, has another format version, or belongs to another model."""
+    """A skew artifact is damaged, has a different format version, or belongs to another model."""
 
 
 class MemoryLimitError(OffloadError, MemoryError):
@@ -65,7 +65,7 @@ class PoolFullError(MemoryLimitError):
 
 
 class DeviceFullError(PoolFullError):
-    """A sequence could need more device memory than `device_memory` leaves. It may fit after other requests end."""
+    """A sequence may need more device memory than `device_memory` leaves. It may fit after other requests end."""
 
 
 class QueueFullError(OffloadError):
@@ -77,12 +77,12 @@ class StoreError(OffloadError, OSError):
 
 
 class StoreInUseError(StoreError):
-    """Another process writes to the session store. The store can still be read."""
+    """Another process is writing to the session store. The store can still be read."""
 
 
 class DiskError(OffloadError, OSError):
-    """KV of a running context cannot be read from or written to its disk."""
+    """The KV of a running context cannot be read from or written to its disk."""
 
 
 class EngineError(OffloadError):
-    """An unexpected exception (`__cause__`) ended a request, or all requests if the engine could not recover."""
+    """An unexpected exception (`__cause__`) ended a request. If the engine could not recover, it ended all requests."""

@@ -49,11 +49,11 @@ class LLM:
     used by only one thread at a time.
 
     Args:
-        model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers
-            model.
-        config: Engine options; None uses the defaults.
-        tokenizer: Replacement for the checkpoint's tokenizer, or the tokenizer of a loaded model: an object, a folder
-            or a hub id. Without a tokenizer, prompts are lists of token ids.
+        model: "reference" (a model that ships with the package), a local folder, a GGUF file, a hub id, or a loaded
+            transformers model.
+        config: Engine options. If None, the defaults are used.
+        tokenizer: A tokenizer that replaces the checkpoint's, or the tokenizer of a loaded model. Can be an object, a
+            folder or a hub id. Without a tokenizer, prompts are lists of token ids.
         **fields: Fields of `EngineConfig` that override `config`, such as `host_memory="200GiB"`.
 
     Attributes:
@@ -83,7 +83,7 @@ class LLM:
         self._begin(build(model, chosen, tokenizer), WeakValueDictionary())
 
     def _begin(self, runner: Runner, family: WeakValueDictionary[int, LLM]) -> None:
-        # `family` contains all `LLM` objects that share the weights, by number. Each has a separate swap folder.
+        # `family` maps numbers to the `LLM` objects that share the weights. Each has a separate swap folder.
         self._progress = Progress(enabled=runner.config.progress)
         self.runner, self._family, self.config, self.name = runner, family, runner.config, runner.model.name
         self.geometry, self.tokenizer = runner.adapter.geometry, runner.model.tokenizer
@@ -109,8 +109,11 @@ class LLM:
     def close(self) -> None:
         """Cancel running requests, and save and close all sessions, so that another process can open them.
 
-        Later calls of other methods raise InputError. A second `close` has no effect. Memory is freed with the last
-        reference to this object. Raises StoreError if a session could not be saved, after all others were saved.
+        Later calls of other methods raise InputError. A second `close` has no effect. Memory is freed when the last
+        reference to this object is gone.
+
+        Raises:
+            StoreError: A session could not be saved. All other sessions were saved.
         """
         self._closed = True
         with ExitStack() as ends:
@@ -125,12 +128,13 @@ class LLM:
     def under(self, policy: str, policy_options: Mapping[str, Any] | None = None, *, exact: object = None) -> LLM:
         """Return an `LLM` with another policy that shares the weights and the KV cache of this one.
 
-        Prompts that were prefilled with one policy are not prefilled again with the other. Other options stay the same.
+        Prompts that were prefilled with one policy need no second prefill with the other. All other options stay the
+        same.
 
         Args:
             policy: Name of the policy.
             policy_options: Options of the policy.
-            exact: New value of the option `exact`. None keeps it, and False disables lossless mode.
+            exact: New value of the option `exact`. None keeps the current value, and False disables lossless mode.
 
         Raises:
             ConfigError: An option is invalid, or `device_memory` is set.
@@ -146,20 +150,21 @@ class LLM:
         """Return the sampling parameters that are used if none are given.
 
         They come from the model's `generation_config.json` (temperature, top_k, top_p, min_p, repetition_penalty,
-        max_new_tokens), and `fields` of `SamplingParams` override them. Raises ConfigError for invalid values.
+        max_new_tokens) and are overridden by `fields`, which are fields of `SamplingParams`. Raises ConfigError for
+        invalid values.
         """
         return configured(SamplingParams, self.runner.model.sampling, fields)
 
     @property
     def max_model_len(self) -> int:
-        """Maximum length of prompt and output together, in tokens, limited by the model and by memory."""
+        """Maximum total length of prompt and output in tokens. It is limited by the model and by memory."""
         return max_length(self.geometry.max_positions, self.runner.check_fits)
 
     @property
     def last_stats(self) -> Stats | None:
-        """Statistics of the latest `stream`, even while it runs or after it was interrupted.
+        """Statistics of the latest `stream`, even while it is running or after it was interrupted.
 
-        None before the first `stream`, and after `generate` or `score`, whose results contain statistics.
+        None before the first `stream`, and after `generate` or `score`, because their results contain statistics.
         """
         return self._last.stats(self.runner) if self._last is not None else None
 
@@ -174,12 +179,12 @@ class LLM:
 
         Args:
             prompt: Text or token ids.
-            sampling_params: None uses the model's defaults.
+            sampling_params: If None, the model's defaults are used.
             cache_salt: See `generate`.
 
         Raises:
             InputError: The prompt is empty or has invalid ids, or more than one completion is requested.
-            ModelError: Prompt and output exceed the model's context length.
+            ModelError: Prompt and output together exceed the model's context length.
             PoolFullError: The KV cache is too small.
         """
         self._check_open()
@@ -197,7 +202,7 @@ class LLM:
                     self._check_open()
                     yield from engine.step()
             finally:
-                if not sys.is_finalizing():  # At interpreter exit, modules that are needed to free memory are gone.
+                if not sys.is_finalizing():  # at interpreter exit, modules that are needed to free memory are gone
                     engine.cancel(request)
 
     def generate(
@@ -209,12 +214,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the outputs of `prompts`, in order, with `n` completions each.
 
-        Requests are decoded with continuous batching. KV of common prefixes is computed and stored once.
+        Requests are decoded with continuous batching. The KV of common prefixes is computed and stored only once.
 
         Args:
-            prompts: One prompt or several, each a text or token ids.
-            sampling_params: Parameters of all prompts, or a list with one item per prompt. None uses the model's
-                defaults.
+            prompts: One prompt or several. Each is a text or token ids.
+            sampling_params: Parameters for all prompts, or a list with one item per prompt. If None, the model's
+                defaults are used.
             cache_salt: Text that separates users of the cache: KV is shared only among requests with the same salt.
                 Latency and `num_cached_tokens` then reveal no information about requests with other salts.
 
@@ -236,14 +241,14 @@ class LLM:
         continue_final_message: bool = False,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Return responses to one conversation or several, rendered with the tokenizer's chat template.
+        """Return responses to one or several conversations, which are rendered with the tokenizer's chat template.
 
         Args:
             messages: A list of messages such as `{"role": "user", "content": "..."}`, or a list of such lists.
             sampling_params: See `generate`.
             tools: Tool definitions for the template.
             chat_template_kwargs: Variables for the template, such as `{"enable_thinking": False}`.
-            add_generation_prompt: Append the beginning of an assistant message, which the model continues.
+            add_generation_prompt: Append the beginning of an assistant message, which the model then continues.
             continue_final_message: Continue the last message instead of starting a new one.
             cache_salt: See `generate`.
 
@@ -261,7 +266,7 @@ class LLM:
         return self._generate([ids for _, ids in prompts], texts, sampling_params, check_salt(cache_salt))
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
-        """Return the rendered text of one conversation and its token ids. For options and errors, see `chat`."""
+        """Render one conversation. Return the text and its token ids. For options and errors, see `chat`."""
         return self._encoder.chat(messages, **options)
 
     def _generate(
@@ -273,7 +278,7 @@ class LLM:
         return [request_output(request, ids, text) for request, ids, text in given]
 
     def make_engine(self, **callbacks: Any) -> Engine:
-        """Return an engine for programs that add requests and run steps themselves. For `callbacks`, see `Engine`."""
+        """Return an engine, for programs that add requests and run steps themselves. For `callbacks`, see `Engine`."""
         self._check_open()
         return Engine(self.runner, max_num_seqs=self.config.max_num_seqs, swap=self._swap, **callbacks)
 
@@ -285,14 +290,14 @@ class LLM:
         *,
         batch: int | None = None,
     ) -> list[Score]:
-        """Return teacher-forced log-probabilities of `continuations[i]` after `prompts[i]`.
+        """Return teacher-forced log-probabilities of each `continuations[i]` after `prompts[i]`.
 
         Args:
             prompts: Texts or token ids.
-            continuations: Texts or token ids. Texts are tokenized on their own, without special tokens.
+            continuations: Texts or token ids. Texts are tokenized separately from the prompt, without special tokens.
             decode_from: Number of prompt tokens that are prefilled with full attention. All later tokens are decoded
-                with the policy. None prefills all prompt tokens except the last one.
-            batch: Maximum number of sequences per batch; None uses `max_num_seqs`.
+                with the policy. If None, all prompt tokens except the last one are prefilled.
+            batch: Maximum number of sequences per batch. If None, `max_num_seqs` is used.
 
         Raises:
             InputError: A prompt or continuation is empty, or the lists differ in length.
@@ -324,10 +329,10 @@ class LLM:
         Between turns, the KV of a session stays in host memory until other requests need the space.
 
         Args:
-            name: Name of the session, an arbitrary text.
+            name: Name of the session. Any text is allowed.
             store: Folder of the sessions. Only one process at a time can open it.
-            options: Options of the store. They are in effect until the store's last session is closed.
-            system: System message of a new session.
+            options: Options of the store. They stay in effect until the last session of the store is closed.
+            system: System message for a new session.
             **fields: Fields of `StoreOptions` that override `options`, such as `limit="50GiB"`.
 
         Raises:
@@ -346,10 +351,10 @@ class LLM:
         max_num_seqs: int | None = None,
         **fields: Any,
     ) -> TurnQueue:
-        """Return a queue for turns of many sessions in one folder.
+        """Return a queue that computes turns of many sessions in one folder.
 
         The KV of sessions with queued turns is loaded from disk in advance. At most `max_num_seqs` turns are decoded
-        together; None uses the configured value. For other arguments and errors, see `session`.
+        together. If it is None, the configured value is used. For other arguments and errors, see `session`.
         """
         with self.runner.pool.lock:
             most = check_int_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
@@ -360,13 +365,16 @@ class LLM:
     ) -> SessionStore:
         """Return the session store of a folder, for programs that manage sessions themselves.
 
-        It is closed with its last session. For the arguments, see `session` and `SessionStore`.
+        The store is closed when its last session is closed. For the arguments, see `session` and `SessionStore`.
         """
         self._check_open()
         return self._stores.open(store, options, fields, read_only=read_only)
 
     def reset_prefix_cache(self) -> bool:
-        """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
+        """Free the KV of all prefixes that are not in use by a request or an open session.
+
+        Return whether no prefix is left.
+        """
         self._check_open()
         with self.runner.pool.lock:
             return self.runner.pool.drop_prefixes()

@@ -11,13 +11,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Reason why a completion ended: "stop" (stop string, stop token or end of text), "length" (`max_tokens`) or "abort".
-"""
+"""Why a completion ended: "stop" (stop string, stop token or end of text), "length" (`max_tokens`) or "abort"."""
 
 StopReason = str | int | None
-"""Stop string or stop token that ended a completion. None if another reason ended it, such as an end-of-text token."""
+"""Stop string or stop token that ended a completion. None if something else ended it, such as an end-of-text token."""
 
-_SHOWN = 60  # number of characters of a text that `repr` shows
+_SHOWN = 60  # number of characters that `repr` shows of a text
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,9 @@ class Logprob:
     """Log-probability of one token at one position.
 
     Attributes:
-        logprob: Natural logarithm of the probability, before any sampling filter.
-        rank: Rank of the token by probability; 1 is the most probable token.
-        decoded_token: Text of the token; None without a tokenizer.
+        logprob: Natural logarithm of the token's probability before any sampling filter.
+        rank: Rank of the token by probability. The most probable token has rank 1.
+        decoded_token: Text of the token. None without a tokenizer.
     """
 
     logprob: float
@@ -36,7 +35,7 @@ class Logprob:
 
 
 Logprobs = dict[int, Logprob]
-"""Log-probabilities at one position by token id, for the actual token and the most probable tokens."""
+"""Log-probabilities at one position by token id. Contains the actual token and the most probable tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,12 @@ class TokenOutput:
 
     Attributes:
         request_id: Number of the request in its engine.
-        text: New text. It may be empty, and may contain text of earlier tokens that was held back until now.
+        text: New text. It can be empty. It can also include text of earlier tokens that was held back until now.
         token_id: Id of the token.
-        index: Position of the token in the completion, from 0.
-        finish_reason: Reason for the end of the completion, in its last item. Otherwise None.
+        index: Position of the token in the completion, starting at 0.
+        finish_reason: Why the completion ended. Set only in its last item, otherwise None.
         sample: Index of the completion among the request's `n` completions.
-        stop_reason: Stop string or stop token that ended the completion, in its last item. Otherwise None.
+        stop_reason: Stop string or stop token that ended the completion. Set only in its last item, otherwise None.
         logprobs: Log-probabilities, if requested.
     """
 
@@ -73,10 +72,10 @@ class CompletionOutput:
         text: Generated text, up to the stop string.
         token_ids: All new tokens, including the last one.
         logprobs: One mapping per new token, if requested.
-        cumulative_logprob: Sum of the new tokens' log-probabilities, if requested.
-        finish_reason: Reason for the end of the completion; None while it runs.
+        cumulative_logprob: Sum of the log-probabilities of the new tokens, if requested.
+        finish_reason: Why the completion ended. None while it is running.
         stop_reason: Stop string or stop token that ended the completion, or None.
-        stats: Cost of the completion; None while it runs.
+        stats: Cost of the completion. None while it is running.
     """
 
     index: int
@@ -96,7 +95,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of one prompt with all its completions, in seconds since the epoch; None before the event."""
+    """Times at which events occurred for one prompt and all its completions, in seconds since the epoch.
+
+    A time is None until the event has occurred.
+    """
 
     arrival_time: float = field(default_factory=time.time)
     first_scheduled_time: float | None = None
@@ -110,7 +112,7 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds from arrival to the start of prefill."""
+        """Time from arrival to the start of the prefill, in seconds."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
@@ -121,10 +123,12 @@ class RequestTrace:
     Attributes:
         layers_prefilled: Number of layers that have been computed for the whole prompt.
         layers: Number of layers of the model.
-        attended_by_step: Fraction of visible tokens that each decode step attended to exactly, `[steps][layers]`.
-        h2d_bytes: Size in bytes of the KV copied to the device so far.
-        selected: Number of selections of each prompt token, summed over decode steps, layers and KV heads, int64
-            `[prompt tokens]`. Sinks and recent tokens are attended to without being selected and are not counted.
+        attended_by_step: For each decode step and layer, the fraction of visible tokens that were attended to exactly,
+            `[steps][layers]`.
+        h2d_bytes: Size in bytes of the KV that was copied to the device so far.
+        selected: For each prompt token, the number of times that it was selected, summed over decode steps, layers and
+            KV heads, int64 `[prompt tokens]`. Sinks and recent tokens are attended to without being selected and are
+            not counted.
     """
 
     layers_prefilled: int
@@ -140,9 +144,9 @@ class RequestOutput:
 
     Attributes:
         request_id: Name of the request.
-        prompt: Text of the prompt; None if token ids were given.
+        prompt: Text of the prompt. None if token ids were given.
         prompt_token_ids: Token ids of the prompt.
-        prompt_logprobs: One mapping per prompt token, if requested; None for the first token.
+        prompt_logprobs: One mapping per prompt token, if requested. None for the first token.
         outputs: The `n` completions.
         finished: Whether all completions have ended.
         num_cached_tokens: Number of prompt tokens whose KV was reused instead of computed.
@@ -172,55 +176,59 @@ class RequestOutput:
 class Stats:
     """Cost of one request. Times are wall-clock seconds and sizes are bytes.
 
-    KV and weights that several sequences of a batch share are transferred once per step and counted for the first one,
-    so the sum over a batch equals the transferred bytes. On a CPU, transfers are counted as if there were a device.
-    Fractions are means over layers and new tokens.
+    Some KV and weights are shared by several sequences of a batch. They are transferred once per step and counted only
+    for the first of these sequences, so the sum over a batch equals the transferred bytes. On a CPU, transfers are
+    counted as if there were a device. Fractions are means over layers and new tokens.
 
     Attributes:
         reused_tokens: Number of prompt tokens whose KV was reused from another sequence or from a session store, in
             whole blocks of 64 tokens.
-        recomputed_tokens: Number of prompt tokens whose KV was cached but computed again, because the nearest snapshot
-            of the recurrent state was before them (hybrid models).
+        recomputed_tokens: Number of prompt tokens whose KV was cached but had to be computed again, because the nearest
+            snapshot of the recurrent state was before them (hybrid models).
         diverged_at: Index of the first prompt token that differs from all cached prefixes. It may be larger than
-            `reused_tokens`, which counts whole blocks. None if the whole prompt was cached, or no prefix was looked up.
+            `reused_tokens`, which counts whole blocks. None if the whole prompt was cached, or if no prefix was looked
+            up.
         h2d_bytes: KV copied from host memory to the device.
         d2h_bytes: KV copied from the device to host memory.
-        h2d_bytes_steps: Part of `h2d_bytes` for decode steps.
-        h2d_weight_bytes: Weights copied to the device, not included in `h2d_bytes`.
-        h2d_weight_bytes_steps: Part of `h2d_weight_bytes` for decode steps.
-        kv_bytes_host: KV of this sequence in host memory. With `disk`, KV of all sequences in host memory.
+        h2d_bytes_steps: The part of `h2d_bytes` that decode steps copied.
+        h2d_weight_bytes: Weights copied to the device. Not included in `h2d_bytes`.
+        h2d_weight_bytes_steps: The part of `h2d_weight_bytes` that decode steps copied.
+        kv_bytes_host: KV of this sequence in host memory. With `disk`, the KV of all sequences in host memory.
         kv_bytes_device: Resident KV entries and staging buffers on the device.
         kv_bytes_disk: KV of this sequence on disk.
         scoring_bytes_device: Scoring keys and approximate KV on the device.
         scoring_bytes_host: Scoring keys and approximate KV in host memory.
-        approximate_bytes_device: Approximate KV on the device, included in `scoring_bytes_device`.
+        approximate_bytes_device: Approximate KV on the device. Included in `scoring_bytes_device`.
         weight_bytes_device: Weights on the device, including buffers for streamed weights.
         peak_device_bytes: Peak memory of torch's allocator on CUDA. On a CPU, the sum of weights, KV and scoring keys.
         fetched_fraction: Fraction of the visible KV that was transferred. With `exact`, all passes for a token are
             added up.
         exact_fraction: Fraction of the visible tokens that were attended to exactly.
-        sparse_fetched_fraction: `fetched_fraction` over the layers that select tokens.
-        sparse_exact_fraction: `exact_fraction` over the layers that select tokens.
+        sparse_fetched_fraction: The same as `fetched_fraction`, but only over the layers that select tokens.
+        sparse_exact_fraction: The same as `exact_fraction`, but only over the layers that select tokens.
         approximate_fraction: Fraction of the visible tokens that were attended to with approximate KV, over the layers
             that select tokens.
-        missed_mass: Missed attention mass, mean over sampled steps and layers that select tokens. With approximate KV,
-            this attention is estimated, not lost. None if it was not measured.
-        missed_mass_worst_layer: Missed attention mass of the layer with the largest value, mean over sampled steps.
-        working_set_rows: Capacity of the working set in KV entries per layer and KV head.
-        working_set_bytes: Size of the working set, included in `kv_bytes_device`.
-        working_set_hit_rate: Fraction of selected KV entries found in the working set.
-        device_kv_hit_rate: Fraction of the non-resident KV entries read by decode steps that had copies on the device
-            (`device_kv_memory`).
+        missed_mass: Missed attention mass, as a mean over sampled steps and over the layers that select tokens. With
+            approximate KV, this attention is estimated, not lost. None if it was not measured.
+        missed_mass_worst_layer: Missed attention mass in the layer where it is largest. Mean over sampled steps.
+        working_set_rows: Capacity of the working set in KV entries, per layer and KV head.
+        working_set_bytes: Size of the working set. Included in `kv_bytes_device`.
+        working_set_hit_rate: Fraction of the selected KV entries that were found in the working set.
+        device_kv_hit_rate: Fraction of the non-resident KV entries read by decode steps that already had copies on the
+            device (`device_kv_memory`).
         drafted_tokens: Number of draft tokens in lossless mode (`exact`).
         accepted_tokens: Number of draft tokens that full attention accepted.
         verifications: Number of verification passes. Each produces one token in addition to the accepted draft tokens.
         draft_speedup: Estimated time of decoding without drafts, divided by the measured time. None if no pass without
             drafts was measured.
-        attended_by_step: Fraction of visible tokens that each step attended to exactly, `[steps][layers]`.
-        missed_by_step: (step, missed attention mass of each layer) for each sampled step.
-        disk_bytes_read, disk_bytes_written: Disk use of all sequences since this sequence began.
-        disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.
-        expert_hit_rate: Fraction of chosen experts that were on the device.
+        attended_by_step: For each step and layer, the fraction of visible tokens that were attended to exactly,
+            `[steps][layers]`.
+        missed_by_step: For each sampled step, a tuple (step, missed attention mass of each layer).
+        disk_bytes_read, disk_bytes_written: Bytes that all sequences have read from and written to disk since this
+            sequence began.
+        disk_hit_rate: Fraction of the selected KV entries that were found in host memory, so that no disk access was
+            needed.
+        expert_hit_rate: Fraction of the chosen experts that were already on the device.
         native_code: Processor level of the C code and its origin: prebuilt, compiled or missing.
         dense_until: Longest context for which every layer attends to all tokens (policy "auto").
     """
@@ -277,32 +285,32 @@ class Stats:
     dense_until: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary of plain types, ready for JSON."""
+        """Return a dictionary that contains only plain types, ready for JSON."""
         return asdict(self)
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens per second of decoding time."""
+        """Number of decoded tokens per second of decoding time."""
         return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def decoded_tokens(self) -> int:
-        """Number of new tokens except the first, which prefill computes."""
+        """Number of new tokens, not counting the first one, which the prefill computes."""
         return self.accepted_tokens + (self.verifications or len(self.attended_by_step))
 
     @property
     def h2d_bytes_per_token(self) -> float:
-        """Bytes of KV copied to the device per decoded token."""
+        """Bytes of KV that were copied to the device per decoded token."""
         return self.h2d_bytes_steps / self.decoded_tokens if self.decoded_tokens else 0.0
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Fraction of draft tokens that were accepted; None without draft tokens."""
+        """Fraction of draft tokens that were accepted. None if there were no draft tokens."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Mean number of tokens per verification pass: accepted draft tokens plus one. None without `exact`."""
+        """Mean number of tokens per verification pass: the accepted draft tokens plus one. None without `exact`."""
         return 1 + self.accepted_tokens / self.verifications if self.verifications else None
 
 

@@ -1,4 +1,4 @@
-"""`SamplingParams`, with the field names of vLLM. Values are validated at construction."""
+"""`SamplingParams`, with the field names of vLLM. Values are validated when an object is created."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .utils.config_fields import check, check_types
 
 EarlyStopping = bool | Literal["never"]
 
-# With values outside of these ranges, logits or scores would overflow or underflow in float32.
+# With values outside these ranges, logits or scores would overflow or underflow in float32.
 MIN_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e30
 
 REPETITION_PENALTIES = 1e-30, 1e30
 MAX_LENGTH_PENALTY = 1e25  # largest allowed value of `max_tokens ** abs(length_penalty)`
 
 ALL = -1
-"""Value of `top_k` that disables the filter, and value of `logprobs` that requests the whole vocabulary."""
+"""As `top_k`, this value disables the filter. As `logprobs`, it requests the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StructuredOutputs:
     Attributes:
         json: JSON schema, as a mapping or a string.
         regex: Regular expression that the whole output matches.
-        choice: Strings, one of which is the output.
+        choice: List of strings. The output is one of them.
         grammar: Context-free grammar in Lark notation, as read by llguidance.
     """
 
@@ -54,45 +54,47 @@ class StructuredOutputs:
 class SamplingParams:
     """Sampling parameters of a request. The same seed gives the same text.
 
-    Logits are processed in the order of transformers: `logit_bias`, penalties, `bad_words`, `min_tokens`,
+    Logits are processed in the same order as in transformers: `logit_bias`, penalties, `bad_words`, `min_tokens`,
     `allowed_token_ids`, `structured_outputs`, `logits_processors`, temperature, top-k, top-p, min-p.
 
     Attributes:
         max_tokens: Maximum number of new tokens.
-        min_tokens: Minimum number of new tokens, before which end-of-text tokens and stop strings do not end the
-            output.
+        min_tokens: Minimum number of new tokens. Until it is reached, end-of-text tokens and stop strings do not end
+            the output.
         temperature: 0 is greedy decoding.
         top_k: Sample from the `top_k` most probable tokens; -1 or 0 disables it.
-        top_p: Sample from the smallest set of tokens with this total probability; 1 disables it.
+        top_p: Sample from the smallest set of most probable tokens whose total probability is at least `top_p`; 1
+            disables it.
         min_p: Exclude tokens whose probability is below `min_p` times that of the most probable token. 0 disables it.
-        presence_penalty: Subtracted from the logits of tokens that occur in the output.
-        frequency_penalty: Subtracted from the logit of a token once for each occurrence of the token in the output.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and output.
-        seed: Seed of the random numbers; None chooses a random seed. The random number of a token depends on the seed
-            and on the token's position in the text. The first of n completions uses `seed`, and the others use derived
-            seeds.
+        presence_penalty: Subtracted from the logits of all tokens that occur in the output.
+        frequency_penalty: Subtracted from a token's logit once for each time that the token occurs in the output.
+        repetition_penalty: Applied to tokens that occur in the prompt or the output. Positive logits are divided by it,
+            and negative logits are multiplied by it.
+        seed: Seed of the random numbers. If None, a random seed is chosen. The random number for a token depends on the
+            seed and on the token's position in the text. The first of n completions uses `seed`, and the others use
+            seeds derived from it.
         stop: String or strings that end the output and are not part of it.
         stop_token_ids: Tokens that end the output.
         include_stop_str_in_output: Keep the stop string in the output.
         skip_special_tokens: Leave special tokens out of the text.
         ignore_eos: Continue after end-of-text tokens.
-        logprobs: Number of most probable tokens per position whose log-probabilities are returned, in addition to the
-            sampled token. They are computed before any filter. 0 returns only the sampled token, -1 the whole
+        logprobs: Number of most probable tokens per position for which log-probabilities are returned, in addition to
+            the sampled token. They are computed before any filter. 0 returns only the sampled token, and -1 the whole
             vocabulary.
-        prompt_logprobs: Like `logprobs`, for the tokens of the prompt. The prompt is then computed without cached KV.
+        prompt_logprobs: The same as `logprobs`, for prompt tokens. The prompt is then computed without cached KV.
         bad_words: Strings that are never generated.
-        logit_bias: Values added to logits, by token id.
+        logit_bias: Values that are added to logits, by token id.
         allowed_token_ids: The only tokens that may be generated.
-        n: Number of completions per prompt. The prompt is computed once.
-        logits_processors: transformers' `LogitsProcessor` objects. They are called with token ids `[1, T]` and logits
-            `[1, V]` of one completion at a time.
+        n: Number of completions per prompt. The prompt is computed only once.
+        logits_processors: transformers' `LogitsProcessor` objects. They are called with the token ids `[1, T]` and
+            logits `[1, V]` of one completion at a time.
         structured_outputs: Format that the output must follow.
         num_beams: Number of beams. Values above 1 select beam search as in transformers' `generate`, which needs
             `temperature=0`. The best `n` beams are returned.
         length_penalty: Beam scores are divided by (length of the output) ** `length_penalty`. Values above 0 prefer
             long outputs.
-        early_stopping: Beam search ends when `num_beams` beams have finished (True), when better beams are unlikely
-            (False), or when no running beam can become better than the finished beams ("never").
+        early_stopping: When beam search ends: as soon as `num_beams` beams have finished (True), when better beams are
+            unlikely (False), or when no running beam can become better than the finished beams ("never").
     """
 
     max_tokens: int = 256
@@ -212,7 +214,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     listed = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
     check(listed, f"{name}={value!r:.80} must be a string or a list of strings")
-    for text in texts:  # tokenizers refuse lone surrogates with a TypeError
+    for text in texts:  # tokenizers reject lone surrogates with a TypeError
         lone = any("\ud800" <= letter <= "\udfff" for letter in text)
         check(not lone, f"{name} has {text!r:.80}, which contains a lone surrogate; it must be valid Unicode")
     return tuple(texts)

@@ -1,4 +1,4 @@
-"""Clients of `AsyncLLM`: mailboxes for their outputs, traces of requests, and the engine's load."""
+"""State that `AsyncLLM` keeps for its clients: mailboxes for outputs, request traces, and the load of the engine."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ class EngineLoad:
     """Current load of an engine, and totals since its start. Sizes are in bytes.
 
     Attributes:
-        waiting: Queued prompts.
-        running: Completions being decoded, plus one if a prompt is being prefilled.
-        pool_used_bytes: KV of running requests in host memory.
-        pool_limit_bytes: Limit on KV in host memory.
+        waiting: Number of prompts in the queue.
+        running: Number of completions being decoded, plus one if a prompt is being prefilled.
+        pool_used_bytes: Size of the KV of running requests in host memory.
+        pool_limit_bytes: Limit on the size of KV in host memory.
         prompt_tokens: Prompt tokens of finished requests.
-        cached_tokens: Prompt tokens of finished requests whose KV was cached.
-        h2d_bytes: KV copied from host to device for finished requests.
-        device_kv_bytes: KV on the device after the latest step.
-        kept_bytes: Cached KV in host memory that no request uses now.
-        host_hit_tokens: Prompt tokens with KV in host memory.
-        disk_hit_tokens: Prompt tokens with KV loaded from disk.
-        lost_tokens: Tokens of named sessions that were computed again, because their stored KV was missing or damaged.
-        store_bytes: Files of the session store.
+        cached_tokens: Prompt tokens of finished requests for which KV was already cached.
+        h2d_bytes: Size of the KV that was copied from host to device for finished requests.
+        device_kv_bytes: Size of the KV on the device after the latest step.
+        kept_bytes: Size of cached KV in host memory that no request is using.
+        host_hit_tokens: Prompt tokens whose KV was found in host memory.
+        disk_hit_tokens: Prompt tokens whose KV was loaded from disk.
+        lost_tokens: Tokens of named sessions that had to be computed again because their stored KV was missing or
+            damaged.
+        store_bytes: Size of the files in the session store.
     """
 
     waiting: int = 0
@@ -58,7 +59,7 @@ class EngineLoad:
     store_bytes: int = 0
 
     def add(self, request: Request, *, stored: bool) -> None:
-        """Add a finished request to the totals. `stored` tells whether it used a session store."""
+        """Add a finished request to the totals. `stored` tells whether the request used a session store."""
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
         self.host_hit_tokens += 0 if stored else request.cached_tokens  # a store counts its hits itself
@@ -66,7 +67,10 @@ class EngineLoad:
         self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def at_present(self, engine: Engine, arriving: int) -> EngineLoad:
-        """Return the totals with the current load of `engine`. `arriving` prompts are not queued yet."""
+        """Return the totals together with the current load of `engine`.
+
+        `arriving` is the number of prompts that have arrived but are not in the queue yet.
+        """
         scheduler, pool = engine.scheduler, engine.runner.pool
         return replace(
             self,
@@ -80,9 +84,9 @@ class EngineLoad:
 
 
 async def call_in_thread(post: Callable[[Callable[[], None]], None], function: Callable[[], T]) -> T:
-    """Run `function` on the engine thread. Return its result, or raise its error.
+    """Run `function` on the engine thread. Return its result or raise its error.
 
-    `post` queues a call for the engine thread. If the caller is cancelled, `function` still runs.
+    `post` schedules a call on the engine thread. Cancelling the caller does not stop `function`.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -108,7 +112,7 @@ async def call_in_thread(post: Callable[[Callable[[], None]], None], function: C
 class Mailbox:
     """Passes outputs of a request to the event loop of its client. Only the latest output is kept.
 
-    Each output contains all earlier text, so a slow client may skip some outputs.
+    No text is lost, because each output contains all earlier text. A slow client may skip some outputs.
     """
 
     def __init__(self) -> None:
@@ -135,7 +139,7 @@ class Mailbox:
 
 
 class RequestTracer:
-    """Counts how often the first completion of a request selects each prompt token."""
+    """Counts, for the first completion of a request, how often each prompt token is selected."""
 
     def __init__(self, prompt_tokens: int, layers: int) -> None:
         self._selected = np.zeros(prompt_tokens, np.int64)
@@ -148,7 +152,7 @@ class RequestTracer:
         self._selected += np.bincount(found[found < size], minlength=size)
 
     def trace(self, request: Request) -> RequestTrace:
-        for sequence in request.sequences[:1]:  # before its start and after its end, a request has no sequence
+        for sequence in request.sequences[:1]:  # a request has no sequence before its start or after its end
             self._trace = sequence.trace
         trace = self._trace
         return RequestTrace(
@@ -162,11 +166,11 @@ class RequestTracer:
 
 @dataclass(eq=False)
 class Client:
-    """A caller of `AsyncLLM` that waits for outputs of one request.
+    """A caller of `AsyncLLM` that waits for the outputs of one request.
 
     Attributes:
-        request: The engine's request, or None before it is queued.
-        counted: Generated tokens that are already in the totals.
+        request: The engine's request, or None until it is queued.
+        counted: Number of generated tokens that are already included in the totals.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""Beam search: beams are forks of one sequence and share its full blocks.
+"""Beam search. Beams are forks of one sequence and share its full blocks.
 
-`Beams` searches over token ids, with the scores and tokens of transformers' `generate(num_beams=...)`.
+`Beams` runs the search on token ids and gives the same scores and tokens as transformers' `generate(num_beams=...)`.
 `BeamSearchRequest` forks and frees the sequences of the beams.
 """
 
@@ -27,13 +27,16 @@ from .runner import Runner
 _NEVER = -1.0e9  # score of beams that do not exist; transformers' value, because ties depend on it
 
 Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
-"""Takes the generated tokens of a beam. Returns its finish reason and stop reason, or (None, None) if it continues."""
+"""Function that takes the generated tokens of a beam.
+
+Returns the finish reason and the stop reason, or (None, None) if the beam continues.
+"""
 
 
 class Beams:
-    """The `num_beams` best running beams and the `num_beams` best finished beams, as token ids.
+    """The best running beams and the best finished beams, up to `num_beams` of each, as token ids.
 
-    Scores are sums of log-probabilities in float32, divided by `length ** length_penalty` for finished beams.
+    A score is a sum of log-probabilities in float32. For finished beams, it is divided by `length ** length_penalty`.
     """
 
     def __init__(
@@ -46,12 +49,12 @@ class Beams:
     ) -> None:
         width = params.num_beams
         self._params, self._prompt, self._ended = params, prompt, ended
-        self._candidates = max(2, 1 + len(ends)) * width  # any of the candidates may end
+        self._candidates = max(2, 1 + len(ends)) * width  # each beam may contribute every end token
         self._make_processors = partial(logits_processors, params, len(prompt), ends, tokenizer)
         self._processors: LogitsProcessorList | None = None
         self.running: list[list[int]] = [[]] * width
         self._scores = torch.full((width,), _NEVER)
-        self._scores[0] = 0  # all beams equal the prompt at first, so only one of them counts
+        self._scores[0] = 0  # all beams start as copies of the prompt, so only one of them counts
         self.finished: list[list[int]] = [[]] * width
         self._finished_scores = torch.full((width,), _NEVER)
         self._is_finished = torch.zeros(width, dtype=torch.bool)
@@ -59,15 +62,16 @@ class Beams:
         self.done = False
 
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
-        """Extend the running beams by one token, from logits `[num_beams, V]`. Set `done` if finished beams cannot
-        change.
+        """Extend the running beams by one token, using logits `[num_beams, V]`.
+
+        Set `done` if the finished beams can no longer change.
 
         Returns:
-            The new running beams, best first, as pairs (index of the parent beam, token).
+            The new running beams as pairs (index of the parent beam, token), best first.
 
         Raises:
-            InputError: The constraints leave no token.
-            LogitsError: The logits are NaN.
+            InputError: The constraints allow no token.
+            LogitsError: The logits contain NaN.
         """
         params, width = self._params, self._params.num_beams
         check_logits(logits)
@@ -77,7 +81,7 @@ class Beams:
         if self._processors:
             history = torch.tensor([[*self._prompt, *tokens] for tokens in self.running], device=logits.device)
             log_probs = apply_processors(self._processors, history, log_probs)
-            check_any_allowed(log_probs.flatten(0))  # one beam may have no continuation
+            check_any_allowed(log_probs.flatten(0))  # a single beam may have no continuation
         total = (log_probs.cpu() + self._scores[:, None]).flatten()
         scores, flat = torch.topk(total, self._candidates)
         parents, tokens = (flat // logits.shape[1]).tolist(), (flat % logits.shape[1]).tolist()
@@ -98,12 +102,13 @@ class Beams:
         return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
-        """Merge the candidates that end (`ends`) with the finished beams, and keep the best `num_beams`.
+        """Merge the candidates that end with the finished beams, and keep the best `num_beams`.
 
-        `grown` are the candidates, best first. Only the first `num_beams` of them can finish.
+        `grown` lists the candidates, best first, and `ends` marks those that end. Only the first `num_beams` candidates
+        can finish.
         """
         params, width = self._params, self._params.num_beams
-        ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf: forbidden
+        ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf marks forbidden tokens
         penalised = scores / len(grown[0]) ** params.length_penalty
         closed = not self._improvable or (params.early_stopping is True and bool(self._is_finished.all()))
         penalised = penalised + closed * _NEVER + (~ending).float() * _NEVER
@@ -124,7 +129,7 @@ class Beams:
 
 
 class BeamSearchRequest(Request):
-    """A request that runs beam search. After a preemption, the search starts again from the prompt."""
+    """A request that runs beam search. After a preemption, the search restarts from the prompt."""
 
     def __init__(
         self,
@@ -169,7 +174,7 @@ class BeamSearchRequest(Request):
 
     def _continue_with(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
-        for i, sequence in enumerate(before):  # free blocks before forks need them
+        for i, sequence in enumerate(before):  # free blocks before the forks need them
             if i not in parents:
                 runner.free(sequence)
                 self.sequences.remove(sequence)
@@ -178,7 +183,7 @@ class BeamSearchRequest(Request):
             sequence = before[parent]
             if sequence in moved:
                 sequence = self._fork(runner, sequence)
-                self.sequences.append(sequence)  # now, because `drop` must free it if the next fork fails
+                self.sequences.append(sequence)  # add it now: if the next fork fails, `drop` must free this one
             moved.append(sequence)
         for sequence, (_, token) in zip(moved, chosen, strict=True):
             sequence.tokens.append(token)
@@ -190,7 +195,7 @@ class BeamSearchRequest(Request):
     def drop(self, runner: Runner) -> None:
         super().drop(runner)
         if self.finish_reason is None:
-            self._beams = self._new_beams()  # the search starts again with the request
+            self._beams = self._new_beams()  # if the request restarts, so does the search
 
     def completions(self) -> list[CompletionOutput]:
         best = self._beams.finished[: self.params.n]

@@ -60,13 +60,13 @@ LIMITLESS = 1 << 62
 def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | str | None = None) -> Runner:
     """Return a runner for `model`. For errors, see `LLM`.
 
-    `runner.config.policy_options` contains all options in effect, including those that `offload-rt tune` saved in the
-    folder `config.skew`.
+    `runner.config.policy_options` contains every option in effect. This includes options that `offload-rt tune` saved
+    in the folder `config.skew`.
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
     check_device_kv(config, device)
-    with on_device(device):  # loading a model verifies and calibrates it, which launches kernels
-        _check_launches(device)  # before the model is loaded, which takes long
+    with on_device(device):  # loading includes verification and calibration, which launch kernels
+        _check_launches(device)  # check before loading the model, which takes long
         return _build(model, config, tokenizer)
 
 
@@ -124,7 +124,7 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
-    """Return a runner of the draft model, and the fraction of the configured memory for its KV cache.
+    """Return a runner for the draft model, and the fraction of the configured memory that its KV cache may use.
 
     The fraction is chosen so that the KV caches of both models hold the same number of tokens.
     """
@@ -145,17 +145,19 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
 
 
 def build_with_policy(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
-    """Return a runner with another policy that shares the model and the KV cache of `runner`.
+    """Return a runner that uses another policy but shares the model and the KV cache of `runner`.
 
-    `exact` replaces the option of `runner`, unless it is None. Raises ConfigError for invalid options or with
-    `device_memory`.
+    Unless `exact` is None, it replaces the `exact` option of `runner`.
+
+    Raises:
+        ConfigError: The options are invalid, or `runner` was built with `device_memory`.
     """
     if runner.plan is not None:
         raise ConfigError("device_memory is planned for one policy only: create another LLM instead")
     model, fingerprint = runner.model, runner.model.fingerprint
     drafts: Any = runner.config.exact if exact is None else exact
-    # Both runners share cached prefixes, because prefill is exact under every policy.
-    # Copies of KV on the device belong to the first runner, which shares no streams with this one.
+    # Both runners share cached prefixes, because prefill is exact under every policy. Copies of KV on the device belong
+    # to the first runner, because the two runners share no streams.
     config = replace(runner.config, policy=name, policy_options=options, exact=drafts, device_kv_memory=None)
     model_now, model_then = (None if one.exact is None else one.exact.model for one in (runner.config, config))
     if model_then not in (None, model_now):
@@ -196,12 +198,12 @@ def build_policy(
     keys_on_host: bool = False,
     idle: AbstractContextManager[object] | None = None,
 ) -> Policy:
-    """Return the policy `name` for a loaded model. Raises ConfigError if the name or the options are invalid.
+    """Return the policy called `name` for a loaded model. Raises ConfigError if the name or the options are invalid.
 
     Args:
         artifact: Loads the skew artifact. Called only if the policy needs one.
-        keys_on_host: Keep scoring keys in host memory, because device memory is too small.
-        idle: Context in which no engine of the process computes, for measurements of speed.
+        keys_on_host: Keep scoring keys in host memory, because device memory is too small for them.
+        idle: Context manager that keeps all engines of the process from computing while speed is measured.
     """
     adapter = loaded.adapter
     measure = partial(measured_dense_until, geometry=adapter.geometry, dtype=adapter.dtype, idle=idle)
@@ -218,7 +220,7 @@ def build_policy(
 
 
 def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader:
-    """Return a function that loads the skew artifact `config.skew`, or calibrates the model if no path is set."""
+    """Return a function that loads the skew artifact from `config.skew`, or calibrates the model if no path is set."""
 
     def load(method: SkewMethod) -> SkewArtifact:
         if config.skew is not None:
@@ -240,14 +242,14 @@ def build_transfer(
 ) -> Transfer:
     """Return the object that copies KV between the pool and the device.
 
-    On a CPU without a working set, it reads unquantised KV in place.
+    On a CPU without a working set, nothing is copied: this object reads unquantised KV in place.
 
     Args:
-        working_set: Number of fetched KV entries per layer and KV head that stay on the device.
-        kv_memory: Size in bytes of device memory for copies of KV blocks.
+        working_set: Number of fetched KV entries to keep on the device, per layer and KV head.
+        kv_memory: Device memory for copies of KV blocks, in bytes.
 
     Raises:
-        ConfigError, MemoryLimitError: The copies of blocks do not fit.
+        ConfigError, MemoryLimitError: The copies of KV blocks do not fit.
     """
     if pool.file is not None:
         return DiskTransfer(pool, geometry, device)
@@ -289,7 +291,10 @@ def _reads_in_place(pool: HostPool) -> bool:
 
 
 def _stream_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
-    """Create the streams for weights in host memory. The returned model waits for their copies."""
+    """Create the streams that copy weights from host memory.
+
+    The returned model waits for each copy before it uses the weights.
+    """
     if not placement:
         return loaded, None
     device, adapter, stream = loaded.adapter.device, loaded.adapter, None
@@ -302,7 +307,7 @@ def _stream_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedMo
 
 
 def _check_launches(device: torch.device) -> None:
-    # Launch a small kernel, because Triton compiles C code for this.
+    # Launch a small kernel as a test, because Triton compiles C code to launch kernels.
     if device.type == "cpu":
         return
     one = torch.ones(1, 16, device=device)

@@ -22,31 +22,31 @@ from ..utils.units import format_size
 
 
 def salt_provenance(cache_salt: str) -> str:
-    """Return the part of a KV provenance key that contains the cache salt. Without a salt, it is ""."""
+    """Return the cache salt's part of a KV provenance key, or "" if there is no salt."""
     if not cache_salt:
         return ""
-    # Use a digest, because the salt itself could look like another part of the key ("+cut-...").
-    # JSON clients can send half a surrogate pair, which strict UTF-8 cannot encode.
+    # Use a digest, because the salt itself could look like another part of the key ("+cut-..."). JSON clients can send
+    # half of a surrogate pair, which strict UTF-8 cannot encode.
     data = cache_salt.encode("utf-8", "surrogatepass")
     return f"+salt-{hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
 
 KEPT_BEFORE_WINDOW = 512
-"""Number of tokens before the sliding window whose KV is also kept after a prefill, if blocks are free.
+"""After a prefill, the KV of this many tokens before the sliding window is also kept, if blocks are free.
 
-Another prompt that differs in at most this many tokens at the end can then reuse the prefix.
+A later prompt can then reuse the prefix even if it differs in up to this many tokens at the end.
 """
 
 
 class CacheManager:
-    """Allocates blocks for the sequences of one policy and configuration. Each sequence owns its block table."""
+    """Allocates blocks for sequences that use one policy and configuration. Each sequence owns its block table."""
 
     def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig) -> None:
         self._pool, self._policy, self._config = pool, policy, config
 
     @property
     def shares(self) -> bool:
-        """Whether sequences with a common prefix share its KV."""
+        """Whether sequences with a common prefix share the KV of that prefix."""
         # Quantised KV is not shared, because the result of a request would then depend on earlier requests.
         shared = self._config.enable_prefix_caching and self._pool.format.exact
         return shared and self._pool.reuses_prefixes  # hybrid models need snapshots of recurrent state
@@ -58,7 +58,7 @@ class CacheManager:
     def check(self, prompt: int, total: int) -> None:
         """Raise PoolFullError if a sequence of `total` tokens can never fit in the pool.
 
-        With eviction, only the `prompt` tokens and one new token must fit.
+        With eviction, it is enough if the `prompt` tokens and one new token fit.
         """
         if not self.evicts:
             self._pool.check_fits(total)
@@ -85,8 +85,8 @@ class CacheManager:
     def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
         """Return the index of the first token whose exact KV is not cached.
 
-        None means that all tokens are cached, or that prefixes are not shared. `provenance` is the part of the KV
-        provenance key for weights and cache salt.
+        Return None if all tokens are cached or if prefixes are not shared. `provenance` is the part of the KV
+        provenance key that covers the weights and the cache salt.
         """
         if not self.shares or self._policy.wants_queries:
             return None
@@ -94,7 +94,7 @@ class CacheManager:
         return known if known < len(tokens) else None
 
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
-        """Return a block table with the cached blocks of `known`, and slots for `capacity` tokens.
+        """Return a block table that contains the cached blocks of `known` and has slots for `capacity` tokens.
 
         For `stop` and errors, see `reserve_slots`. For `provenance`, see `first_uncached`.
         """
@@ -106,9 +106,13 @@ class CacheManager:
         return self.reserve_slots(blocks, capacity, blocks.length, stop)
 
     def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """Reserve slots for `capacity` tokens in `blocks`, and return `blocks`. On PoolFullError, release `blocks`.
+        """Reserve slots for `capacity` tokens in `blocks`, and return `blocks`.
 
-        In sliding layers, only the shortest possible first part of a prefill of the tokens [start, stop) gets slots.
+        A prefill of the tokens [start, stop) may run in several parts. In sliding layers, slots are reserved only for
+        the first part, and that part is as short as possible.
+
+        Raises:
+            PoolFullError: There are too few free blocks. `blocks` has been released.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
@@ -118,7 +122,7 @@ class CacheManager:
 
     @contextmanager
     def released_on_error(self, blocks: BlockTable) -> Iterator[None]:
-        """Context that releases `blocks`, which no sequence owns yet, after an error."""
+        """Context manager that releases `blocks` if an error occurs before a sequence owns them."""
         try:
             yield
         except BaseException:
@@ -126,12 +130,12 @@ class CacheManager:
             raise
 
     def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, before_window: int = 0) -> None:
-        """Move the windows of sliding layers to the tokens [position, stop) of a sequence.
+        """Move the windows of sliding layers so that they cover the tokens [position, stop) of a sequence.
 
-        Slots are reserved for the new tokens, and blocks outside of the windows are freed. Up to `before_window` new
-        tokens before the last window also get slots if blocks are free. Raises PoolFullError.
+        Slots are reserved for the new tokens, and blocks outside the windows are freed. If blocks are free, up to
+        `before_window` new tokens before the last window also get slots. Raises PoolFullError.
         """
-        # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows on the device,
+        # Freed blocks are no longer read: `settle` waits for their write-back, decode steps read windows on the device,
         # and the first token after a prefill is sampled before another sequence gets blocks.
         blocks = sequence.blocks
         # Draft tokens do not move the windows, because they may be rejected.
@@ -145,7 +149,7 @@ class CacheManager:
     def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
         """If the pool is full, move blocks from the longest sequence to sequences whose last block is full.
 
-        Used only with eviction. A sequence that gets no block overwrites its own tokens.
+        Used only with eviction. A sequence that gets no block overwrites the KV of some of its tokens.
         """
         for sequence in batch if self.evicts else ():
             if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
@@ -159,7 +163,7 @@ class CacheManager:
 
     def _shrink(self, sequence: Sequence, storage: KVStorage) -> None:
         blocks, policy = sequence.blocks, self._policy
-        moves = sequence.slots.shrink(blocks)  # evicts the least important tokens
+        moves = sequence.slots.shrink(blocks)  # this evicts the least important tokens
         if moves is None:
             return
         for layer, pairs in enumerate(moves):
@@ -172,14 +176,14 @@ class CacheManager:
         storage.open(blocks, policy.sinks, policy.recent)
 
 
-MAX_LISTED = 8  # maximum number of users listed in an error message
+MAX_LISTED = 8  # maximum number of users to list in an error message
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Host memory of a session or request that cannot be reclaimed now, for error messages.
+    """Host memory of a session or request that cannot be reclaimed now. Used in error messages.
 
-    A block that several sequences share is counted for each of them.
+    A block that several sequences share is counted once for each of them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Check the arguments of the public API, and check requests and options against the model."""
+"""Check the arguments of the public API, and check that the model supports the given requests and options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from ..policies.base import Policy
 from ..sampling_params import SamplingParams
 
 WIDEST_ON_GPU = 576
-"""Maximum head dimension on a GPU: keys of latent attention. Kernels hold vectors in registers and shared memory."""
+"""Maximum head dimension on a GPU, which is the width of the keys in latent attention.
+
+The limit exists because kernels hold whole vectors in registers and shared memory.
+"""
 
 
 def check_kernels(head_dim: int, device: torch.device, name: str) -> None:
@@ -55,7 +58,7 @@ def check_positions(tokens: int, model: LoadedModel) -> None:
 
 
 def max_length(positions: int, check: Callable[[int], None]) -> int:
-    """Return the largest number of tokens, up to `positions`, for which `check` does not raise PoolFullError."""
+    """Return the largest number of tokens, at most `positions`, for which `check` does not raise PoolFullError."""
 
     def full(tokens: int) -> bool:
         try:
@@ -89,7 +92,7 @@ def describe_value(value: object) -> str:
 
 
 def check_int(name: str, value: object, least: int) -> int:
-    """Return `value` as an int. Raise InputError if it is not an integer, or less than `least`."""
+    """Return `value` as an int. Raise InputError if it is not an integer or is less than `least`."""
     try:
         if isinstance(value, bool) or not isinstance(value, SupportsIndex):
             raise TypeError
@@ -114,7 +117,7 @@ def check_salt(cache_salt: object) -> str:
 
 
 def check_sampling_params(given: object, default: SamplingParams) -> SamplingParams:
-    """Return `given`, or `default` if it is None. Raise InputError for other types."""
+    """Return `given`, or `default` if `given` is None. Raise InputError for any other type."""
     if given is None:
         return default
     if not isinstance(given, SamplingParams):
@@ -123,9 +126,9 @@ def check_sampling_params(given: object, default: SamplingParams) -> SamplingPar
 
 
 def sampling_params_per_prompt(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
-    """Return the sampling parameters of each of `prompts` prompts. Raises InputError.
+    """Return a list with the sampling parameters for each of `prompts` prompts. Raises InputError.
 
-    `given` is one SamplingParams, a list with one per prompt, or None for `default`.
+    `given` is one SamplingParams for all prompts, a list with one per prompt, or None to use `default`.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [check_sampling_params(given, default)] * prompts
@@ -146,7 +149,7 @@ def check_store_path(value: object) -> Path:
 
 
 def check_prompt_list(name: str, value: object) -> Sequence[object]:
-    """Return `value` as a list of prompts. Raise InputError for a single text and for other types."""
+    """Return `value` as a list of prompts. Raise InputError if it is a single text or has another type."""
     if isinstance(value, (str, bytes)):
         raise InputError(f"{name} is a single text: pass a list of texts")
     if hasattr(value, "tolist"):

@@ -1,4 +1,4 @@
-"""Convert token ids to text step by step, in whole characters and without text after a stop string."""
+"""Convert token ids to text step by step. Only whole characters are returned, and no text after a stop string."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from transformers import PreTrainedTokenizerBase
 _PENDING = "\N{REPLACEMENT CHARACTER}"
 
 CONTEXT_TOKENS = 6
-"""Number of prompt tokens that are decoded together with the generated tokens, so that spaces are correct."""
+"""Number of prompt tokens that are decoded together with the generated tokens so that spaces come out correctly."""
 
 _INCOMPLETE = 3
-"""Maximum number of bytes, and of tokens, in an incomplete UTF-8 character."""
+"""Maximum number of bytes, and also of tokens, in an incomplete UTF-8 character."""
 
 _MAX_HELD_BACK = 8
-"""If this many tokens are held back, they cannot all belong to one incomplete character."""
+"""If this many tokens are held back, they cannot all belong to a single incomplete character."""
 
 _LONGEST_WINDOW = 32
-"""Maximum number of tokens that are decoded again with each new token, if the tokens are not valid UTF-8."""
+"""If the tokens are not valid UTF-8, at most this many tokens are decoded again with each new token."""
 
 
 def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False) -> str:
     if tokenizer is None:
         return ""
-    # Clean-up would remove spaces that a stream has already returned, and later text would be lost.
+    # Clean-up would remove spaces that a stream has already returned, so later text would be lost.
     options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
     return str(tokenizer.decode(list(tokens), **options))
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """Return the text of a token inside a longer text, also for special tokens. None without a tokenizer."""
+    """Return the text of a token as it appears inside a longer text, or None if there is no tokenizer.
+
+    Special tokens have text, too.
+    """
     if tokenizer is None:
         return None
     # SentencePiece strips the leading space of the first token, so decode the token twice and use the second copy.
@@ -39,7 +42,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | N
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of `prompt`, without special tokens, that affect the text of the next token."""
+    """Return the last tokens of `prompt`, excluding special tokens, that affect the text of the next token."""
     if tokenizer is None:
         return []
     has_text: dict[int, bool] = {}
@@ -47,7 +50,7 @@ def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence
     for token in reversed(prompt):
         if token not in has_text:
             has_text[token] = _has_text(tokenizer, token)
-        if has_text[token]:  # the first token must have text: SentencePiece strips its leading space
+        if has_text[token]:  # the first token must have text, because SentencePiece strips its leading space
             found.insert(0, token)
         if len(found) == CONTEXT_TOKENS + _INCOMPLETE:
             # Byte fallback decodes each byte of an incomplete UTF-8 sequence to U+FFFD, so begin with a character.
@@ -69,10 +72,10 @@ def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
 def known_texts(
     tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False
 ) -> list[str]:
-    """Return the possible texts of `tokens` at the start of a longer text, for `added_text`.
+    """Return the texts that `tokens` may have at the start of a longer text. Used with `added_text`.
 
-    If the last character is incomplete, later tokens may change it. The texts without the last 1 to 3 tokens are then
-    included.
+    If the last character is incomplete, later tokens may change it. In this case, the result also contains the texts
+    without the last 1 to 3 tokens.
     """
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
@@ -80,7 +83,7 @@ def known_texts(
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Return `both`, the text of all tokens, without the text of the earlier tokens.
+    """Return the part of `both` that follows the text of the earlier tokens. `both` is the text of all tokens.
 
     `known` is the result of `known_texts` for the earlier tokens.
     """
@@ -91,13 +94,13 @@ def added_text(known: Sequence[str], both: str) -> str:
 class TextStream:
     """Converts the generated tokens of one sequence to text, in constant time per token.
 
-    An incomplete character or a possible beginning of a stop string is held back. Without a tokenizer, the text is
-    empty and no stop string is found.
+    Text is held back while it ends with an incomplete character or with a possible beginning of a stop string. Without
+    a tokenizer, the text is empty and no stop string is found.
 
     Args:
         keep_stop: Include the stop string in the text.
         special: Include special tokens in the text.
-        prompt: Prompt tokens, which precede the generated tokens.
+        prompt: Tokens of the prompt, which comes before the generated tokens.
     """
 
     def __init__(
@@ -111,17 +114,18 @@ class TextStream:
     ) -> None:
         self._tokenizer, self._keep_stop, self._special = tokenizer, keep_stop, special
         self._stop = tuple(stop) if tokenizer is not None else ()
-        # The last tokens are decoded again with the next one, because the text of a token depends on its neighbours
-        # (spaces, bytes of one character). `_known` is the text of the first `_shown` tokens; it has been returned.
+        # The last tokens are decoded again together with the next one, because the text of a token depends on its
+        # neighbours (spaces, bytes of one character). `_known` is the text of the first `_shown` tokens. It has already
+        # been returned.
         self._window = decoding_context(tokenizer, prompt)
         self._shown, self._known = len(self._window), self._texts(self._window)
         self._held_back = ""
         self.stopped: str | None = None
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Add a token. Return the new text that can no longer change.
+        """Add a token. Return the new text that later tokens can no longer change.
 
-        With `may_stop`, cut the text at the first stop string and set `stopped`.
+        If `may_stop` is True, cut the text at the first stop string and set `stopped`.
         """
         fresh = self._completed(token)
         return self._release(self._held_back + fresh) if may_stop else fresh
@@ -142,16 +146,19 @@ class TextStream:
             certain = self._decode(window[: len(window) - held_back]) if held_back else text
             fresh = added_text(self._known, certain)
         if fresh:
-            if not self._known[0].endswith(_PENDING) or len(window) > _LONGEST_WINDOW:  # not within a character
+            if not self._known[0].endswith(_PENDING) or len(window) > _LONGEST_WINDOW:  # never split a character
                 del window[: self._shown]
             self._shown = len(window) - held_back
             self._known = self._texts(window[: self._shown])
-        elif not _has_text(self._tokenizer, token):  # a special token: many of them must not fill the window
+        elif not _has_text(self._tokenizer, token):  # a special token; many of these must not fill the window
             window.pop()
         return fresh
 
     def _incomplete_tokens(self, text: str) -> int:
-        """Return how many of the last tokens of the window, whose text is `text`, may form an incomplete character."""
+        """Return how many tokens at the end of the window may form an incomplete character.
+
+        `text` is the window's text.
+        """
         if not text.endswith(_PENDING):
             return 0
         window = self._window

@@ -1,7 +1,7 @@
-"""The engine: each call of `step()` advances all running requests by one step.
+"""The engine. Each call of `step()` advances all running requests by one step.
 
-A step reserves memory, decodes one token per sequence (or drafts and verifies several), admits a waiting request and
-prefills layers of it. Requests join and leave between steps.
+A step reserves memory, decodes one token per sequence (or drafts and verifies several), admits a waiting request, and
+prefills some of its layers. Requests join and leave between steps.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Engine:
     Args:
         max_num_seqs: Maximum number of sequences that are decoded together.
         on_prefill: Called as `on_prefill(request, layers_done)` after each layer of a prefill.
-        swap: Writes the KV of preempted requests to disk. None means that their KV is computed again.
+        swap: Writes the KV of preempted requests to disk. If None, this KV is computed again.
         on_failure: Called with a failed request and its error. If None, `step` raises the error.
-        waited_for: Returns whether a client waits for the step to end. Called after each layer of a prefill.
+        waited_for: Called after each layer of a prefill. Returns whether a client is waiting for the step to end.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Engine:
         self._suspects = Suspects()
 
     def next_id(self) -> int:
-        """Return an id for a request that is created outside the engine."""
+        """Return a new id for a request that is created outside the engine."""
         return next(self._ids)
 
     def add(
@@ -74,7 +74,7 @@ class Engine:
         """Queue a prompt of at least one token, and return its request.
 
         Args:
-            recorder: Receives the tokens that each layer selects for the first completion, except with beam search.
+            recorder: Receives the tokens that each layer selects for the first completion. Not used with beam search.
             cache_salt: See `LLM.generate`.
 
         Raises:
@@ -95,7 +95,7 @@ class Engine:
     def submit(self, request: Request, *, swaps: bool = False) -> None:
         """Queue a request that was created outside the engine, such as a turn of a session.
 
-        `swaps` allows swapping the request's KV to disk. It is False if a session owns the KV.
+        `swaps` tells whether the request's KV may be swapped to disk. It is False if a session owns the KV.
         """
         with self.runner.pool.lock:  # engines on other threads read the queue
             self.scheduler.add(request, swaps=swaps)
@@ -103,10 +103,10 @@ class Engine:
     def run_all(
         self, prompts: Seq[list[int]], params: Seq[SamplingParams], cache_salt: str, progress: Progress
     ) -> list[Request]:
-        """Run one request per prompt until all have ended. Return the requests in order.
+        """Run one request per prompt until all of them have ended. Return the requests in the order of the prompts.
 
         Raises:
-            InputError, ModelError, PoolFullError: A request failed. All others were cancelled.
+            InputError, ModelError, PoolFullError: One request failed, and all others were cancelled.
         """
         each = list(zip(prompts, params, strict=True))
         for prompt, one in each:
@@ -128,16 +128,16 @@ class Engine:
         return self.scheduler.idle and not self.scheduler.failed and not self.scheduler.ended
 
     def step(self) -> list[TokenOutput]:
-        """Run one decode step for all running requests, and some layers of the prefill of at most one request.
+        """Run one decode step for all running requests, and prefill some layers of at most one request.
 
-        If no request of the engine gets memory from the pool, the call waits briefly for other engines. Results of
-        ended requests are written to disk before their last output is returned.
+        If no request of this engine can get memory from the pool, the call waits briefly for other engines. The results
+        of ended requests are written to disk before their last output is returned.
 
         Returns:
             The new output tokens of all requests.
 
         Raises:
-            OffloadError: A request has failed and there is no `on_failure`. The next call continues with all other
+            OffloadError: A request has failed and there is no `on_failure`. The next call continues with the remaining
                 requests. Unexpected exceptions are wrapped in an EngineError.
         """
         scheduler = self.scheduler
@@ -153,14 +153,14 @@ class Engine:
                 scheduler.wait()
                 return events
             finally:
-                # Without the lock, so that a slow disk delays only this engine.
+                # Do this without the lock, so that a slow disk delays only this engine.
                 scheduler.failed.extend(self._persist())
 
     def _persist(self) -> list[tuple[Request, Exception]]:
         ended, lost = self.scheduler.ended, list[tuple[Request, Exception]]()
         while ended:
             try:
-                ended[0].persist()  # stays in the queue if this is interrupted
+                ended[0].persist()  # if this is interrupted, the request stays in the queue
             except Exception as error:
                 lost.append((ended[0], failure(ended[0], error)))
             ended.popleft()
@@ -217,8 +217,9 @@ class Engine:
     def _decode_failed(self, group: list[Request], error: Exception, lost: list[Request] | None = None) -> None:
         """Handle an exception in a decode step of `group`.
 
-        A single request fails. Any of several requests may be the cause, so the requests `lost` (None: all), whose
-        state is incomplete, start again and are decoded alone (`Suspects`).
+        If the group has only one request, this request fails. Otherwise, each request may be the cause. The requests in
+        `lost`, whose state is incomplete, start again and are decoded alone (see `Suspects`). None means the whole
+        group.
         """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)
@@ -229,8 +230,8 @@ class Engine:
         )
         for request in reversed(lost):
             self._suspects.add(request)
-            # In some layers, resident KV and policy state may already include the next token. Such a sequence cannot be
-            # swapped to disk.
+            # In some layers, resident KV and policy state may already include the next token. A sequence in this state
+            # cannot be swapped to disk.
             self.scheduler.preempt(request, swap=False)
 
     def _advance_prefill(self) -> list[TokenOutput]:
@@ -262,7 +263,7 @@ class Engine:
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
-        """Let a request sample tokens from its logits. Return the outputs before the first error."""
+        """Let a request sample tokens from its logits. Return the outputs that precede the first error."""
         request, each = step
         events: list[TokenOutput] = []
         try:
@@ -274,7 +275,7 @@ class Engine:
                     self.scheduler.failed.append((request, failure(request, error)))
                     break
                 events += accepted
-        except PoolFullError as error:  # no memory to fork beams: the beam search starts again later
+        except PoolFullError as error:  # no memory for forking beams, so the beam search starts again later
             self.scheduler.retry_later(request, error)
         except Exception as error:
             self.scheduler.fail(request, error)
@@ -290,17 +291,23 @@ class Engine:
 
 
 class Suspects:
-    """Requests of a failed decode step. Each is decoded alone until it has passed the position of the failure."""
+    """Requests that took part in a failed decode step.
+
+    Each is decoded alone until it has passed the position of the failure.
+    """
 
     def __init__(self) -> None:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Add a request and its position. Call this before its sequences are freed."""
+        """Add a request with its current position. Call this before its sequences are freed."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:
-        """Split `running` into groups that are decoded together. If one request is a suspect, each is decoded alone."""
+        """Split `running` into groups that are decoded together.
+
+        If any request is a suspect, every request is its own group.
+        """
         if any(request in self._positions for request in running):
             return [[request] for request in running]
         return [list(running)] if running else []

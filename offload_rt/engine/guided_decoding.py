@@ -1,4 +1,4 @@
-"""Guided decoding (JSON schema, regular expression, choice, grammar) with llguidance."""
+"""Guided decoding with llguidance: JSON schemas, regular expressions, choices and grammars."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 18  # larger grammars take seconds to compile
 
-# llguidance follows references recursively, and a stack overflow would end the process. With a stack of 8 MiB this
-# happens at chains of 1,000 `$ref`s (5,000 levels of JSON) and at chains of 3,000 grammar rules.
+# llguidance follows references recursively, and a stack overflow would end the process. With a stack of 8 MiB, this
+# happens at a chain of 1,000 `$ref`s (5,000 levels of JSON) or of 3,000 grammar rules.
 DEEPEST_SCHEMA, MAX_RULES = 2000, 400
 
 # Allow only one space after a separator: otherwise a model may write whitespace until its tokens run out.
@@ -30,7 +30,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 
 
 class GuidedDecoder:
-    """State of one output that must match a grammar (structured output)."""
+    """Tracks the state of one output that must match a grammar (structured output)."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class GuidedDecoder:
         """Compile the grammar.
 
         Args:
-            vocab: Number of logits.
+            vocab: Number of logits per position.
             ends: Tokens that may end a complete output.
 
         Raises:
@@ -66,7 +66,7 @@ class GuidedDecoder:
         return self._matcher.is_stopped()
 
     def allowed(self) -> torch.Tensor:
-        """Return the tokens that may follow, bool `[V]`. Raise InputError if the grammar is too complex."""
+        """Return which tokens may come next, as bool `[V]`. Raise InputError if the grammar is too complex."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         _raise_error(self._matcher, "structured_outputs cannot be followed")
         found = np.zeros(self._vocab, dtype=bool)
@@ -80,8 +80,8 @@ class GuidedDecoder:
 
 
 def _library() -> Any:
-    # llguidance compiles a grammar in milliseconds, while xgrammar needs up to 0.6 s for a regular expression. A token
-    # mask takes longer with llguidance (25 to 250 µs per token), but less than a decode step.
+    # llguidance compiles a grammar in milliseconds, while xgrammar needs up to 0.6 s for a regular expression. Its
+    # token masks take longer (25 to 250 µs per token), but less than a decode step.
     try:
         import llguidance
     except ModuleNotFoundError as error:
@@ -122,7 +122,7 @@ def _check_size(spec: StructuredOutputs) -> None:
 
 
 def _nesting(schema: Any) -> tuple[int, int]:
-    """Return the depth of a JSON schema, and an upper bound on the number of schemas it refers to."""
+    """Return the depth of a JSON schema, and an upper bound on the number of schemas that it refers to."""
     depth, references, bases, level = 0, set[str](), 0, [schema]
     while level:
         depth += 1
@@ -132,7 +132,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
         bases += sum(isinstance(value.get(name), str) for value in mappings for name in ("$id", "id"))
         inner = [value for value in level if isinstance(value, list)] + [list(value.values()) for value in mappings]
         level = [value for values in inner for value in values if isinstance(value, (dict, list))]
-    # The target of a reference depends on the enclosing `$id`.
+    # The same reference has different targets below different `$id`s.
     return depth, len(references) * max(1, bases)
 
 
@@ -140,7 +140,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
 def _grammar_of(
     tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
 ) -> LLMatcher:
-    """Return a cached grammar. Callers must copy the grammar before they advance it."""
+    """Return a compiled grammar from the cache. Callers must copy it before they advance it."""
     what, table = "structured_outputs are invalid", _tokenizer_table(tokenizer, vocab, ends)
     try:
         found: LLMatcher = _library().LLMatcher(table, grammar)

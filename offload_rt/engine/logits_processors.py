@@ -1,6 +1,6 @@
-"""Logits processors of a request, which run before temperature and sampling filters.
+"""Logits processors of a request. They run before temperature and the sampling filters.
 
-Most are transformers' processors, in the order of transformers.
+Most of them are transformers' own processors, and they run in the same order as in transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .guided_decoding import GuidedDecoder
 
 
 class NewTokenPenalties(LogitsProcessor):
-    """Presence and frequency penalties of generated tokens, not of the prompt, as in OpenAI's API and vLLM."""
+    """Presence and frequency penalties as in OpenAI's API and vLLM: only generated tokens count, not prompt tokens."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
@@ -42,8 +42,8 @@ class AllowedTokens(LogitsProcessor):
         self._tokens = torch.tensor(sorted(set(tokens)), device=device)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        # If other processors forbid all of these tokens, no token is left, and the caller raises an error. In this
-        # case, transformers' PrefixConstrainedLogitsProcessor would allow the tokens again.
+        # If other processors forbid all of these tokens, no token is left, and the caller raises an error.
+        # transformers' PrefixConstrainedLogitsProcessor would allow the tokens again.
         found = torch.full_like(scores, -torch.inf)
         found[:, self._tokens] = scores[:, self._tokens]
         return cast(torch.FloatTensor, found)
@@ -56,9 +56,9 @@ def logits_processors(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """Return the logits processors of a request, except the one for structured outputs.
+    """Return all logits processors of a request except the one for structured outputs.
 
-    `prompt` is the number of prompt tokens. `ends` are the tokens that end the text.
+    `prompt` is the number of prompt tokens. `ends` contains the tokens that end the text.
     """
     found = LogitsProcessorList()
     if params.logit_bias:
@@ -79,7 +79,7 @@ def logits_processors(
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """Raise LogitsError if any row of logits `[..., V]` contains NaN, +inf, or no finite number."""
+    """Raise LogitsError if any row of logits `[..., V]` contains NaN or +inf, or has no finite value."""
     if not torch.isfinite(logits.amax(dim=-1)).all():
         raise LogitsError(
             "the model's logits are not finite (NaN or infinite): its activations overflowed, as they can in float16, "
@@ -88,9 +88,10 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return logits `[B, V]` after `processors`. `history` contains the earlier tokens `[B, T]`.
+    """Apply `processors` to `scores` and return the resulting logits `[B, V]`.
 
-    Raises InputError if a processor does not return logits `[B, V]`.
+    `history` contains the earlier tokens `[B, T]`. Raises InputError if a processor returns anything other than logits
+    `[B, V]`.
     """
     found: Any = scores
     for processor in processors:
@@ -116,7 +117,7 @@ def _describe_result(value: Any) -> str:
 
 
 def check_any_allowed(scores: torch.Tensor) -> None:
-    """Raise InputError if a row of processed logits `[..., V]` allows no token, or contains NaN or +inf."""
+    """Raise InputError if any row of processed logits `[..., V]` allows no token, or contains NaN or +inf."""
     best = scores.amax(dim=-1)
     if best.isnan().any():
         raise InputError("a logits processor returned NaN; it must return numbers, or -inf for tokens to forbid")
@@ -133,14 +134,17 @@ def check_any_allowed(scores: torch.Tensor) -> None:
 
 
 def _bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    # with and without a leading space, which is a part of the token in many vocabularies
+    # Encode words with and without a leading space, which is a part of the token in many vocabularies.
     spelled = [text for word in params.bad_words for text in (word.strip(), f" {word.strip()}")]
     found: Any = tokenizer(spelled, add_special_tokens=False)["input_ids"]
     return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
 
 
 def check_answerable(params: SamplingParams, model: LoadedModel) -> None:
-    """Raise InputError if `params` has unknown token ids or an invalid grammar, or needs a missing tokenizer."""
+    """Raise InputError if the model cannot serve `params`.
+
+    This is the case if token ids are unknown, if the grammar is invalid, or if a tokenizer is needed but missing.
+    """
     vocab = model.adapter.geometry.vocab
     named = {
         "logit_bias": params.logit_bias or (),

@@ -1,8 +1,8 @@
-"""Order the requests of engines that share a KV pool, so that engines never wait for each other in a cycle.
+"""Order the requests of all engines that share a KV pool, so that engines never wait for each other in a cycle.
 
-Requests are ordered by the time they were added. An engine that runs out of memory preempts its requests and waits
-until engines with older requests free memory. The engine with the oldest request keeps its memory. While this engine
-waits, no other engine admits requests, so the oldest request always finishes.
+Requests are ordered by the time when they were added. An engine that runs out of memory preempts its requests and waits
+until engines with older requests free memory. The engine that has the oldest request keeps its memory. While that
+engine waits, no other engine admits requests, so the oldest request always finishes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from ..errors import EngineError, PoolFullError
 from .cache_manager import Reclaimable
 
 PATIENCE = 5.0
-"""Seconds without a step after which an engine counts as abandoned.
+"""After this many seconds without a step, an engine counts as abandoned, and other engines do not wait for its memory.
 
-Its caller may have stopped to read a stream, for example. Other engines do not wait for its memory.
+For example, its caller may have stopped reading a stream.
 """
 
 RECHECK_SECONDS = 0.1
-"""Seconds after which a waiting engine checks a full pool again.
+"""Interval, in seconds, at which a waiting engine checks again whether the pool is still full.
 
-Sessions free memory without waking up the engine, and other engines may be abandoned in the meantime.
+Polling is needed because sessions free memory without waking up the engine, and because other engines may become
+abandoned.
 """
 
 
 class PoolOrder:
-    """Order of the requests of all engines with one KV pool. Their runners share this object."""
+    """Order of the requests of all engines that use one KV pool. The runners of these engines share this object."""
 
     def __init__(self) -> None:
         self._members: WeakSet[PoolMember] = WeakSet()
@@ -41,9 +42,9 @@ class PoolOrder:
         self.changed = threading.Condition()
         self.times_freed = self.requests_ended = 0
         self.broken: EngineError | None = None
-        """Reason why no engine of the pool can continue, or None."""
+        """The error that stops all engines of the pool, or None."""
         self.reclaimables: list[Reclaimable] = []
-        """Session stores of all engines, whose KV in memory can be freed between requests."""
+        """Session stores of all engines. The KV that they keep in memory can be freed between requests."""
 
     def join(self, member: PoolMember) -> None:
         with self._mutex:
@@ -57,7 +58,7 @@ class PoolOrder:
             return list(self._members)
 
     def freed(self, *, ended: bool) -> None:
-        """Wake up engines that wait for memory, after a request has ended (`ended`) or was preempted."""
+        """Wake up engines that wait for memory. Called after a request has ended (`ended` is True) or was preempted."""
         with self.changed:
             self.times_freed += 1
             self.requests_ended += ended
@@ -89,22 +90,22 @@ class PoolMember(ABC):
     @property
     @abstractmethod
     def uses_memory(self) -> bool:
-        """Whether a request of this engine has started, so that it uses the pool."""
+        """Whether at least one request of this engine has started and therefore uses the pool."""
 
     @property
     @abstractmethod
     def oldest(self) -> int | None:
-        """Lowest arrival number of this engine's requests."""
+        """Lowest arrival number among this engine's requests."""
 
     @property
     def reserves_pool(self) -> bool:
-        """Whether the pool is reserved for this engine's oldest request, so that other engines admit none."""
+        """Whether the pool is reserved for this engine's oldest request. Other engines then admit no requests."""
         return self._reserved_for is not None and self.oldest is not None and self.oldest <= self._reserved_for
 
     def wait_for_others(self) -> bool:
-        """Return whether another engine may free memory. If so, `wait` waits for it after this step.
+        """Return whether another engine may free memory. If so, `wait` will wait for it after this step.
 
-        Without older requests in other engines, the pool is reserved for this engine (`reserves_pool`).
+        If no other engine has an older request, the pool is then reserved for this engine (see `reserves_pool`).
         """
         others = self._active_others()
         older = self._older(others)
@@ -116,7 +117,7 @@ class PoolMember(ABC):
         return True
 
     def pause_admission(self) -> None:
-        """Admit no requests, which would be preempted again, until a request of the pool has ended."""
+        """Admit no more requests until some request of the pool has ended. They would only be preempted again."""
         self._paused_at, self._seen = self.order.requests_ended, self.order.times_freed
 
     def may_admit(self) -> bool:
@@ -129,7 +130,7 @@ class PoolMember(ABC):
         return True
 
     def add_hint(self, error: PoolFullError) -> PoolFullError:
-        """Add a hint to the message if other engines use the pool."""
+        """If other engines use the pool, return `error` with a hint about them in the message."""
         users = sum(one is not self and one.uses_memory for one in self.order.members())
         if not users:
             return error
@@ -139,16 +140,16 @@ class PoolMember(ABC):
         )
 
     def wait(self) -> None:
-        """If the step ran out of memory, wait up to `RECHECK_SECONDS` until another engine frees some.
+        """If the step ran out of memory, wait until another engine frees some, but at most `RECHECK_SECONDS`.
 
-        Call this without the pool's lock.
+        Call this without holding the pool's lock.
         """
         if (seen := self._seen) is not None:
             with self.order.changed:
                 self.order.changed.wait_for(lambda: self.order.times_freed != seen, RECHECK_SECONDS)
 
     def _active_others(self) -> list[PoolMember]:
-        """Return engines of other threads that are in a step, or were within the last `PATIENCE` seconds."""
+        """Return the engines of other threads that are in a step or were in one within the last `PATIENCE` seconds."""
         now, thread = time.monotonic(), threading.get_ident()
         return [
             one

@@ -1,4 +1,4 @@
-"""Convert prompts (texts, lists, tensors, arrays or tokenizer outputs) to texts or lists of token ids."""
+"""Convert prompts, given as texts, lists, tensors, arrays or tokenizer outputs, to texts or lists of token ids."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PromptLike = str | Sequence[int] | Listed | Mapping[str, Any]
 """One prompt: a text, or token ids `[T]` as a list, tensor, array or tokenizer output."""
 
 TRUNCATE = ("head", "tail", "middle")
-"""Parts of a text that can be removed if it is too long."""
+"""Parts that can be removed from a text if it is too long."""
 
 WANTED = "pass a text, or token ids (a list, tensor or array of integers, or a tokenizer's output)"
 
 
 def one_prompt(prompt: object) -> str | list[int]:
-    """Return one prompt as a text or token ids. Raise InputError for several prompts and other types."""
+    """Return a single prompt as a text or as token ids. Raise InputError for several prompts and for other types."""
     found = each_prompt(prompt)
     if len(found) != 1:
         raise InputError(f"{len(found)} prompts instead of one: {WANTED}")
@@ -33,10 +33,10 @@ def one_prompt(prompt: object) -> str | list[int]:
 
 
 def each_prompt(prompts: object) -> list[str | list[int]]:
-    """Return one or several prompts as a list of texts or token ids. Raises InputError for other types.
+    """Return one or several prompts as a list, each as a text or as token ids. Raises InputError for other types.
 
     One prompt is a text, token ids `[T]`, or a tokenizer's output for one text. Several prompts are a list of these,
-    token ids `[B, T]`, or a tokenizer's output for several texts, whose padding is removed.
+    token ids `[B, T]`, or a tokenizer's output for several texts. Padding is removed from tokenizer outputs.
     """
     if isinstance(prompts, (str, UserString)):
         return [str(prompts)]
@@ -56,7 +56,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Return one prompt of token ids as a list. Raise InputError for other types."""
+    """Return the token ids of a single prompt as a list. Raise InputError for other types."""
     found = one_prompt(ids)
     if isinstance(found, str):
         raise InputError(f"a text instead of token ids: {found!r:.80}")
@@ -64,10 +64,10 @@ def token_ids(ids: object) -> list[int]:
 
 
 def shortened(ids: Sequence[int], max_tokens: int, truncate: str | None, what: str) -> list[int]:
-    """Return at most `max_tokens` token ids, without the part `truncate` ("head", "tail" or "middle").
+    """Return at most `max_tokens` token ids. If there are more, remove the part given by `truncate`.
 
-    Raise InputError if the text is too long and `truncate` is None, or if `max_tokens` is below 1. `what` names the
-    text in errors.
+    `truncate` is "head", "tail" or "middle". Raise InputError if the text is too long and `truncate` is None, or if
+    `max_tokens` is below 1. Error messages call the text `what`.
     """
     if len(ids) <= max_tokens:
         return list(ids)

@@ -1,4 +1,4 @@
-"""Base class of the requests that the engine serves, and the request that samples tokens."""
+"""Base class for the requests that the engine serves, and the request type that samples tokens."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
-    """A prefill cannot continue. Its request can start again immediately."""
+    """A prefill cannot continue, but its request can start again immediately."""
 
 
 class Request(ABC):
-    """A prompt with its sampling parameters, from the time it is queued to its end.
+    """A prompt with its sampling parameters, from the time it is queued until it ends. Subclasses choose the tokens.
 
-    A request owns sequences from `start` to `drop` or `finish`. After `drop`, it can start again and keeps its
-    generated tokens. Subclasses choose the tokens.
+    A request owns sequences from `start` until `drop` or `finish`. After `drop`, it keeps its generated tokens and can
+    start again.
 
     Attributes:
         sequences: Sequences that each decode step advances by one token.
-        cached_tokens: Number of prompt tokens whose KV was cached at the first start.
+        cached_tokens: Number of prompt tokens for which KV was already cached at the first start.
         recomputed_tokens: See `Stats`.
     """
 
@@ -71,13 +71,13 @@ class Request(ABC):
 
     @property
     def samples(self) -> list[Request]:
-        """One request per completion of the prompt, beginning with this one."""
+        """One request per completion of the prompt. The first one is this request."""
         return [self]
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Maximum number of sequences at the same time."""
+        """Maximum number of sequences that this request has at the same time."""
 
     @property
     def expected_tokens(self) -> int:
@@ -86,12 +86,12 @@ class Request(ABC):
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and generated tokens. None if these cannot continue the request, as with beam search."""
+        """Prompt and generated tokens, or None if the request cannot continue from them, as with beam search."""
         return None
 
     @abstractmethod
     def start(self, runner: Runner) -> Prefill:
-        """Create the sequence. Return its prefill. Raises PoolFullError, InputError or ModelError."""
+        """Create the sequence and return its prefill. Raises PoolFullError, InputError or ModelError."""
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
         """Return the next part of the prefill, or None after the last part. Raises PoolFullError."""
@@ -107,7 +107,7 @@ class Request(ABC):
         return runner.begin_prefill(self.sequences[0], self._stop, want_logits=True, on_logits=self._on_logits)
 
     def layers_prefilled(self, prefill: Prefill) -> int:
-        """Return how many layers of the whole prefill are complete. `prefill` is its current part."""
+        """Return how many layers of the whole prefill are complete. `prefill` is the part that is running now."""
         position = prefill.sequence.position
         done = (position - self._start) * prefill.layers + (prefill.stop - position) * prefill.finished_layers
         return done // (self._stop - self._start)
@@ -124,7 +124,7 @@ class Request(ABC):
         raise NotImplementedError
 
     def take_pending(self) -> list[SampledRequest]:
-        """Return the completions to fork after the prefill, only once."""
+        """Return the completions that must be forked after the prefill. Later calls return an empty list."""
         return []
 
     def reserve(self, runner: Runner) -> None:
@@ -142,11 +142,11 @@ class Request(ABC):
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Choose the next token of each sequence from float32 logits `[S, V]`, and return the outputs.
 
-        Set `finish_reason` if the request is complete. `best` is the result of `best_tokens`.
+        Set `finish_reason` if this completes the request. `best` is the result of `best_tokens`.
         """
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequences, for example at a preemption. The request can start again."""
+        """Free the sequences, for example when the request is preempted. The request can start again."""
         while self.sequences:
             runner.free(self.sequences[-1])
             self.sequences.pop()
@@ -158,13 +158,13 @@ class Request(ABC):
         self.drop(runner)
 
     def persist(self) -> None:  # noqa: B027 - most requests have no results to write
-        """Write results to disk before clients learn that the request has ended. Raises StoreError.
+        """Write the results to disk before clients learn that the request has ended. Raises StoreError.
 
-        Called after `finish`, without the pool's lock. A second call has no effect.
+        Called after `finish`, without holding the pool's lock. A second call has no effect.
         """
 
     def stats(self, runner: Runner) -> Stats | None:
-        """Return the statistics of the first sequence so far, or None before the start."""
+        """Return the statistics of the first sequence so far, or None if the request has not started."""
         return sequence_stats(runner, self.sequences[0]) if self.sequences else self._final
 
     @abstractmethod
@@ -172,12 +172,12 @@ class Request(ABC):
 
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
-    """Return the output of a request so far.
+    """Return the output that a request has produced so far.
 
     Args:
         ids: Token ids of the prompt. All outputs of a request share this list.
         text: Text of the prompt. None if token ids were given.
-        name: The request id. None uses the number of the request.
+        name: The request id. If None, the number of the request is used.
     """
     finished = all(sample.finish_reason is not None for sample in request.samples)
     return RequestOutput(
@@ -196,8 +196,8 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
 class SampledRequest(Request):
     """One of the `params.n` sampled completions of a prompt.
 
-    The first completion prefills the prompt, and the others fork its sequence. Each completion has its own random
-    numbers, and is preempted independently.
+    The first completion prefills the prompt, and the other completions fork its sequence. Each completion has its own
+    random numbers and is preempted independently.
     """
 
     def __init__(
@@ -254,7 +254,8 @@ class SampledRequest(Request):
     def start(self, runner: Runner) -> Prefill:
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
-        # After a preemption, prefill generated tokens if this gives the KV of decoding. Otherwise, decode them again.
+        # After a preemption, prefill the generated tokens if this gives the same KV as decoding. Otherwise, decode them
+        # again.
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
         collected = None if self.new_tokens else self._prompt_logprobs()
         self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if collected is None else 0)
@@ -276,7 +277,7 @@ class SampledRequest(Request):
             self.cached_tokens = sequence.trace.reused_tokens
             self.recomputed_tokens = sequence.trace.recomputed_tokens
             return
-        # Cached KV that this request itself computed before a preemption is not counted as reused.
+        # KV that this request itself computed and cached before a preemption does not count as reused.
         missing = max(0, self.cached_tokens - self._trace.reused_tokens)
         self._trace.reused_tokens += min(missing, sequence.trace.reused_tokens)
         sequence.trace = self._trace
@@ -306,7 +307,7 @@ class SampledRequest(Request):
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         sequence, prompt = self.sequence, len(self.prompt.token_ids)
         assert sequence is not None and self.finish_reason is None
-        if sequence.position < len(sequence.tokens):  # the next token was sampled before a preemption
+        if sequence.position < len(sequence.tokens):  # the next token was already sampled before a preemption
             return []
         token = self._sampler.pick(logits[0], sequence.tokens, prompt, shift=sequence.shift, best=best[0])
         sequence.tokens.append(token)

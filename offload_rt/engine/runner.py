@@ -1,6 +1,6 @@
-"""Prefill and decode steps of one model with one policy.
+"""Run prefill and decode steps for one model with one policy.
 
-The engine (`engine.py`) queues requests and samples tokens. The runner only computes logits.
+The runner only computes logits. The engine (`engine.py`) queues requests and samples tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Runner(SequenceManager):
     Args:
         plan: Limits on device memory, if any.
         weights: Weights in host memory that are streamed to the device, if any.
-        draft: Runner of the draft model, if there is one.
-        order: Order of requests, shared by all runners that use `pool`. None creates a new one.
+        draft: Runner for the draft model, if there is one.
+        order: Order of requests, shared by all runners that use `pool`. If None, a new one is created.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Runner(SequenceManager):
         self.thread_choice = ThreadChoice()
         self.eager = EagerSteps()
         self.steps = steps_for(config, self.adapter.device, self.eager, streams=weights is not None)
-        # Shared prefixes are not attended to jointly if KV is quantised (each sequence has an unquantised window), or
-        # if KV is on disk (it is read block by block).
+        # Shared prefixes are not attended to jointly if KV is quantised, because each sequence has an unquantised
+        # window, or if KV is on disk, because it is read block by block.
         min_saved = MIN_SAVED_BYTES if pool.format.exact and pool.file is None else NEVER_SHARE
         geometry = self.adapter.geometry
         self.prefixes = SharedPrefixes(geometry.full_rows.bytes(self.adapter.dtype), min_saved)
@@ -92,15 +92,15 @@ class Runner(SequenceManager):
         on_logits: Callable[[int, torch.Tensor], None] | None = None,
         reclaim: Callable[[Callable[[], int]], int] | None = None,
     ) -> Prefill:
-        """Return a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
+        """Return a prefill for the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
 
-        If memory is short, the prefill ends before `stop` (`Prefill.stop`), and the caller begins another one for the
-        remaining tokens. Raises PoolFullError.
+        If memory is short, the prefill ends before `stop` (see `Prefill.stop`), and the caller must begin another
+        prefill for the remaining tokens. Raises PoolFullError.
 
         Args:
             want_logits: Compute the logits of the last token.
             before_layer, after_layer, on_logits: See `Prefill`.
-            reclaim: Calls the given function, and reclaims memory if the pool is full. None means
+            reclaim: Calls the function that it is given, and reclaims memory if the pool is full. None means
                 `retry_after_reclaim`.
         """
         end = self._reserve_window_slots(sequence, stop, reclaim or self.retry_after_reclaim)
@@ -123,9 +123,9 @@ class Runner(SequenceManager):
             )
 
     def _reserve_window_slots(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], int]], int]) -> int:
-        """Reserve slots in sliding-window layers for the tokens [position, stop), or for fewer if memory is short.
+        """Reserve slots in sliding layers for the tokens [position, stop), or for fewer tokens if memory is short.
 
-        Return the end of the tokens with slots. Raises PoolFullError if not even the shortest part fits.
+        Return the position up to which tokens have slots. Raises PoolFullError if not even the shortest part fits.
         """
         before_window = KEPT_BEFORE_WINDOW if self.cache_manager.shares else 0
         slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, before_window=before_window)
@@ -140,7 +140,7 @@ class Runner(SequenceManager):
             slide(ends[-1])
             return ends[-1]
 
-        # Memory is reclaimed before a prefill is divided into parts that are shorter than a chunk, which would be slow.
+        # Reclaim memory before dividing a prefill into parts that are shorter than a chunk, which would be slow.
         with contextlib.suppress(PoolFullError):
             return reclaim(lambda: slide_to_first_fit([end for end in ends if end == stop or end - start >= size]))
         return reclaim(lambda: slide_to_first_fit(ends))
@@ -181,7 +181,7 @@ class Runner(SequenceManager):
     ) -> torch.Tensor | None:
         """Prefill the tokens [position, stop) in one call. For `on_logits`, see `Prefill`.
 
-        With `want_logits`, return the logits `[V]` of the last token.
+        If `want_logits` is True, return the logits `[V]` of the last token.
         """
         while True:
             prefill = self.begin_prefill(sequence, stop, want_logits=want_logits, on_logits=on_logits)
@@ -193,7 +193,10 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Compute token `tokens[position]` of each sequence, and advance `position`. Return float32 logits `[B, V]`."""
+        """Compute the token `tokens[position]` of each sequence, and advance `position`.
+
+        Return float32 logits `[B, V]`.
+        """
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)
         for sequence in batch:

@@ -24,20 +24,20 @@ from .detokenizer import token_text
 from .guided_decoding import GuidedDecoder
 from .logits_processors import apply_processors, check_any_allowed, check_logits, logits_processors
 
-_SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of completions must not equal neighbouring seeds
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, so that seeds of completions do not equal neighbouring seeds
 _MASK = (1 << 64) - 1
 
 
 INVALID = -1
 
 Answer = tuple[torch.Tensor, list[int]]
-"""Float32 logits `[S, V]` of the sequences of a request, and their `best_tokens`."""
+"""Float32 logits `[S, V]` of the sequences of a request, and the most likely token of each row (see `best_tokens`)."""
 
 
 def best_tokens(logits: torch.Tensor) -> list[int]:
-    """Return the most likely token of each row of logits `[B, V]`, or `INVALID` if the row is not finite."""
+    """Return the most likely token for each row of logits `[B, V]`, or `INVALID` for rows that are not finite."""
     highest = logits.max(dim=-1)
-    # One copy for both: float32 represents all token ids below 2^24.
+    # Copy both together: float32 represents all token ids below 2^24.
     values, ids = torch.stack((highest.values, highest.indices.to(logits.dtype))).tolist()
     return [int(token) if math.isfinite(value) else INVALID for value, token in zip(values, ids, strict=True)]
 
@@ -45,12 +45,12 @@ def best_tokens(logits: torch.Tensor) -> list[int]:
 class Sampler:
     """Chooses the next tokens of one sequence.
 
-    Random numbers depend only on the seed and the token's position in the text, so a seed gives the same text on every
-    device, in every batch and after a preemption. `seed=None` chooses a random seed. Completion 0 uses `seed`, and
-    further completions use derived seeds.
+    Random numbers depend only on the seed and the token's position in the text. The same seed therefore gives the same
+    text on every device, in every batch and after a preemption. With `seed=None`, a random seed is chosen. Completion 0
+    uses `seed`, and all other completions use seeds derived from it.
 
     Args:
-        tokenizer: Tokenizer of the model, for parameters given as text, such as `bad_words`.
+        tokenizer: Tokenizer of the model. Needed for parameters that are given as text, such as `bad_words`.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Sampler:
 
         Args:
             tokens: Prompt and generated tokens.
-            prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
+            prompt: Number of prompt tokens. None means that all `tokens` belong to the prompt.
             shift: Number of tokens that were truncated from the start of the text.
-            best: Most likely token, if `best_tokens` was called for the whole batch, else None.
+            best: Most likely token if `best_tokens` was called for the whole batch, otherwise None.
 
         Raises:
             InputError: The constraints allow no token.
@@ -110,7 +110,7 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """Whether a structured output is complete."""
+        """Whether the structured output is complete."""
         return self._guided is not None and self._guided.complete
 
     def _draw(self, scores: torch.Tensor, position: int) -> int:
@@ -119,7 +119,7 @@ class Sampler:
         self._generator.manual_seed(_seed_at(self._seed, position))
         try:
             return int(torch.multinomial(weights, 1, generator=self._generator))
-        except RuntimeError as error:  # NaN weights
+        except RuntimeError as error:  # the weights contain NaN
             raise InputError(
                 f"logits divided by temperature={self._params.temperature} are too large for float32: use a higher "
                 "temperature, or a weaker logit_bias, repetition_penalty or logits processor"
@@ -146,7 +146,8 @@ class Sampler:
 
 
 def _seed_at(seed: int, position: int) -> int:
-    # torch's CPU generator uses only the lower 32 bits of a seed. Mix, so that they differ for neighbouring seeds.
+    # torch's CPU generator uses only the lower 32 bits of a seed. Mix the bits, so that these differ for neighbouring
+    # seeds.
     return _splitmix64(_splitmix64(seed) + position)
 
 
@@ -177,9 +178,9 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Logprobs]:
-    """Return the log-probabilities at n positions, from logits `[n, V]`.
+    """Return the log-probabilities at each of n positions, given logits `[n, V]`.
 
-    Each result contains the chosen token (`tokens` `[n]`) and the `count` most likely tokens; -1 means all.
+    Each result contains the chosen token (from `tokens` `[n]`) and the `count` most likely tokens, where -1 means all.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = torch.tensor(tokens, device=logprobs.device)[:, None]
@@ -213,7 +214,7 @@ class PromptLogprobs:
         self.logprobs: list[Logprobs | None] = [None]
 
     def add(self, first: int, logits: torch.Tensor) -> None:
-        """Add the logits `[n, V]` of positions [first, first + n). Calls must be in the order of positions."""
+        """Add the logits `[n, V]` of the positions [first, first + n). Calls must be in the order of positions."""
         assert first == len(self.logprobs) - 1
         check_logits(logits)
         following = self._tokens[first + 1 : first + 1 + len(logits)]

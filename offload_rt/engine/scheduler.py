@@ -1,4 +1,4 @@
-"""Scheduler of the requests of one engine."""
+"""Schedule the requests of one engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler(PoolMember):
-    """Decides which requests prefill, decode, wait or are preempted, first come, first served.
+    """Decides which requests are prefilled, decoded, queued or preempted. Requests are served first come, first served.
 
-    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. It fails
-    immediately if it does not fit in an empty pool. If the pool runs out of memory, the youngest request is preempted:
-    it goes back to the head of the queue, and its KV is later read from disk (`swap`) or computed again. The oldest
-    request is never preempted for a younger one, so every request ends.
+    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. A request
+    that would not fit even in an empty pool fails immediately. If the pool runs out of memory, the youngest request is
+    preempted: it goes back to the head of the queue, and its KV is later read from disk (`swap`) or computed again. The
+    oldest request is never preempted for a younger one, so every request eventually ends.
 
     Attributes:
         waiting, prefilling, running: A request is in at most one of these. `running` is in the order of admission.
@@ -44,9 +44,9 @@ class Scheduler(PoolMember):
         self.ended: deque[Request] = deque()
         self.preemptions = self.restored = 0
         self.stalled = False
-        """Whether the only running request keeps its memory while it waits for another engine to free some."""
+        """Whether the only running request is waiting for another engine to free memory while it keeps its own."""
         self._full = False
-        self.order.join(self)  # last: other threads may read this scheduler as soon as it has joined
+        self.order.join(self)  # do this last, because other threads may read this scheduler as soon as it has joined
 
     @property
     def requests(self) -> list[Request]:
@@ -67,7 +67,7 @@ class Scheduler(PoolMember):
     def add(self, request: Request, *, swaps: bool = True) -> None:
         """Queue a request. For `swaps`, see `Engine.submit`.
 
-        Raises EngineError if an earlier failure left the pool inconsistent.
+        Raises EngineError if an earlier failure has left the pool in an inconsistent state.
         """
         if (broken := self.order.broken) is not None:
             raise broken
@@ -77,9 +77,9 @@ class Scheduler(PoolMember):
             self._unswappable.add(request)
 
     def admit(self) -> None:
-        """Start the prefill of the next waiting request, if memory allows it and no other prefill is running.
+        """Start the prefill of the next waiting request if there is enough memory and no other prefill is running.
 
-        A request whose KV is restored from disk runs immediately.
+        A request whose KV is restored from disk skips the prefill and runs immediately.
         """
         if self.prefilling is not None or not self.waiting or self._full or not self.may_admit():
             return
@@ -119,9 +119,9 @@ class Scheduler(PoolMember):
             self.fail(request, self.add_hint(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
-        """Restore the KV of a preempted request. Return False if it must be computed again.
+        """Restore the KV of a preempted request. Return False if the KV must be computed again.
 
-        Raises PoolFullError if fewer free blocks than running sequences (`width`) would remain.
+        Raises PoolFullError if fewer than `width` free blocks would remain, one for each running sequence.
         """
         tokens = request.tokens
         if self._swap is None or tokens is None or request not in self._swapped_out:
@@ -139,9 +139,9 @@ class Scheduler(PoolMember):
             self._swap.discard(swapped)
 
     def finish_prefill(self) -> list[Request]:
-        """Move the request with a complete prefill to `running`, with its forks. Return these requests.
+        """Move the request whose prefill is complete to `running`, together with its forks. Return these requests.
 
-        Forks that get no memory go to the front of `waiting`.
+        Forks that cannot get memory go to the front of `waiting`.
         """
         assert self.prefilling is not None and self.prefilling[1].done
         request, prefill = self.prefilling
@@ -161,7 +161,10 @@ class Scheduler(PoolMember):
         return started
 
     def allocate(self) -> None:
-        """Reserve slots for the next step, oldest request first. A full pool preempts the youngest request."""
+        """Reserve slots for the next step, starting with the oldest request.
+
+        If the pool is full, preempt the youngest request.
+        """
         self.stalled = False
         for request in list(self.running):
             while request in self.running and not self.stalled:
@@ -177,8 +180,7 @@ class Scheduler(PoolMember):
                     self.fail(request, error)
 
     def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
-        """Let the only started request wait for memory of other engines. If no engine may free memory, fail it with
-        `error`.
+        """Let the only started request wait until other engines free memory. If none of them can, fail it with `error`.
 
         The request keeps its memory if `keep` is True and the pool is reserved for it. Otherwise, it is preempted.
         """
@@ -207,7 +209,7 @@ class Scheduler(PoolMember):
             self.fail(request, error)
 
     def finish(self, request: Request) -> Exception | None:
-        """Remove a request from its queue and free its memory. Return the error if this fails."""
+        """Remove a request from its queue and free its memory. If freeing fails, return the error."""
         failed = None
         try:
             self.remove(request)
@@ -215,7 +217,7 @@ class Scheduler(PoolMember):
         except Exception as error:
             failed = error
             self._free_again(request)
-        self.ended.append(request)  # until its results are on disk
+        self.ended.append(request)  # it stays there until its results are on disk
         self.order.freed(ended=True)
         return failed
 
@@ -242,7 +244,7 @@ class Scheduler(PoolMember):
         if swapped is not None:
             self._swapped_out[request] = swapped
         self.preemptions += 1
-        self._full = bool(self.running)  # freed memory is for running requests; this request waits
+        self._full = bool(self.running)  # the freed memory is for running requests, and this request waits
         self.order.freed(ended=False)
 
     def _swap_out(self, request: Request) -> SwappedSequence | None:
@@ -256,7 +258,7 @@ class Scheduler(PoolMember):
             return None
 
     def restart(self, request: Request) -> bool:
-        """Put a request at the head of the queue, without its KV. Return False if its memory could not be freed."""
+        """Put a request back at the head of the queue and free its KV. Return False if this memory cannot be freed."""
         try:
             self.remove(request)
             request.drop(self._runner)
@@ -287,7 +289,7 @@ class Scheduler(PoolMember):
 
 
 def failure(request: Request, error: Exception) -> OffloadError:
-    """Return the error to report for a request. Unexpected errors are logged and wrapped in an EngineError."""
+    """Return the error to report for a failed request. Unexpected errors are logged and wrapped in an EngineError."""
     if isinstance(error, OffloadError):
         return error
     logger.error("request %s failed", request.prompt.id, exc_info=error)

@@ -1,4 +1,4 @@
-"""Teacher-forced log-probabilities of continuations. Decode steps compute them, so that the policy affects them."""
+"""Teacher-forced log-probabilities of continuations, computed in decode steps so that they reflect the policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .runner import Runner
 from .speculative.verification import accept, verify
 from .stats import sequence_stats
 
-VERIFIED_AT_ONCE = 64  # tokens per verification pass with `exact`; the logits of all of them are in memory at once
+VERIFIED_AT_ONCE = 64  # tokens per verification pass with `exact`; the logits of all these tokens are in memory at once
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Score:
 
 @dataclass(eq=False)
 class _Task:
-    # `tokens` holds prompt and continuation. Tokens from index `scored_from` on are scored. The last token is scored
-    # from the logits of the token before it, so its own KV is never computed.
+    # `tokens` holds the prompt and the continuation. Tokens from index `scored_from` on are scored. The last token is
+    # scored from the logits of the token before it, so its own KV is never computed.
 
     tokens: list[int]
     scored_from: int
@@ -65,7 +65,7 @@ def score(
     on_logprobs: Callable[[int, torch.Tensor], None] = lambda index, logprobs: None,
     recorder: Recorder | None = None,
 ) -> list[Score]:
-    """Score `continuations[i]` after `prompts[i]`, each of at least one token.
+    """Score each `continuations[i]` after `prompts[i]`. Both must have at least one token.
 
     Equal prompts are prefilled once and forked. For other arguments, see `LLM.score`.
 
@@ -96,7 +96,7 @@ def score(
 
 
 class _Batches:
-    """Collects prefilled sequences. Decodes them together when a batch is full or memory runs out."""
+    """Collects prefilled sequences, and decodes them together as soon as a batch is full or memory runs out."""
 
     def __init__(
         self, runner: Runner, size: int, on_done: Callable[[], None], recorder: Recorder | None = None
@@ -120,7 +120,7 @@ class _Batches:
         self._origin = None
 
     def _retry_after_decoding(self, make: Callable[[], Sequence], blocks: int) -> Sequence:
-        """Call `make`, which needs at most `blocks` blocks. If the pool is full, decode pending sequences first."""
+        """Call `make`, which needs at most `blocks` blocks. If the pool is full, first decode the pending sequences."""
         pool = self._runner.pool
         available = pool.free_blocks + pool.idle_blocks
         crowded = self._groups.sliding > 0 and self._window_blocks_needed + blocks > available

@@ -1,8 +1,8 @@
 """Measure up to which context length full attention is as fast as token selection on this processor.
 
-The engine decodes synthetic KV of two lengths with both methods. The difference of their times is linear in the length,
-because full attention reads more bytes per token, and selection has a higher fixed cost. The result is cached, so that
-the text of a prompt does not depend on the load of the machine.
+The engine decodes synthetic KV of two lengths with both methods. Full attention reads more bytes per token, and
+selection has a higher fixed cost, so the difference between their times is linear in the length. The result is cached,
+so that the generated text does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ from .runner import Runner
 from .thread_choice import ThreadChoice
 
 SHORT = 4 * BLOCK_SIZE
-"""Length of the short context in tokens, whose times show the fixed costs."""
+"""Length of the short context in tokens. Its times show the fixed costs."""
 
 LAYER_BYTES = 4 << 20
-"""Approximate size of the KV of the long context in one layer."""
+"""Approximate size of the KV in one layer of the long context."""
 
 KV_BYTES = 16 << 20
-"""Size of the KV of the long context in all layers together, so that each layer finds the processor's caches cold."""
+"""Total size of the KV of the long context over all layers.
+
+It is large enough that no layer finds its KV in the processor's caches.
+"""
 
 FLUSHED_BYTES = 4 << 20
-"""Number of bytes that are read between two layers, in place of the weights that a decode step reads there."""
+"""Number of bytes that are read between two layers. They stand for the weights that a real decode step reads there."""
 
 REPEATS = 4
-"""Number of steps with full attention, and with selection. The first one does not count."""
+"""Number of steps with each method. The first step does not count."""
 
 ROUNDED_TO = 512
 """The result is rounded to a multiple of this number of tokens."""
@@ -68,8 +71,8 @@ def measured_dense_until(
 ) -> int | None:
     """Return the longest context, in tokens, for which full attention is as fast as selection with `options`.
 
-    The value is read from the user's cache, or measured and stored. None means that it cannot be stored. While the
-    context `idle` is active, no engine of the process computes.
+    The value is read from the user's cache, or measured and stored there. Return None if it cannot be stored. The
+    measurement runs in the context `idle`, while no engine of the process computes.
     """
     entry = cache_folder() / "selection" / _key(options, geometry, dtype)
     if (stored := _read(entry)) is not None:
@@ -78,14 +81,14 @@ def measured_dense_until(
         measured = _measure(options, geometry, dtype)
     try:
         if _read(entry) is None:
-            entry.unlink(missing_ok=True)  # a damaged entry
+            entry.unlink(missing_ok=True)  # the entry is damaged
         make_private_folder(entry.parent)
         write_atomic(entry, json.dumps({"dense_until": measured}).encode(), keep=True)
     except OSError as error:
-        # A value that changes from process to process would change the text.
+        # A value that differs between processes would change the text.
         _log.warning("the speed of selection could not be stored, so `auto` uses a fixed length: %s", error)
         return None
-    return _read(entry)  # Of several processes that measure at once, all use the first value.
+    return _read(entry)  # if several processes measure at once, all use the first value
 
 
 def _key(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> str:
@@ -120,12 +123,12 @@ def _measure(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) 
 def crossing(measured: Sequence[tuple[int, float, float]]) -> int:
     """Return the context length at which full attention and selection take equal time, rounded to `ROUNDED_TO`.
 
-    `measured` has two tuples (context length, seconds of full attention, seconds of selection). The result is very
-    large if selection never becomes faster.
+    `measured` has two tuples (context length, time of full attention, time of selection), with times in seconds. If
+    selection never becomes faster, the result is very large.
     """
     (short, *short_times), (long, *long_times) = measured
     behind, ahead = short_times[1] - short_times[0], long_times[0] - long_times[1]
-    slope = (behind + ahead) / (long - short)  # seconds that selection gains per token
+    slope = (behind + ahead) / (long - short)  # seconds that selection gains per additional token
     if slope <= 0:
         return 0 if ahead > 0 else 1 << 40
     return max(0, round((short + behind / slope) / ROUNDED_TO)) * ROUNDED_TO
@@ -135,9 +138,10 @@ def crossing(measured: Sequence[tuple[int, float, float]]) -> int:
 def layer_seconds(
     options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype, length: int
 ) -> tuple[float, float]:
-    """Return the seconds of one layer with full attention, and with selection, in a context of `length` tokens.
+    """Return the times of one layer, in seconds, with full attention and with selection.
 
-    For each layer, the fastest repeat counts. The results are medians over layers.
+    The context has `length` tokens. For each layer, only the fastest repeat counts. The results are medians over
+    layers.
     """
     steps = 2 * REPEATS
     adapter = _TimedAdapter(geometry, dtype, length)
@@ -168,12 +172,15 @@ def layer_seconds(
 
 
 def _median_over_layers(steps: Sequence[Sequence[float]]) -> float:
-    # `steps` has one time per layer and step. Use the fastest step of each layer.
+    # `steps` has one time per step and layer. Use the fastest step of each layer.
     return float(median(map(min, zip(*steps, strict=True))))
 
 
 class _TimedAdapter(ModelAdapter):
-    """A model of attention layers without weights, with random KV. Records the time of each layer in `steps`."""
+    """A model that consists of attention layers with random KV and no weights.
+
+    It records the time of each layer in `steps`.
+    """
 
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, length: int) -> None:
         super().__init__(geometry, dtype, torch.device("cpu"))

@@ -31,13 +31,13 @@ from .snapshot_keeper import SnapshotKeeper
 
 T = TypeVar("T")
 
-MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if all keys are in host memory
+MISSED_MASS_EVERY = 16  # decode steps between two measurements; used by default on a CPU if all keys are in host memory
 
 
 class SequenceManager:
     """Creates, forks and frees sequences. The caller must free every sequence.
 
-    Between calls, the block table, the resident KV and the policy state of a sequence describe the same tokens.
+    Between calls, a sequence's block table, resident KV and policy state all describe the same tokens.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class SequenceManager:
 
     @property
     def approximates(self) -> bool:
-        """Whether decoding gives different KV than prefilling, because of sparse attention or a quantised KV cache."""
+        """Whether decoding gives other KV than prefilling, because attention is sparse or the KV cache is quantised."""
         return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property
     def provenance_key(self) -> str:
-        """KV provenance key of decoded tokens: `EXACT` in lossless mode, else the policy's key."""
+        """KV provenance key of decoded tokens: `EXACT` in lossless mode, otherwise the policy's key."""
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
-        """Return a sequence of `tokens`, with KV slots for `capacity` tokens.
+        """Return a sequence for `tokens` that has KV slots for `capacity` tokens.
 
         Args:
-            reuse: Number of leading tokens to look up in the prefix cache. The last of them is never reused.
-            provenance: Part of the KV provenance key for the cache salt (`salt_provenance`).
+            reuse: Number of leading tokens to look up in the prefix cache. The last of these tokens is never reused.
+            provenance: Part of the KV provenance key that contains the cache salt (see `salt_provenance`).
 
         Raises:
             InputError: A token id is not in the vocabulary.
@@ -108,7 +108,7 @@ class SequenceManager:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`. After a PoolFullError, reclaim memory, for example of idle sessions, and call it again.
+        """Call `action`. If it raises PoolFullError, reclaim memory, for example from idle sessions, and call it again.
 
         An `action` that raises must not have changed any state.
         """
@@ -126,11 +126,11 @@ class SequenceManager:
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raises PoolFullError.
 
-        With eviction, only sliding layers get slots. Slots of other layers are chosen in the decode step.
+        With eviction, slots are reserved only in sliding layers. In other layers, the decode step chooses the slots.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
-        # With eviction, this raises PoolFullError if a fork still uses blocks that have left a sliding window.
+        # With eviction, this raises PoolFullError if a fork is still using blocks that have left a sliding window.
         self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + tokens)
         self._check_device()
 
@@ -140,9 +140,9 @@ class SequenceManager:
 
     @device_guard
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
-        """Prepare for `sequence` and `forks` future forks to grow to `tokens` tokens each.
+        """Prepare for `sequence` and `forks` future forks of it to grow to `tokens` tokens each.
 
-        Host memory is allocated and pinned now, so that no decode step waits for it.
+        Host memory is allocated and pinned now, so that no decode step has to wait for it.
         """
         sequence.expected, sequence.forks = tokens, forks
         self._prepare()
@@ -153,10 +153,10 @@ class SequenceManager:
     @device_guard
     @torch.inference_mode()
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
-        """Return a sequence that shares the computed tokens of `sequence`, with KV slots for `capacity` tokens.
+        """Return a sequence that shares the computed tokens of `sequence` and has KV slots for `capacity` tokens.
 
-        Full blocks are shared, and a partly filled block is copied. Without `same_trace`, the statistics of the fork
-        start at zero, and shared tokens count as reused. Raises PoolFullError.
+        Full blocks are shared, and a partly filled block is copied. Unless `same_trace` is True, the statistics of the
+        fork start at zero, and shared tokens count as reused. Raises PoolFullError.
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
@@ -175,10 +175,10 @@ class SequenceManager:
         return fork
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
-        """Return a block table with cached KV of a session's tokens, except the last token.
+        """Return a block table with the cached KV of a session's tokens. The last token is never included.
 
         Args:
-            provenance: Part of the KV provenance key for the cache salt and truncations.
+            provenance: Part of the KV provenance key that covers the cache salt and truncations.
             floor: First token that sliding layers can see.
             exact_only: Return only blocks with exact KV.
         """
@@ -199,10 +199,11 @@ class SequenceManager:
         provenance: str = "",
         snapshot: int | None = None,
     ) -> Sequence:
-        """Return a sequence that owns `blocks`, for example blocks of a stored session.
+        """Return a sequence that owns `blocks`, such as the blocks of a stored session.
 
-        `blocks` contains the KV of its first `length` tokens. The caller must load the KV of the other `known` tokens
-        in each layer before the next prefill runs this layer. On PoolFullError, `blocks` is released.
+        `blocks` contains the KV of the first `blocks.length` tokens. The KV of all other `known` tokens is still
+        missing: in each layer, the caller must load it before the next prefill runs that layer. On PoolFullError,
+        `blocks` is released.
 
         Args:
             capacity: Number of tokens to reserve slots for.
@@ -219,13 +220,16 @@ class SequenceManager:
         )
 
     def continues(self, sequence: Sequence) -> bool:
-        """Return whether an idle sequence can continue: its KV is readable, and the device has its recurrent state."""
+        """Return whether an idle sequence can continue.
+
+        Its KV must be readable, and its recurrent state must be on the device.
+        """
         return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Free the recurrent state of a sequence on the device after a turn.
+        """Free a sequence's recurrent state on the device after a turn.
 
-        KV after the last full block is discarded, because it has no snapshot.
+        KV after the last full block is discarded, because there is no snapshot for it.
         """
         assert self.states is not None
         self.transfer.storage.settle(sequence.blocks)
@@ -237,11 +241,11 @@ class SequenceManager:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again, after the KV in the pool has changed."""
+        """Copy resident KV to the device again after the KV in the pool has changed."""
         self.transfer.storage.reload(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def reset_policy_state(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again, and reset the policy state. The next prefill rebuilds the state."""
+        """Copy resident KV to the device again, and reset the policy state. The next prefill rebuilds this state."""
         self.reload(sequence)
         sequence.state, sequence.observed = self.policy.new_state(sequence.keys), 0
         sequence.unobserved = sequence.position
@@ -277,7 +281,7 @@ class SequenceManager:
         try:
             self._check_device()
             self._prepare()
-            blocks = None if origin is None else origin.blocks  # a fork copies the storage of its origin
+            blocks = None if origin is None else origin.blocks  # a fork copies the storage of the original sequence
             self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, blocks)
             if self.states is not None:
                 sequence.state_slot = self.states.allocate(None if origin is None else origin.state_slot)
@@ -296,7 +300,7 @@ class SequenceManager:
     def free(self, sequence: Sequence) -> None:
         """Free a sequence. Its full blocks stay in the prefix tree.
 
-        After an error, call it again to free the remaining memory.
+        If this raises an error, call it again to free the remaining memory.
         """
         self.transfer.storage.close(sequence.blocks)
         try:
@@ -316,7 +320,7 @@ class SequenceManager:
             sequence.state_slot = -1
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks to the prefix tree. All KV of the sequence must already be in the pool."""
+        """Add the full blocks of a sequence to the prefix tree. All KV of the sequence must already be in the pool."""
         if self.cache_manager.shares:
             # Blocks are exact only if the KV of the whole sequence is exact.
             provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state, with which hybrid models reuse cached prefixes."""
+"""Snapshots of recurrent state. Hybrid models need them to reuse cached prefixes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..models.recurrent import StateSlots
 class SnapshotKeeper:
     """Takes and restores snapshots of the recurrent state of sequences.
 
-    A sequence takes snapshots at `needed_positions`, and where its text begins to differ from cached texts. The prefix
-    tree caches them with the blocks, for all runners of the pool.
+    A sequence takes snapshots at `needed_positions` and at the position where its text starts to differ from cached
+    texts. The prefix tree caches snapshots together with the blocks, for all runners that use the pool.
     """
 
     def __init__(self, slots: StateSlots, pool: HostPool) -> None:
@@ -27,7 +27,7 @@ class SnapshotKeeper:
         sequence.trace.recomputed_tokens = max(0, sequence.shared_tokens - sequence.position)
 
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
-        """Copy a snapshot (None: the one after the cached blocks) to the recurrent state of a new sequence."""
+        """Copy a snapshot to the recurrent state of a new sequence. None means the snapshot after the cached blocks."""
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)
         assert snapshot is not None
@@ -36,17 +36,18 @@ class SnapshotKeeper:
             seen[sequence.state_slot] = sequence.position
 
     def find(self, sequence: Sequence | None, position: int) -> int | None:
-        """Return the slot of the snapshot after `position` tokens, a multiple of 64, or None."""
+        """Return the slot of the snapshot after `position` tokens, or None. `position` is a multiple of 64."""
         if sequence is None or not 0 < position <= sequence.blocks.length:
             return None
         assert position % BLOCK_SIZE == 0
         return sequence.snapshots.get(position, self._table.slot_of(sequence.blocks.ids[position // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Reserve and page-lock a slot. Return None if no slot can be used."""
+        """Reserve a slot and page-lock its memory. Return None if no slot is available."""
         if (slot := self._table.take()) is None:
             return None
-        # Lock now: in the first `save`, an error would fail the step, or a slot without data could be published.
+        # Lock now, not in the first `save`: an error there would fail the step, or a slot without data could be
+        # published.
         try:
             self._states.lock(slot)
         except BaseException as error:
@@ -57,12 +58,12 @@ class SnapshotKeeper:
         return slot
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Copy the current state of a sequence to a new slot. Return None if no slot can be used."""
+        """Copy the current state of a sequence to a new slot. Return None if no slot is available."""
         if (slot := self.take()) is not None:
             try:
                 self._save(sequence, slot)
             except BaseException:
-                self._table.release(slot)  # the caller does not get the slot and cannot free it
+                self._table.release(slot)  # the caller does not learn the slot, so it cannot free it
                 raise
         return slot
 
@@ -72,7 +73,7 @@ class SnapshotKeeper:
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
         """Return an object that takes snapshots during a prefill of the tokens [position, stop).
 
-        Return None if no snapshot is needed, or if no slot can be used.
+        Return None if no snapshot is needed or no slot is available.
         """
         start, path = sequence.position, self._path(sequence)
         # left by a cancelled prefill
@@ -82,15 +83,15 @@ class SnapshotKeeper:
         needed = needed_positions(stop, [*self._table.positions(path), *ahead])
         wanted = [position for position in needed if position > start]
         if start < sequence.shared_tokens < stop and sequence.shared_tokens not in wanted:
-            wanted.insert(1, sequence.shared_tokens)  # further texts may differ at this token, too
+            wanted.insert(1, sequence.shared_tokens)  # other texts may also differ from this token on
         self._touch(path, stop)  # before other snapshots are evicted
-        for position in wanted:  # the end of the text first, because there may be few free slots
+        for position in wanted:  # start with the end of the text, because there may be few free slots
             self._reserve_at(sequence, position)
         targets = {position: slot for position, slot in sequence.snapshots.items() if start < position <= stop}
         return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
 
     def after_step(self, sequence: Sequence) -> None:
-        """After a decode step that filled a block, take a snapshot and free snapshots that are no longer needed."""
+        """If a decode step has filled a block, take a snapshot and free the snapshots that are no longer needed."""
         position = sequence.position
         if position % BLOCK_SIZE or position != sequence.blocks.length:
             return
@@ -121,7 +122,7 @@ class SnapshotKeeper:
 
     def _touch(self, path: list[int], tokens: int) -> None:
         needed = needed_positions(tokens, self._table.positions(path))
-        # the last one as the most recent
+        # mark the last one as the most recently used
         self._table.touch(path[position // BLOCK_SIZE - 1] for position in reversed(needed))
 
     def _save(self, sequence: Sequence, slot: int) -> None:

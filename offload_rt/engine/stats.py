@@ -1,4 +1,4 @@
-"""Statistics (`Stats`) of a sequence, from its trace, its model, the KV cache and the transfers."""
+"""Compute the statistics of a sequence (`Stats`) from its trace, its model, the KV cache and the transfers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .runner import Runner
 
 
 def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
-    # `rows` `[steps][layers]` has one value per step. A step may give several tokens or, for drafts, none.
+    # `rows` `[steps][layers]` has one value per step and layer. A step may give several tokens or, for drafts, none.
     return sum(sum(row[i] for i in layers) for row in rows) / (len(layers) * tokens) if layers and tokens else 0.0
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the mean and the maximum missed attention mass of sparse layers, or None if not measured."""
+    """Return the mean and the maximum missed attention mass over sparse layers, or None for both if not measured."""
     selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
     if not trace.missed or not selecting:
         return None, None
@@ -31,11 +31,11 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of the context, as means over layers and tokens. `sparse_...` covers only sparse layers.
+    """Fractions of the context, as means over layers and tokens. Values named `sparse_...` cover only sparse layers.
 
     Attributes:
-        fetched: Tokens whose KV was copied to the device.
-        attended: Tokens that were attended to exactly.
+        fetched: Fraction of tokens whose KV was copied to the device.
+        attended: Fraction of tokens that were attended to exactly.
     """
 
     fetched: float
@@ -80,7 +80,7 @@ def _used_approximate_kv(runner: Runner, sequence: Sequence) -> bool:
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
-    """Return the statistics of a sequence so far. The sequence must not be freed yet."""
+    """Return the statistics of a sequence so far. Call this before the sequence is freed."""
     trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
     trace.flush_pending()
     shares, (missed, worst) = Fractions.of(trace, dense), layer_means(trace, dense)

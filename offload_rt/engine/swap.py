@@ -1,4 +1,4 @@
-"""Swap preempted sequences to disk if that is estimated to be faster than recomputation (PagedAttention §4.5).
+"""Swap preempted sequences to disk if this is estimated to be faster than recomputing them (PagedAttention §4.5).
 
 A preempted sequence is stored like a session, with the same block names, saver and loader.
 """
@@ -31,7 +31,7 @@ FOLDER = "preempted"  # subfolder of the user's folder, so that no other files o
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """Data for restoring a sequence whose KV is on disk, except its tokens. See `Sequence`.
+    """All data, except the tokens, that is needed to restore a sequence whose KV is on disk. See `Sequence`.
 
     Attributes:
         floor: First token that sliding layers can see.
@@ -55,7 +55,7 @@ class Swap:
     """Writes the KV of preempted sequences to an unnamed file, and restores it bit for bit.
 
     If writing or reading fails, the sequence is computed again. Blocks are identified by their tokens, so the KV of a
-    common prompt is stored once. KV reveals users' text, so the operating system deletes the file when the process
+    common prompt is stored only once. KV reveals users' text, so the operating system deletes the file when the process
     ends. Raises StoreError if the folder cannot be used.
     """
 
@@ -78,7 +78,7 @@ class Swap:
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
-        """Write the KV of a sequence to disk. `batch` is the number of sequences that decode together.
+        """Write the KV of a sequence to disk. `batch` is the number of sequences that are decoded together.
 
         Return None if writing fails, if the sequence cannot be restored exactly, or if computing it again is estimated
         to be faster.
@@ -116,10 +116,10 @@ class Swap:
         return swapped
 
     def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
-        """Read a sequence's KV from disk, except cached blocks. Return None if the file is damaged.
+        """Read a sequence's KV from disk, except for blocks that are cached. Return None if the file is damaged.
 
-        The sequence has a slot for one more token. Raises PoolFullError before reading if fewer than `spare` blocks
-        would remain free.
+        The returned sequence has a slot for one more token. If fewer than `spare` blocks would remain free, raises
+        PoolFullError before reading anything.
         """
         runner, pool = self._runner, self._runner.pool
         blocks = self._cached_exact_blocks(swapped, tokens)
@@ -147,7 +147,7 @@ class Swap:
         return sequence if restored else None
 
     def discard(self, swapped: SwappedSequence) -> None:
-        """Remove a sequence's blocks from disk, except blocks that other swapped sequences use."""
+        """Remove a sequence's blocks from disk, except those that other swapped sequences also use."""
         if swapped.snapshot is not None:
             assert self._runner.snapshots is not None
             self._runner.snapshots.give_back(swapped.snapshot)
@@ -157,7 +157,7 @@ class Swap:
         self._disk.remove(key for key in keys if key not in self._users)
 
     def _restorable(self, sequence: Sequence) -> bool:
-        # KV and policy state can be restored exactly: KV is not quantised, and the state depends on keys alone.
+        # Exact restoration needs KV that is not quantised and a policy state that depends on keys alone.
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
         complete = sequence.position and not sequence.unobserved and sequence.blocks.length == sequence.position
@@ -165,7 +165,7 @@ class Swap:
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
-        # if none of the blocks is cached
+        # This assumes that none of the blocks is cached.
         trace, decoded = sequence.trace, sequence.position - sequence.exact
         computed = trace.prompt_tokens - trace.reused_tokens
         if computed > 0:
@@ -181,7 +181,7 @@ class Swap:
         provenance_key = SessionProvenance(self._disk.root, f"{FOLDER}-{next(self._ids)}", sequence.provenance)
         names = name_blocks(provenance_key, sequence.tokens, position, [(sequence.exact, position)])
         # The block table may still contain a block that has just left the window. A restored table has no slots for
-        # this block.
+        # such a block.
         windows = window_blocks(groups, names, position, sequence.blocks.floor)
         return SwappedSequence(
             [*names, *windows] if groups.full else windows, position, sequence.exact, sequence.shift,

@@ -1,4 +1,4 @@
-"""Choose the number of threads for decode steps on a CPU by measuring."""
+"""Choose the number of threads for decode steps on a CPU by measuring step times."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from ..kernels import team
 
-KEPT = 8  # number of step times kept per mode
+KEPT = 8  # number of step times to keep per mode
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two trials of the slower mode
 TRIED = 4  # steps per trial
-GAIN = 1.05  # several threads must be faster by this factor: they use more processor time, and vary more
-CHANGED = 1.3  # if step times change by this factor, the machine's load has changed
+GAIN = 1.05  # several threads must be this much faster, because they use more processor time and vary more
+CHANGED = 1.3  # a change of step times by this factor means that the machine's load has changed
 
 
 class ThreadChoice:
-    """Runs decode steps with all threads or with one, whichever has been faster recently.
+    """Runs decode steps with either all threads or one thread, whichever has been faster recently.
 
-    If other processes are busy, several threads can make a step slower. Only the time of whole steps shows this. The
-    slower mode is tried again from time to time, and less often the longer it stays slower.
+    If other processes are busy, several threads can make a step slower, and only the time of whole steps shows this.
+    The slower mode is tried again from time to time, but less and less often while it stays slower.
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
@@ -33,14 +33,14 @@ class ThreadChoice:
     def _begin(self) -> None:
         self._times: dict[bool, deque[float]] = {several: deque(maxlen=KEPT) for several in (True, False)}
         self._several, self._interval, self._steps, self._trying = True, SHORTEST_INTERVAL // 4, 0, 0
-        self._cold = True  # the first step is slower: its memory and caches are new
+        self._cold = True  # the first step is slower, because its memory and caches are new
 
     @contextmanager
     def step(self, device: torch.device, batch: int) -> Iterator[None]:
         if device.type != "cpu":
             yield
             return
-        if batch != self._batch:  # times of other batch sizes cannot be compared
+        if batch != self._batch:  # times at other batch sizes cannot be compared
             self._begin()
             self._batch = batch
         several = self._several ^ (self._trying > 0)
@@ -51,7 +51,10 @@ class ThreadChoice:
             self.record(several, time.perf_counter() - began)
 
     def record(self, several: bool, seconds: float) -> None:
-        """Record the seconds of a step with `several` threads or one, and choose the mode of the next step."""
+        """Record how long a step took, with several threads if `several` and with one otherwise.
+
+        Choose the mode of the next step.
+        """
         if self._cold:
             self._cold = False
             return
@@ -69,7 +72,7 @@ class ThreadChoice:
             self._times[not self._several].clear()
 
     def _compare(self) -> None:
-        # Use means, because the time of a few steps that lose their processor counts too.
+        # Use means rather than minima, so that a few slow steps, which had lost their processor, also count.
         several, one = (fmean(self._times[mode]) for mode in (True, False))
         if (GAIN * several < one) != self._several:
             self._several, self._interval = not self._several, SHORTEST_INTERVAL

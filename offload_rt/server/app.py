@@ -35,11 +35,11 @@ from .service import CurrentService, Service
 router = APIRouter()
 
 OPEN_PATHS = ("/health", "/favicon.ico", *PAGE_PATHS)
-"""Paths that need no API key: the health check and the web page, which asks for the key."""
+"""Paths that can be used without an API key: the health check, and the web page, which asks the user for the key."""
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """Return the ASGI application that serves `engine`. At shutdown, the application closes the engine."""
+    """Return the ASGI application that serves `engine`. When the application shuts down, it closes the engine."""
     options = options or ServerOptions()
     service = Service(engine, options)
 
@@ -48,7 +48,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         yield
         await service.close()
 
-    # FastAPI's documentation pages are disabled, because they load scripts from other hosts. The schema is at
+    # FastAPI's documentation pages are disabled, because they load scripts from other hosts. The schema is available at
     # /openapi.json.
     app = FastAPI(title="offload-rt", lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -125,12 +125,12 @@ async def embeddings() -> Response:
 
 
 SearchText = Annotated[str, Query(max_length=200)]
-"""Words that must all occur in the title or the messages."""
+"""Search words. All of them must occur in the title or in the messages."""
 
 
 @router.get("/v1/sessions")
 async def sessions(request: Request, service: CurrentService, query: SearchText = "") -> Response:
-    # `store` tells the page whether sessions are stored. If not, requests with `session` are refused.
+    # `store` tells the page whether sessions are stored. If they are not, requests with `session` are refused.
     conversations, owner = service.conversations, request.state.owner
     found = conversations.list_heads(owner)
     if words := query.lower().split():

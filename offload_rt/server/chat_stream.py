@@ -1,4 +1,4 @@
-"""Generate chat responses for all API protocols as a stream of text, reasoning and tool calls."""
+"""Generate chat responses for all API protocols, as a stream of text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ async def prepare(
     sampling: Mapping[str, Any],
     structured: Mapping[str, Any] | None = None,
 ) -> ChatJob:
-    """Render and tokenize a conversation, and check the token limits.
+    """Render and tokenize a conversation, and check that it is within the token limits.
 
     Args:
         max_tokens: Maximum number of new tokens that the client requested.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Format of the response. It overrides a required tool call.
+        structured: Required format of the response. It takes precedence over a required tool call.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = {} if structured else forced_call(conversation)
@@ -69,9 +69,9 @@ class Step:
     """New output of one completion, for any API protocol.
 
     Attributes:
-        logprobs: Log-probabilities of the new tokens, or None if not requested. With an echoed prompt, its tokens come
-            first, and the first token has None.
-        finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
+        logprobs: Log-probabilities of the new tokens, or None if they were not requested. If the prompt is echoed, the
+            tokens of the prompt come first, and the first of them has None.
+        finish_reason: "stop", "length" or "tool_calls" in the last step, otherwise None.
         stop_reason: Stop string or token that ended the completion, or None.
         usage: Token counts of the whole request so far.
         traced: Output with trace data, or None. A step with trace data has no other output.
@@ -88,7 +88,7 @@ class Step:
 
 
 class ChatStream:
-    """Converts cumulative outputs of a request to steps with only the new tokens.
+    """Converts the outputs of a request, which contain all text so far, to steps that contain only the new tokens.
 
     Args:
         make_parser: Creates a parser for each completion. By default, all text is content.
@@ -97,11 +97,11 @@ class ChatStream:
     def __init__(self, make_parser: Callable[[], Parser] = Plain) -> None:
         self._parsers: defaultdict[int, Parser] = defaultdict(make_parser)
         self._seen: dict[int, tuple[int, int, bool]] = {}
-        """For each completion index: characters and tokens returned so far, and whether it has finished."""
+        """For each completion index: how many characters and tokens were returned, and whether it has finished."""
         self._called: set[int] = set()
 
     def steps(self, output: RequestOutput) -> list[Step]:
-        """Return a step for each completion with new output, and a step for the trace data in `output`."""
+        """Return one step for each completion with new output, and one for the trace data if `output` has any."""
         usage, found = Usage.from_output(output), []
         for each in output.outputs:
             characters, tokens, ended = self._seen.get(each.index, (0, 0, False))
@@ -139,7 +139,7 @@ async def generate_steps(
 
 
 async def collect_steps(steps: AsyncGenerator[Step, None]) -> list[Step]:
-    """Wait until all completions end, and merge the steps of each completion into one."""
+    """Wait until all completions have ended, and merge the steps of each completion into one."""
     by_index: dict[int, list[Step]] = defaultdict(list)
     async with aclosing(steps):
         async for step in steps:

@@ -1,4 +1,4 @@
-"""HTTP responses (JSON or server-sent events). If a client disconnects, its work is cancelled."""
+"""Send HTTP responses as JSON or server-sent events, and cancel the work of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .options import DELIVERY_SECONDS
 T = TypeVar("T")
 
 PATIENCE = 1.0
-"""Seconds to wait for the first event before the status is sent, so that early errors get an error status."""
+"""Time to wait for the first event before the status is sent, in seconds. Errors until then get an error status."""
 
 SILENCE = 10.0
-"""Seconds without an event after which a comment is sent, so that proxies keep the connection open."""
+"""After this many seconds without an event, a comment is sent so that proxies keep the connection open."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class ClientGoneError(Exception):
 
 
 async def run_for_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`. Raises ClientGoneError after a disconnect, and TimeoutError at the request's deadline."""
+    """Await `work`. Raise ClientGoneError if the client disconnects, and TimeoutError at the request's deadline."""
     async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
         return await until_disconnect(request.receive, work)
 
@@ -126,8 +126,8 @@ async def _send_error_event(scope: Scope, send: Send, error: RefusedError) -> No
 async def stream_response(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
     """Return a response that streams `events`.
 
-    Errors of the first `PATIENCE` seconds are raised, so that the response gets an error status. Later errors are sent
-    as events.
+    Errors within the first `PATIENCE` seconds are raised, so that the response gets an error status. Later errors are
+    sent as events.
     """
     first = asyncio.ensure_future(anext(events))
     try:

@@ -1,4 +1,4 @@
-"""Convert requests of all API protocols to conversations for a chat template, and force required tool calls."""
+"""Convert requests of all API protocols to conversations for a chat template, and force tool calls where required."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Choice = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation in the form that chat templates take.
+    """A conversation in the form that chat templates accept.
 
     Attributes:
         choice: Whether the response may ("auto"), must not ("none") or must ("required") call a tool.
         named: Name of the tool that must be called, or None.
-        parallel: Whether the response may call several tools.
+        parallel: Whether the response may contain several tool calls.
         template: Variables for the chat template, such as `enable_thinking`.
         continues: Whether the response continues the last message.
     """
@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def offered(self) -> Tools | None:
-        """Parameter schemas of the tools that the response may call. None if it may not call tools."""
+        """The tools that the response may call, with the schemas of their parameters. None if it may not call tools."""
         if not self.tools or self.choice == "none":
             return None
         tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
@@ -47,16 +47,16 @@ class Conversation:
 
     @property
     def prefill(self) -> str:
-        """Text of the last message if the response continues it, else ""."""
+        """Text of the last message if the response continues it, otherwise ""."""
         return str(self.messages[-1]["content"]) if self.continues else ""
 
 
 def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bool | None = None) -> bool:
-    """Return whether the response continues the last message instead of beginning a new one.
+    """Return whether the response continues the last message instead of starting a new one.
 
     Args:
-        param: Request field that contains the messages, for errors.
-        wanted: vLLM's `continue_final_message`. None continues the last message if it is an assistant message.
+        param: Request field that contains the messages. Named in errors.
+        wanted: vLLM's `continue_final_message`. If None, the last message is continued if it is an assistant message.
 
     Raises:
         RefusedError: `wanted` is True, but the last message cannot be continued.
@@ -72,7 +72,10 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
 
 
 def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
-    """Append `answer` as a new message. If `continues`, append its text to the last message instead."""
+    """Return the messages with `answer` added as a new message.
+
+    If `continues`, its text is appended to the last message instead.
+    """
     if not continues:
         return [*conversation, answer]
     before = content_text(conversation[-1].get("content"), "messages")
@@ -98,7 +101,7 @@ def conversation_of(
     *,
     parallel: bool = True,
 ) -> Conversation:
-    """Return the conversation with `messages` and the tools of `body`.
+    """Return a conversation that has the given `messages` and the tools of `body`.
 
     `choice` and `parallel` are OpenAI's `tool_choice` and `parallel_tool_calls`.
     """
@@ -116,11 +119,13 @@ def conversation_of(
 
 
 def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str | None) -> dict[str, Any]:
-    """Return the tool fields of a `Conversation`. Raises RefusedError if `choice` or `named` contradicts the tools.
+    """Return the fields of a `Conversation` that concern tools.
+
+    Raises RefusedError if `choice` or `named` contradicts the tools.
 
     Args:
         functions: Name, description and parameters of each tool.
-        named: Tool that must be called, or None. Overrides `choice`.
+        named: Tool that must be called, or None. Takes precedence over `choice`.
     """
     if named is not None and named not in [function["name"] for function in functions]:
         raise bad_request(f"tool_choice names {named!r}, which is not in tools", "tool_choice")
@@ -131,9 +136,9 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:
-    """Convert a message for the chat template. `where` is its location in the request, for errors.
+    """Convert a message for the chat template. `where` is the message's location in the request, for use in errors.
 
-    Content becomes a string, and arguments of tool calls become objects. Fields that are None are removed.
+    Content becomes a string, and arguments of tool calls become objects. Fields whose value is None are removed.
     """
     found = message.model_dump(exclude_none=True)
     found["content"] = content_text(message.content, where)
@@ -143,7 +148,7 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def content_text(content: Any, where: str) -> str:
-    """Return the text of a message: its string, its text parts joined by newlines, or "" for None.
+    """Return the text of a message's content: a string as it is, text parts joined by newlines, and "" for None.
 
     Raises RefusedError for other content. `where` is the location of the message in the request.
     """
@@ -164,7 +169,7 @@ def content_text(content: Any, where: str) -> str:
 
 
 def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, where: str) -> dict[str, Any]:
-    """Return an assistant message with one tool call. `where` is its location in the request, for errors."""
+    """Return an assistant message with one tool call. `where` is its location in the request, for use in errors."""
     return _call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, where)
 
 
@@ -181,9 +186,9 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Parse the JSON arguments of a tool call. Return None if they are not an object.
+    """Parse the JSON arguments of a tool call. Return None if they are not a JSON object.
 
-    Missing closing characters are added, because `max_tokens` may have cut off the text.
+    Missing closing characters are added, because the text may have been cut off at `max_tokens`.
     """
     try:
         found = from_json(text, allow_partial="trailing-strings", cache_strings=False)
@@ -193,7 +198,10 @@ def parsed_arguments(text: str) -> dict[str, Any] | None:
 
 
 MAX_CALLS = 8
-"""Maximum number of calls in a response that must call a tool. A small model may otherwise repeat calls endlessly."""
+"""Maximum number of calls in a response that must call a tool.
+
+Without a limit, a small model may repeat calls endlessly.
+"""
 
 
 def forced_call(conversation: Conversation) -> dict[str, Any]:
@@ -212,7 +220,7 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of `function`, for insertion at the JSON pointer `pointer`."""
+    """Return the JSON schema for a call of `function`. It will be inserted at the JSON pointer `pointer`."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
     arguments = _prefix_references(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
@@ -225,8 +233,8 @@ def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
 
 
 def _prefix_references(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
-    """Return `schema` with references that are valid where it is inserted: below `pointer` of another schema."""
-    # References in a schema with `$id` are relative to that schema, so they do not change.
+    """Rewrite references in `schema` so that they stay valid if it is inserted into another schema at `pointer`."""
+    # References in a schema that has an `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
         target = found.get("$ref")
@@ -253,7 +261,7 @@ The user then sends the results. If no tool is needed, respond with text."""
 def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, system: bool
 ) -> list[dict[str, Any]]:
-    """Convert tools, tool calls and tool results to text, for chat templates without tools.
+    """Convert tools, tool calls and tool results to text. Used for chat templates that do not support tools.
 
     The tools are described in a system message, or in the first user message if `system` is False.
     """
@@ -279,7 +287,7 @@ def describe_tools(
 
 
 def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message. Join consecutive user messages, because chat templates expect alternating roles."""
+    """Append a message. Consecutive user messages are joined, because chat templates expect alternating roles."""
     last = messages[-1] if messages else {}
     if message["role"] == last.get("role") == "user":
         messages[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}

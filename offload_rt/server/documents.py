@@ -23,37 +23,44 @@ from .errors import RefusedError, bad_request
 Head = dict[str, Any]
 
 MAX_DOCUMENTS = 10_000
-"""Maximum number of documents of one kind. The least recently used document is evicted first."""
+"""Maximum number of documents of one kind. If there are more, the least recently used ones are evicted."""
 
 MAX_BYTES = {False: 64 << 20, True: 4 << 30}
-"""Maximum total size in bytes of the documents of one kind: in memory (False) and on disk (True)."""
+"""Maximum total size in bytes of the documents of one kind, in memory (False) and on disk (True)."""
 
 _SUFFIX = ".json"
 _FILE = re.compile(r"([0-9a-f]{32})\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32})?\.tmp")
 _STALE = 60.0
-"""Age in seconds from which a temporary file is removed. Another server may still be writing younger files."""
+"""Temporary files that are at least this old, in seconds, are removed.
+
+Another server may still be writing younger files.
+"""
 
 
 def digest(*parts: str) -> str:
-    """Return a digest of `parts`, so that file names reveal nothing and cannot be chosen by clients."""
+    """Return a digest of `parts`.
+
+    Digests serve as file names. Clients cannot choose these names, and the names do not reveal `parts`.
+    """
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class DocumentCache:
-    """Stores JSON documents, and evicts the least recently used ones.
+    """Stores JSON documents and evicts the least recently used ones.
 
-    A document has a name (a `digest`), a small head that is kept in memory, and a body. In a folder, each document is a
-    file of two lines, head and body, which is replaced atomically. Several servers may share a folder.
+    A document has a name (a `digest`), a body, and a small head that is always kept in memory. In a folder, each
+    document is a file of two lines, the head and the body. The file is replaced atomically. Several servers may share a
+    folder.
     """
 
     def __init__(self, folder: Path | None = None, fields: Collection[str] = ()) -> None:
         """Open the store. Raises OSError if the folder cannot be created.
 
         Args:
-            folder: Folder of the documents. None keeps them in memory.
-            fields: Required fields of heads. Files without these fields are ignored.
+            folder: Folder for the documents. If None, they are kept in memory.
+            fields: Fields that every head must have. Files without these fields are ignored.
         """
         self._folder, self._fields = folder, frozenset(fields)
         self._heads: OrderedDict[str, Head] = OrderedDict()
@@ -99,7 +106,7 @@ class DocumentCache:
         self._bodies.pop(name, None)
 
     def heads(self) -> dict[str, Head]:
-        """Return the heads by document name, least recently used first."""
+        """Return the heads by document name, starting with the least recently used one."""
         self._scan()
         return dict(self._heads)
 
@@ -114,7 +121,7 @@ class DocumentCache:
         if self._folder is None:
             self._bodies[name] = content
         else:
-            # The event loop must not wait for a disk to which KV is being written.
+            # The event loop must not wait for a disk while KV is being written to it.
             write_atomic(self._path(name), content, durable=False)
         self._heads[name], self._sizes[name] = head, len(content)
         self._heads.move_to_end(name)
@@ -133,7 +140,7 @@ class DocumentCache:
         return self.read_body(name)
 
     def read_body(self, name: str) -> Any:
-        """Return the body like `body`, without recording a use. Thread-safe."""
+        """Return the same as `body`, but do not record this as a use of the document. Thread-safe."""
         try:
             if self._folder is None:
                 content = self._bodies[name]
@@ -162,7 +169,7 @@ _EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the engine's session id for a client's session `name`. Raises RefusedError for invalid names.
+    """Return the engine's session id for the session that a client calls `name`. Raises RefusedError for invalid names.
 
     `owner` is the digest of the client's API key.
     """
@@ -172,7 +179,7 @@ def session_of(owner: str, name: str) -> str:
 
 
 class Conversations:
-    """Stores conversations by session name. A client sees only conversations of its API key (`owner`)."""
+    """Stores conversations by session name. A client sees only the conversations of its API key (`owner`)."""
 
     FIELDS = ("owner", "id", "title", "turns", "updated")
 
@@ -182,9 +189,10 @@ class Conversations:
     def store(
         self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None
     ) -> list[str]:
-        """Store a conversation. Return the engine's session ids of evicted conversations.
+        """Store a conversation. Return the engine's session ids of the conversations that were evicted.
 
-        The default title is that of an earlier call, or the first question.
+        If `title` is None, the title from an earlier call is kept. If there is none, the first question becomes the
+        title.
         """
         known = self._documents.head(session_of(owner, name)) or {}
         given = title or known.get("given_title")
@@ -200,10 +208,10 @@ class Conversations:
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
     def search(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
-        """Return the heads of conversations that contain all `words` (lower case) in their title or messages.
+        """Return the heads of conversations with all `words` (lower case) in their title or their messages.
 
-        The field `excerpt` is the text around the first word, or "" if only the title matches. Call this method in a
-        worker thread, because it reads all files.
+        The field `excerpt` contains the text around the first word, or "" if only the title matches. This method reads
+        all files, so call it in a worker thread.
         """
         found = []
         for head in heads:
@@ -246,24 +254,27 @@ def _title(messages: Sequence[Mapping[str, Any]]) -> str:
     for message in messages:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
-            return lines[-1][:_TITLE] if lines else ""  # a question often follows a document
+            return lines[-1][:_TITLE] if lines else ""  # the question often comes after a document
     return ""
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the engine's id for the response `name`. `owner` is the digest of the client's API key."""
+    """Return the engine's id for the response that a client calls `name`.
+
+    `owner` is the digest of the client's API key.
+    """
     return digest("response", owner, name)
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response of the Responses API and its conversation.
+    """A response of the Responses API, together with its conversation.
 
     Attributes:
         owner: Digest of the API key.
         messages: Messages of the conversation, including the response.
-        session: Id of the engine session, the same for all responses of a conversation.
-        prefill: Beginning of the last message, if the response continues it, else "".
+        session: Id of the engine session. It is the same for all responses of a conversation.
+        prefill: Beginning of the last message if the response continues it, otherwise "".
     """
 
     owner: str
@@ -279,7 +290,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses of the Responses API by id. Only the API key that created a response can read it."""
+    """Stores the responses of the Responses API by id. A response can be read only with the API key that created it."""
 
     FIELDS = ("owner", "session")
 
@@ -287,7 +298,7 @@ class ResponseStore:
         self._documents = documents
 
     def add(self, name: str, stored: StoredResponse) -> list[str]:
-        """Store a response. Return the sessions that only evicted responses used."""
+        """Store a response. Return the sessions that were used only by responses that have now been evicted."""
         head = {"owner": stored.owner, "session": stored.session}
         body = {"response": stored.response, "messages": stored.messages, "prefill": stored.prefill}
         evicted = self._documents.put(digest(name), head, body)
@@ -307,5 +318,5 @@ class ResponseStore:
         return StoredResponse(owner, body["response"], body["messages"], head["session"], body.get("prefill", ""))
 
     def delete(self, name: str) -> None:
-        """Delete a response, but neither its session nor the other responses of the conversation."""
+        """Delete a response. Its session and the other responses of the conversation are kept."""
         self._documents.delete(digest(name))

@@ -1,4 +1,4 @@
-"""Create and close one engine for each policy in use. All engines share the weights and the KV pool."""
+"""Create and close engines: one for each policy in use. All engines share the weights and the KV pool."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _ADDED = (
     "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "h2d_bytes", "device_kv_bytes",
     "host_hit_tokens",
 )  # fmt: skip
-"""Fields of `EngineLoad` that are summed over all engines. Other fields are the same in all engines."""
+"""Fields of `EngineLoad` that are summed over all engines. All other fields have the same value in every engine."""
 
 
 class Engines:
-    """The engine of the server's policy, and up to `max_engines - 1` engines of policies that clients choose.
+    """The engine for the server's policy, and up to `max_engines - 1` engines for policies that clients choose.
 
-    Each engine decodes a separate batch. All share cached prefixes. At the limit, a new policy replaces an idle engine.
+    Each engine decodes its own batch. All engines share cached prefixes. If there are `max_engines` already, a new
+    policy replaces an idle engine.
     """
 
     def __init__(self, own: AsyncLLM, options: ServerOptions) -> None:
@@ -37,7 +38,7 @@ class Engines:
 
     @asynccontextmanager
     async def engine_for(self, policy: str | None, options: Mapping[str, Any] | None) -> AsyncIterator[AsyncLLM]:
-        """Yield the engine of a policy, and keep it open during the `async with` statement.
+        """Yield the engine for a policy, and keep it open during the `async with` statement.
 
         Raises:
             RefusedError: The server does not let clients choose a policy, or too many policies are in use.
@@ -53,7 +54,7 @@ class Engines:
         key = json.dumps([policy, dict(options or {})], sort_keys=True)
         taking = asyncio.ensure_future(self._acquire(key, policy, options or {}))
         try:
-            yield await asyncio.shield(taking)  # opening must finish even if the client disconnects
+            yield await asyncio.shield(taking)  # finish opening the engine even if the client disconnects
         finally:
             if taking.done():
                 self._release(key, taking)
@@ -110,4 +111,4 @@ class Engines:
         async with self._lock:
             for key in list(self._others):
                 await self._close(key)
-        await self.own.close()  # last, because the other engines use its pool
+        await self.own.close()  # close it last, because the other engines use its pool

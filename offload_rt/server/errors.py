@@ -27,7 +27,7 @@ ANTHROPIC = "/v1/messages"
 """Path prefix of Anthropic's protocol."""
 
 RETRY_AFTER = "5"
-"""Seconds after which a client may retry if the queue is full."""
+"""Value of the Retry-After header, in seconds, if the queue is full or the session is busy."""
 
 _KINDS = {
     401: "authentication_error",
@@ -42,7 +42,7 @@ _KINDS = {
 
 
 class RefusedError(Exception):
-    """An error that becomes an HTTP response.
+    """An error that is sent to the client as an HTTP response.
 
     Args:
         param: Name of the invalid request field, or None.
@@ -76,7 +76,7 @@ def shutting_down() -> RefusedError:
 
 
 def as_http_error(error: BaseException) -> RefusedError:
-    # Imported late, so that the server can listen before FastAPI is imported.
+    # Import this late, so that the server can listen before FastAPI has been imported.
     from fastapi.exceptions import RequestValidationError
     from pydantic import ValidationError
 

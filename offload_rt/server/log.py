@@ -1,4 +1,4 @@
-"""Log to stderr, as text or JSON lines. The log contains prompts and responses only with `--log-prompts`."""
+"""Log to stderr, as text or as JSON lines. Prompts and responses are logged only with `--log-prompts`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from starlette.types import Scope
 from .options import LogFormat
 
 MAX_KINDS = 100
-"""Maximum number of different messages that are counted separately."""
+"""Maximum number of different messages that are counted separately from each other."""
 
 QUIET_PATHS = ("/health", "/metrics", "/v1/load")
-"""Paths that clients poll. Successful requests to them are logged at level DEBUG."""
+"""Paths that clients poll. Successful requests for them are logged at level DEBUG."""
 
 logger = logging.getLogger("offload_rt.server")
 
 
 class JsonLines(logging.Formatter):
-    """Format records as JSON, including the fields of `extra={"fields": ...}`."""
+    """Formats records as JSON, including the fields in `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -37,7 +37,10 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Format records for a terminal: the time and `extra["text"]`, or without it the message and its `fields`."""
+    """Formats records for a terminal: the time and `extra["text"]`.
+
+    If a record has no such text, its message and its `fields` are shown.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
@@ -47,14 +50,14 @@ class TextLines(logging.Formatter):
         said = getattr(record, "text", f"{record.getMessage()} {shown}")
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{said}"
         trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        # Some values come from clients, so control characters must be removed before they reach the terminal.
+        # Some values come from clients, so remove control characters before they reach the terminal.
         return "".join(c if c.isprintable() else " " for c in line).rstrip() + trace
 
 
 class Repetitions(logging.Filter):
-    """Drops repeated warnings, errors and refused requests beyond `limit` identical ones per interval.
+    """Drops repetitive records. In each interval, at most `limit` identical warnings, errors or refused requests pass.
 
-    The first record of the next interval has a field `suppressed`, which counts dropped records by message.
+    The first record of the next interval gets a field `suppressed` with the number of dropped records for each message.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:

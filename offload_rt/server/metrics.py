@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, and as JSON for the web page. Names and histogram buckets follow vLLM."""
+"""Metrics in Prometheus format, and as JSON for the web page. Names and histogram buckets are those of vLLM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TIERS = {
     "disk": "disk_hit_tokens",
     "lost": "lost_tokens",
 }
-"""Fields of `EngineLoad` that count earlier tokens of a session, by the place where their KV was found."""
+"""For each place where KV of earlier tokens can be found, the field of `EngineLoad` that counts these tokens."""
 
 PREFIX = "offload_rt_"
 
@@ -50,8 +50,8 @@ class Usage:
     """Token counts of a request so far.
 
     Attributes:
-        cached: Prompt tokens whose KV was cached.
-        recomputed: Prompt tokens that a hybrid model computed although their KV was cached.
+        cached: Prompt tokens for which KV was already cached.
+        recomputed: Prompt tokens that a hybrid model had to compute although their KV was cached.
     """
 
     prompt: int = 0
@@ -69,7 +69,7 @@ class Usage:
 
 
 class Metrics:
-    """Metrics of one server, in a separate registry."""
+    """Metrics of one server. Each server has its own registry."""
 
     def __init__(self, engines: Engines, model: str) -> None:
         self._engines = engines
@@ -99,7 +99,11 @@ class Metrics:
         self._first.observe(seconds)
 
     def record_request(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
-        """Record a finished request: its finish reason, duration, and seconds from its first to its last token."""
+        """Record a finished request. `reason` is its finish reason.
+
+        `seconds` is the duration of the request. `after_first` is the time from its first to its last token, in
+        seconds.
+        """
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
         self._prompt.observe(usage.prompt)

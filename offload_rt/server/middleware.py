@@ -1,4 +1,4 @@
-"""Middleware of all requests: request id, log record, and checks of host, API key and body size."""
+"""Middleware for all requests: adds a request id, writes a log record, and checks the host, API key and body size."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from .protocol import MAX_HEAD_BYTES
 REQUEST_ID = "x-request-id"
 
 IGNORED_FIELDS = "x-ignored-fields"
-"""Response header that lists the unknown fields of the request, which were ignored."""
+"""Response header that lists those fields of the request that are unknown and were therefore ignored."""
 
 GONE = 499
-"""Status in the log if the client disconnects before the response begins (as in nginx)."""
+"""Status that is logged if the client disconnects before the response begins (as in nginx)."""
 
 MAX_BODIES = 16
-"""Maximum total size of all incomplete bodies, as a multiple of `max_body`. Above it, requests are refused with 503."""
+"""Limit on the total size of all incomplete bodies, as a multiple of `max_body`.
+
+Above it, requests are refused with 503.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class RequestMiddleware:
     """ASGI middleware that checks and logs each request, and adds the header `x-request-id` to each response.
 
     Args:
-        open_paths: Paths that need no API key.
+        open_paths: Paths that can be used without an API key.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, open_paths: Sequence[str]) -> None:
@@ -70,7 +73,7 @@ class RequestMiddleware:
 
         try:
             await self._pass(scope, receive, noted)
-        except asyncio.CancelledError:  # the server stops and the grace period is over
+        except asyncio.CancelledError:  # the server is stopping, and the grace period is over
             if status == GONE:
                 await error_response(shutting_down(), scope["path"])(scope, receive, noted)
         except Exception as error:
@@ -94,9 +97,9 @@ class RequestMiddleware:
             await self._app(scope, _replay(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
-        """Raise RefusedError if the Host header of a local server has an unknown name.
+        """If the server is local, raise RefusedError for Host headers with an unknown name.
 
-        This prevents DNS rebinding, in which a web page of another host makes its name resolve to this machine.
+        This prevents DNS rebinding: a web page from another host makes its own host name resolve to this machine.
         """
         name = _host_name(headers.get("host", ""))
         known = (*LOCAL_HOSTS, *self._options.allowed_hosts)

@@ -30,30 +30,31 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
 
 DELIVERY_SECONDS = 2.0
-"""After `timeout`, the server has this number of seconds to send the error. Then it aborts the connection."""
+"""After `timeout`, the server has this many seconds to send the error. Then it aborts the connection."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """Options for access, limits and formats of the server.
 
-    Sizes are in bytes and durations in seconds, or strings with a unit ("16MiB", "10m"). The `help` text of each field
-    describes it. This list contains details.
+    Sizes are in bytes and durations in seconds, or they are strings with a unit ("16MiB", "10m"). Each field is
+    described by its `help` text. The following list adds details.
 
     Attributes:
         served_model_names: If empty, clients use the hub id or the last part of the model's path. Metrics use the first
             name.
         max_waiting: Further requests get 429 with Retry-After.
-        max_tokens_limit: Reduces larger `max_tokens` of clients. None leaves only the limit of the context length.
-        max_engines: Each combination of policy and options in use has an engine.
+        max_tokens_limit: If a client sets a larger `max_tokens`, it is reduced to this value. With None, only the
+            context length limits it.
+        max_engines: There is one engine for each combination of policy and options in use.
         max_body: Larger requests get 413.
         timeout: Time from the arrival of a request to the last byte of the response.
-        max_connections: A further connection replaces the one whose client has been silent for longest. If all clients
-            wait for responses, it is refused.
-        share_prefixes: By default a key reuses only its own KV, so that `cached_tokens` and latency do not reveal
-            prompts of other keys.
+        max_connections: If the limit is reached, a new connection replaces the one whose client has been silent for
+            longest. If all clients are waiting for responses, the new connection is refused.
+        share_prefixes: By default, each key reuses only its own KV. This way, `cached_tokens` and latency do not reveal
+            the prompts of other keys.
         documents: Folder for conversations and responses. None keeps them in memory.
-        allowed_hosts: A server on a local address refuses unknown host names to prevent DNS rebinding.
+        allowed_hosts: To prevent DNS rebinding, a server on a local address refuses unknown host names.
         log_prompts: By default, the log contains only sizes and times.
     """
 

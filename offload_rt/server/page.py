@@ -24,7 +24,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Response headers that allow the web page to load files and data only from this server."""
+"""Response headers that let the web page load files and data only from this server."""
 
 PAGE_PATHS = tuple(_FILES)
 

@@ -21,17 +21,23 @@ from .tokenizing import max_token_bytes
 T = TypeVar("T")
 
 LONG = 1 << 18
-"""Texts with more characters are tokenized one after another in a separate thread, if they may fit in the context."""
+"""Texts with more characters than this are tokenized one at a time in a separate thread.
+
+If the length shows that such a text cannot fit in the context, it is refused without being tokenized.
+"""
 
 TOKEN_SIZE = 4
-"""Assumed characters per token id, to choose the thread. A message counts as 16 additional token ids."""
+"""When the thread is chosen, each token id counts as this many characters.
+
+Each message adds 16 token ids.
+"""
 
 SHORT_THREADS = 2
 """Number of threads that tokenize short texts."""
 
 
 class TokenLimits:
-    """Limits on prompt tokens and new tokens of a request.
+    """Limits on the number of prompt tokens and new tokens of a request.
 
     Args:
         positions: Context length of the model in tokens.
@@ -57,10 +63,10 @@ class TokenLimits:
             )
 
     def max_new_tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
-        """Return the maximum number of new tokens for a prompt of `prompt` tokens.
+        """Return the maximum number of new tokens after a prompt of `prompt` tokens.
 
-        This is `requested`, else `default`, limited by the context length, the KV cache and the server's options.
-        Raises RefusedError if the prompt is empty or too long.
+        This is `requested` or, if that is not set, `default`. It is limited by the context length, the KV cache and the
+        server's options. Raises RefusedError if the prompt is empty or too long.
         """
         if prompt == 0:
             raise bad_request("the prompt is empty: send at least one token")
@@ -72,7 +78,8 @@ class TokenLimits:
 class Prompts:
     """Renders and tokenizes prompts in worker threads.
 
-    The methods raise RefusedError if a text is invalid or too long. A call that is cancelled early does no work.
+    The methods raise RefusedError if a text is invalid or too long. A call that is cancelled before it starts does no
+    work.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: TokenLimits) -> None:
@@ -99,7 +106,7 @@ class Prompts:
     async def render(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
         """Render a conversation with the chat template. Return the text and its token ids.
 
-        With `answer`, the text ends with the beginning of an assistant message (generation prompt).
+        If `answer` is True, the text ends with the beginning of an assistant message (generation prompt).
         """
 
         def make() -> tuple[str, list[int]]:
@@ -110,7 +117,7 @@ class Prompts:
         return await self._in_thread(size, make)
 
     async def token_spans(self, text: str, tokens: int) -> list[tuple[int, int]]:
-        """Return (start, end) of each token of `text` in characters, or [] if they are unknown.
+        """Return the (start, end) characters of each token of `text`, or [] if they are unknown.
 
         `tokens` is the expected number of tokens.
         """
@@ -188,5 +195,5 @@ class Prompts:
             )
         except OffloadError:
             raise
-        except Exception as error:  # a chat template can raise any error for a client's input
+        except Exception as error:  # a chat template can raise any error if a client's input is unsuitable
             raise bad_request(f"the chat template cannot render this conversation: {error}", "messages") from error

@@ -1,4 +1,4 @@
-"""HTTP connections, with limits on their number and on the time that clients take to send or read."""
+"""HTTP connections. Their number is limited, and so is the time that clients take to send or read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .options import DELIVERY_SECONDS, ServerOptions
 
 KEEP_ALIVE_SECONDS = 30
 MAX_HEAD_BYTES = 64 << 10
-"""Maximum size of a request head. h11 checks incomplete heads, `RequestMiddleware` checks complete ones."""
+"""Maximum size of a request head. h11 checks incomplete heads, and `RequestMiddleware` checks complete ones."""
 MAX_CONNECTIONS = 4096
 MIN_CONNECTIONS = 16
 LISTEN_QUEUE = 2048
 REFUSED_SECONDS = 2.0
-"""Seconds that a client has to read the response that refuses its connection."""
+"""If a connection is refused, its client has this many seconds to read the response."""
 
 
 def _refusal(status: HTTPStatus, message: str) -> bytes:
@@ -41,10 +41,11 @@ LATE = _refusal(HTTPStatus.REQUEST_TIMEOUT, "the head of the request did not arr
 
 
 class Connections:
-    """Open connections of one server, in the order of their last received data.
+    """Open connections of one server, ordered by the time when each last received data.
 
-    At the limit, a new connection replaces the one whose client has been silent for longest. Connections without a
-    complete request are replaced first. If all clients wait for responses, the new connection is refused.
+    At the limit, a new connection replaces the one whose client has been silent for longest. Connections that have
+    never had a complete request are replaced first. If all clients are waiting for responses, the new connection is
+    refused.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -58,7 +59,7 @@ class Connections:
         self.open[connection] = None
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Add a connection. At the limit, close another one first. Return False if none can be closed."""
+        """Add a connection. At the limit, close another connection first. Return False if none can be closed."""
         if len(self.open) >= self.limit:
             waiting = [other for other in self.open if other.awaits_client]
             # Prefer clients that have never completed a request.
@@ -74,9 +75,9 @@ class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with three timers that limit how long a client may occupy a connection.
 
     * The head timer limits the time until a request head is complete. It starts with the connection, or with the first
-    byte of a further request.
+      byte of a further request.
     * The request timer limits the time until the response is sent.
-    * The stall timer runs while the client does not read and the buffer is full.
+    * The stall timer runs while the buffer is full because the client does not read.
     """
 
     def __init__(self, limits: Connections, *args: Any, **kwargs: Any) -> None:
@@ -86,12 +87,12 @@ class LimitedProtocol(H11Protocol):
         self._request: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._timed: object = None
-        """The request-response cycle of uvicorn that the request timer belongs to."""
+        """The request-response cycle of uvicorn for which the request timer runs."""
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the server waits for data from the client, not the client for a response."""
-        if self.transport.get_write_buffer_size():  # the response is complete, but not yet sent
+        """Whether the server is waiting for data from the client, rather than the client for a response."""
+        if self.transport.get_write_buffer_size():  # the response is complete but has not been sent yet
             return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
 
@@ -105,7 +106,7 @@ class LimitedProtocol(H11Protocol):
         if len(self._limits.refused) > self._limits.limit // 4:
             transport.close()
             return
-        # Data sent to a closed socket would reset the connection, and the response could be lost.
+        # Sending data to a closed socket would reset the connection, and the response could be lost.
         self._limits.refused.add(self)
         with suppress(OSError):  # the client has reset the connection
             transport.write_eof()
@@ -117,7 +118,7 @@ class LimitedProtocol(H11Protocol):
         for timer in (self._head, self._request, self._stall):
             if timer is not None:
                 timer.cancel()
-        self._unset_keepalive_if_required()  # uvicorn leaves the timer running if the connection broke
+        self._unset_keepalive_if_required()  # if the connection breaks, uvicorn leaves the timer running
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -133,7 +134,7 @@ class LimitedProtocol(H11Protocol):
         self._set_timers()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to invalid HTTP with 400, or abort the connection if a response has begun."""
+        """Respond to invalid HTTP with 400. If a response has already begun, abort the connection."""
         if self.cycle is not None:
             self.cycle.disconnected = not self.cycle.response_complete
             self.cycle.message_event.set()
@@ -155,7 +156,7 @@ class LimitedProtocol(H11Protocol):
             self._stall = None
 
     def abort(self, reason: str) -> None:
-        """Close the connection, discard unsent data, and cancel a running request."""
+        """Close the connection, discard unsent data and cancel the running request, if any."""
         if self in self._limits.open:
             self._limits.open.pop(self)
             path = self.scope["path"] if self.cycle is not None and not self.cycle.response_complete else None
@@ -196,7 +197,7 @@ class LimitedProtocol(H11Protocol):
 
 def default_connections() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Stores and models need the other half.
+    # The other half is for stores and models.
     half = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 2
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, half))
 
@@ -205,7 +206,8 @@ class LimitedServer(uvicorn.Server):
     """uvicorn's server with a longer listen queue."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # asyncio has one parameter for the queue length and the number of connections that it accepts at once.
+        # asyncio uses one parameter both for the queue length and for the number of connections that it accepts at
+        # once.
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(LISTEN_QUEUE)
@@ -217,8 +219,8 @@ def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
         app,
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, connections)),
         ws="none",  # these limits do not apply to WebSocket connections
-        # asyncio accepts up to twice this many connections before it reads from the first one. If that exceeded the
-        # limit on connections, connections would be closed before their requests are read.
+        # asyncio accepts up to twice this many connections before it reads from the first one. If this exceeded the
+        # limit on connections, some would be closed before their requests are read.
         backlog=max(1, min(100, connections.limit // 4)),
         log_config=None,
         access_log=False,

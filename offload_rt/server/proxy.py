@@ -1,4 +1,4 @@
-"""Forward HTTP requests to replicas, which run the application."""
+"""Forward HTTP requests to replicas that run the application."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .options import DELIVERY_SECONDS
 SESSION_HEADER = "x-session-id"
 
 PREFIX = 2048
-"""Number of characters at the start of a long prompt that determine its replica."""
+"""Number of leading characters that determine the replica of a long prompt."""
 
 MIN_PREFIX = 256
-"""Number of characters that determine the replica of a prompt with fewer than `PREFIX` characters.
+"""If a prompt has fewer than `PREFIX` characters, this many leading characters determine its replica.
 
-Prompts with fewer than this may go to any replica.
+Prompts that are even shorter may go to any replica.
 """
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
-"""Request fields with the prompt, in all protocols, sorted as in a rendered chat template."""
+"""Request fields that contain the prompt, for all protocols, in the order of a rendered chat template."""
 
 
 def route_key(headers: Headers, body: bytes) -> str:
     """Return the routing key of a request, or "" if any replica may handle it.
 
-    The key is the header `x-session-id`, else the API key with the field `session` or `prompt_cache_key`, else a digest
-    of the prompt's prefix.
+    The key is the first of these that exists: the header `x-session-id`; the API key together with the field `session`
+    or `prompt_cache_key`; a digest of the prompt's prefix.
     """
     if named := headers.get(SESSION_HEADER):
         return _digest("session", named)
@@ -61,10 +61,10 @@ def route_key(headers: Headers, body: bytes) -> str:
 
 
 def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
-    """Return the indices of the replicas in the order in which to try them.
+    """Return the indices of the replicas, in the order to try them.
 
-    `queues` are the numbers of running requests. Replica 0, which the routing key selects, is tried first. If it has
-    over `max_ahead` more requests than the least loaded one, replicas are sorted by load.
+    `queues` lists the number of running requests of each replica. Replica 0, which the routing key selects, is tried
+    first. However, if it has over `max_ahead` more requests than the least loaded replica, replicas are sorted by load.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:
@@ -73,7 +73,7 @@ def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    # Not recursive, because bodies may be deeply nested.
+    # This is not recursive, because bodies may be deeply nested.
     left = [value]
     while left:
         match left.pop():
@@ -93,12 +93,12 @@ def _digest(*parts: str) -> str:
 
 _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
            "client", "server")  # fmt: skip
-"""Scope fields that describe the request and can be serialized."""
+"""Fields of the ASGI scope that describe the request and can be serialized."""
 
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """A serializable request: the body, and the part of the ASGI scope that a replica needs."""
+    """A request in serializable form: its body, and the part of the ASGI scope that a replica needs."""
 
     scope: dict[str, Any]
     body: bytes
@@ -108,9 +108,9 @@ class Proxy:
     """ASGI application that forwards requests to replicas.
 
     Args:
-        ask: Sends a request with its routing key to a replica, and yields the ASGI messages of the response. It is
-            closed if the client disconnects.
-        max_body: Maximum size of a body in bytes. The proxy truncates larger bodies, and the replica refuses them.
+        ask: Sends a request and its routing key to a replica, and yields the ASGI messages of the response. Closed if
+            the client disconnects.
+        max_body: Maximum size of a body in bytes. The proxy truncates larger bodies, and the replica then refuses them.
         timeout: Maximum duration of a request in seconds.
     """
 
@@ -142,7 +142,7 @@ class Proxy:
         except Exception as error:
             logger.warning("a replica did not respond", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
             if begun:
-                raise  # aborts the connection, so that the client notices that the response is incomplete
+                raise  # this aborts the connection, so that the client notices that the response is incomplete
             lost = RefusedError(
                 503, "the replica has stopped: retry the request", code="replica_lost", headers={"Retry-After": "1"}
             )
@@ -152,7 +152,7 @@ class Proxy:
 async def run_app(app: ASGIApp, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
     """Run an application on a forwarded request, and yield the ASGI messages of the response.
 
-    Closing the iterator looks to the application like a disconnect of the client.
+    If the iterator is closed, this looks to the application as if the client had disconnected.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     gone, bodies = asyncio.Event(), [forwarded.body]

@@ -1,8 +1,8 @@
-"""Run the application on a Ray Serve cluster: a proxy deployment in front of replicas with one engine each.
+"""Run the application on a Ray Serve cluster: one proxy deployment, and replicas with one engine each.
 
 Consistent hashing routes requests with the same `x-session-id`, session or prompt prefix to the same replica, unless
-its load is much higher than that of others. All replicas share a folder of conversations. Each has a separate KV
-folder, which its successor reuses.
+the load of that replica is much higher than that of others. All replicas share a folder of conversations. Each replica
+has its own KV folder, and a replica that takes its place reuses this folder.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ ROUTER = "offload_rt.server.ray_router.BalancedRouter"
 ENGINE, PROXY = "engine", "proxy"
 
 MAX_ONGOING = {ENGINE: 64, PROXY: 10_000}
-"""Maximum number of running requests per replica of each deployment. Requests in the proxy only wait."""
+"""For each deployment, the maximum number of running requests per replica. In the proxy, requests only wait."""
 
 MAX_FOLDERS = 1000
-"""Number of KV folders that a replica tries until it finds a free one. It must exceed the number of replicas."""
+"""Number of KV folders that a replica tries when it looks for a free one. It must exceed the number of replicas."""
 
 
 SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}
-"""Autoscaling options. Replicas are added above `target_ongoing_requests` per replica. The delays are in seconds."""
+"""Autoscaling options. If there are more than `target_ongoing_requests` per replica, replicas are added.
+
+Delays are in seconds.
+"""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Number and resources of the replicas. Raises ConfigError for invalid values.
+    """Number of replicas and the resources of each. Raises ConfigError for invalid values.
 
     Attributes:
-        replicas: Number of replicas. With `max_replicas`, the minimum number.
+        replicas: Number of replicas. If `max_replicas` is set, this is the minimum.
         max_replicas: Maximum number of replicas. None disables autoscaling.
         gpus: Number of GPUs that Ray reserves for each replica, in addition to one CPU.
     """
@@ -69,7 +72,7 @@ class Cluster:
 
 
 class Replica:
-    """Ray deployment class with one engine. It runs the application on forwarded requests."""
+    """Ray deployment class that has one engine and runs the application on forwarded requests."""
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._app = build()
@@ -124,7 +127,7 @@ def _proxy(options: ServerOptions) -> Starlette:
     handle = serve.get_deployment_handle(ENGINE).options(stream=True)
 
     async def ask(forwarded: ForwardedRequest, route_key: str) -> AsyncIterator[Message]:
-        # For a request without a session id, Serve's router chooses any replica.
+        # If a request has no session id, Serve's router chooses any replica.
         answers = (handle.options(session_id=route_key) if route_key else handle).answer.remote(forwarded)
         try:
             async for message in answers:
@@ -138,7 +141,7 @@ def _proxy(options: ServerOptions) -> Starlette:
 def serve_on_ray(application: Any, options: ServerOptions) -> None:
     """Run the application until the process is stopped.
 
-    The environment variable RAY_ADDRESS selects the cluster. Without it, a local cluster is started.
+    The environment variable RAY_ADDRESS selects the cluster. If it is not set, a local cluster is started.
     """
     import ray
     from ray import serve

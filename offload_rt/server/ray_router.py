@@ -1,4 +1,4 @@
-"""Consistent-hash router with load balancing for Ray Serve, imported by Ray's routing processes."""
+"""Consistent-hash router with load balancing for Ray Serve. Ray's routing processes import this module."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from .proxy import balance_by_load
 
 MAX_AHEAD = 4
-"""A request goes to the replica with its cached prefix unless it has this many more requests than another one."""
+"""A request goes to the replica that has its prefix cached, unless another one has over this many fewer requests."""
 
 
 class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]
-    """Route requests of one session id to one replica, unless another replica has a much lower load.
+    """Routes requests with the same session id to one replica, unless another replica has a much lower load.
 
-    Ray's router waits until the first replica is full. This router sorts the replicas by load if the first one has over
-    `MAX_AHEAD` more running requests than another. Loads are Ray's cached queue lengths.
+    Ray's router waits until the first replica is full. This router instead sorts the replicas by load if the first one
+    has over `MAX_AHEAD` more running requests than another. Loads are Ray's cached queue lengths.
     """
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
-        """Return the replicas in the order in which to try them, each in a list."""
+        """Return the replicas in the order to try them, with each replica in a list of one."""
         ranks = await super().choose_replicas(candidate_replicas, pending_request)
         if any(len(rank) != 1 for rank in ranks):
             return ranks

@@ -1,4 +1,4 @@
-"""Start and stop the server. After SIGTERM or Ctrl-C, running requests may finish. A second signal cancels them."""
+"""Start and stop the server. After SIGTERM or Ctrl-C, running requests may finish, and a second signal cancels them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 RETRY_AFTER = 2
-"""Seconds after which a client may retry while the model is loading."""
+"""Value of the Retry-After header, in seconds, while the model is loading."""
 
 
 LOG_SECONDS = 5.0
 
 
 class Loading:
-    """ASGI application that responds while `make` creates the real application in a thread.
+    """ASGI application that responds to requests while `make` creates the real application in a thread.
 
-    Before that, it serves the chat page, and other requests get 503 with the progress. Then it forwards all requests.
-    If `make` fails, it sets `error` to the exception and calls `on_failure`.
+    Until that is done, it serves the chat page, and all other requests get 503 with the progress. Afterwards, it
+    forwards all requests. If `make` fails, it sets `error` to the exception and calls `on_failure`.
     """
 
     def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:
@@ -45,7 +45,7 @@ class Loading:
         self.error: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._state: dict[str, Any] = {}
-        """Current task of loading, with its finished and total amounts."""
+        """The current loading task, and how much of it is done."""
         self._logged = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,10 +105,10 @@ def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
 
 
 def bind_socket(options: ServerOptions) -> socket.socket:
-    """Return a socket for the server's address, before the model is loaded. Raises ConfigError."""
+    """Return a socket bound to the server's address. This happens before the model is loaded. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only for sockets that name their protocol. Without it, each response waits for the
-    # acknowledgement of its head, which Linux delays by 40 ms.
+    # asyncio sets TCP_NODELAY only for sockets that name their protocol. Without TCP_NODELAY, each response waits for
+    # the acknowledgement of its head, which Linux delays by 40 ms.
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -125,14 +125,14 @@ def bind_socket(options: ServerOptions) -> socket.socket:
 def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: socket.socket) -> None:
     """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds to finish.
 
-    `make_app` runs in a thread, and requests get 503 until it returns. If it fails, the server stops, and its exception
-    is raised.
+    `make_app` runs in a thread, and requests get 503 until it returns. If it fails, the server stops and this function
+    raises the exception.
     """
     log_to_stderr(options.log_format)
 
     def make() -> FastAPI:
-        # Garbage collection would take a quarter of the start-up time and find no garbage. `freeze` then exempts the
-        # objects of the loaded model from later collections.
+        # Garbage collection would take a quarter of the start-up time without finding any garbage. `freeze` then
+        # exempts the objects of the loaded model from later collections.
         gc.disable()
         try:
             return make_app()

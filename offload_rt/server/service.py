@@ -1,4 +1,4 @@
-"""State and operations that all endpoints share: generation, sessions, metrics."""
+"""State and operations that all endpoints share: generation, sessions and metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ from .prompts import Prompts, TokenLimits
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Engine options of a request. `session` is the engine's session id (`session_of`), not the client's name."""
+    """Engine options of a request.
+
+    `session` is the engine's session id (see `session_of`), not the client's name for it.
+    """
 
     policy: str | None = None
     policy_options: Mapping[str, Any] | None = None
@@ -45,7 +48,7 @@ class EngineArguments:
 
 
 class Service:
-    """Engines, stores and options of one server, shared by all endpoints."""
+    """Engines, stores and options of one server. All endpoints share this object."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -66,7 +69,10 @@ class Service:
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name for a response. Raises RefusedError (404) if `name` is another model."""
+        """Return the model name to use in the response.
+
+        Raises RefusedError (404) if `name` is not a name of this model.
+        """
         if name is None or name in self.names or self.options.accept_any_model:
             return name or self.name
         raise RefusedError(
@@ -77,7 +83,7 @@ class Service:
         )
 
     def check_request(self, body: RequestBody, request: Request) -> None:
-        """Check the model name of a request. Record unknown fields for the log and the response header."""
+        """Check the model name in a request, and record unknown fields for the log and the response header."""
         request.state.model = self.check_model(body.model)
         if ignored := body.ignored_fields:
             request.state.notes["ignored_fields"] = ignored
@@ -102,15 +108,16 @@ class Service:
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the engine's cache salt for a request. `given` is its field `cache_salt`.
+        """Return the engine's cache salt for a request. `given` is the request's `cache_salt` field.
 
-        Each of several API keys has different salts, so that clients do not share KV.
+        With several API keys, each key gets its own salts, so that clients do not share KV.
         """
         owner = request.state.owner if self._separate_keys else ""
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
-        # The engine writes the salt to session files. The secret key prevents readers from testing guessed API keys.
+        # The engine writes the salt to session files. Because of the secret key, readers of these files cannot test
+        # guessed API keys.
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
@@ -132,7 +139,7 @@ class Service:
 
     @contextmanager
     def locked(self, *names: str | None) -> Iterator[None]:
-        """Lock sessions and responses by id during the `with` statement. Names that are None are ignored.
+        """Lock sessions and responses, given by id, during the `with` statement. Names that are None are ignored.
 
         Other requests that use, store or delete a locked session get SessionBusyError (409).
         """
@@ -150,18 +157,18 @@ class Service:
 
         Raises:
             RefusedError: The conversation does not exist (404).
-            SessionBusyError: A request is using it.
+            SessionBusyError: A request is using the conversation.
             StoreError: A file cannot be deleted.
         """
         session = session_of(owner, name)
         with self.locked(session):
-            # Text completions and early disconnects leave engine sessions without a conversation.
+            # Text completions and early disconnects leave behind engine sessions that have no conversation.
             known = await self._delete_kv(session)
             if not known or self.conversations.exists(owner, name):
                 self.conversations.delete(owner, name)
 
     async def delete_response(self, owner: str, name: str) -> None:
-        """Delete a response and the KV of its conversation. Raises the errors of `delete_session`."""
+        """Delete a response and the KV of its conversation. Raises the same errors as `delete_session`."""
         with self.locked(response_of(owner, name)):  # lock before `get`: a running response is not stored yet
             session = self.responses.get(name, owner).session
             with self.locked(None if session == response_of(owner, name) else session):
@@ -172,7 +179,7 @@ class Service:
         return self.stores_sessions and await self.engine.delete_session(session)
 
     def delete_in_background(self, sessions: Sequence[str]) -> None:
-        """Delete the KV of evicted conversations in the background, except sessions in use."""
+        """Delete the KV of evicted conversations in the background, but skip sessions that are in use."""
         # A request that is using a session will store the conversation again.
         for session in [name for name in sessions if self.stores_sessions and not self.is_locked(name)]:
             task = asyncio.ensure_future(self._delete_quietly(session))
@@ -191,7 +198,7 @@ class Service:
         """Yield the outputs of a request until it is finished. Closing the iterator aborts the request.
 
         Raises:
-            OffloadError: Generation failed. The message has no private information, so it may be sent to clients.
+            OffloadError: Generation failed. The message contains no private information, so it may be sent to clients.
             TimeoutError: The deadline has passed.
             RefusedError: The server is shutting down.
         """
@@ -203,7 +210,7 @@ class Service:
         }
         deadline, first, last = request.state.deadline, 0.0, None
         reason, copies = "abort", 1
-        if params.temperature == 0 and params.num_beams == 1:  # all completions are equal: compute one
+        if params.temperature == 0 and params.num_beams == 1:  # all completions would be equal, so compute only one
             copies, params = params.n, replace(params, n=1)
         try:
             async with (
@@ -235,7 +242,7 @@ class Service:
             self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _public_message(self, error: OffloadError) -> str:
-        """Return the message without the model's folder and without sessions of other clients."""
+        """Return the error message without the model's folder and without the sessions of other clients."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -276,14 +283,17 @@ def _repeat_completion(output: RequestOutput, copies: int) -> RequestOutput:
 
 
 def _salt_key(folder: Path | None) -> bytes:
-    """Return the secret key for cache salts. It is stored in `folder` for use after a restart. Raises ConfigError."""
+    """Return the secret key for cache salts. It is stored in `folder`, so that it survives a restart.
+
+    Raises ConfigError.
+    """
     if folder is None:
         return secrets.token_bytes(32)
     path = folder / "salt.key"
     try:
         make_private_folder(folder)
         if not path.exists():
-            write_atomic(path, secrets.token_bytes(32), keep=True)  # of several servers, one succeeds
+            write_atomic(path, secrets.token_bytes(32), keep=True)  # if several servers try this, one succeeds
         key = read_small(path)
         if not key:  # Without hard links, another server is writing the file, or was stopped while writing it.
             time.sleep(1)
@@ -299,7 +309,7 @@ def _salt_key(folder: Path | None) -> bytes:
 
 
 def _default_name(name: str) -> str:
-    """Return the hub id, or the last part of a path, because folders are private."""
+    """Return the model's hub id, or only the last part of a path, because folders are private."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name
 
@@ -310,4 +320,4 @@ async def _service_of(request: Request) -> Service:
 
 
 CurrentService = Annotated[Service, Depends(_service_of)]
-"""Type of a route's parameter. FastAPI then passes the application's `Service`."""
+"""Type for parameters of routes. FastAPI passes the application's `Service` to them."""

@@ -1,4 +1,4 @@
-"""Lower bound on the number of tokens of a text, to refuse long prompts before they are tokenized."""
+"""Compute a lower bound on the number of tokens of a text, to refuse long prompts before tokenizing them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 NFC_SHRINKS = 4
-"""Factor by which NFC normalisation shortens UTF-8 text at most. In Unicode 16 it is 3.5, for U+0390."""
+"""NFC normalisation shortens UTF-8 text by at most this factor. In Unicode 16, the maximum is 3.5, for U+0390."""
 
 _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
 """Pre-tokenizers that remove nothing from a text. `Split` with behavior "Removed" is an exception."""
 
 
 def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return an upper bound on the bytes of text that one token represents, or None if there is none.
+    """Return an upper bound on the number of bytes of text that one token represents, or None if there is no bound.
 
-    There is none for tokenizers other than BPE, and for those that join or remove whitespace or unknown characters.
+    There is no bound for tokenizers that do not use BPE, or that join or remove whitespace or unknown characters.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.model).__name__ != "BPE":
@@ -32,7 +32,7 @@ def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if joins_unknown or strips or removes or shrinks:
         return None
     added = tokenizer.get_added_vocab()
-    # In a byte-level vocabulary, each character represents one byte. Otherwise an unknown character has up to 4.
+    # In a byte-level vocabulary, each character represents one byte. Otherwise, an unknown character has up to 4 bytes.
     size = len if byte_level else _utf8
     longest = max((size(token) for token in tokenizer.get_vocab() if token not in added), default=1)
     factor = NFC_SHRINKS if any(step["type"] == "NFC" for step in normalizers) else 1

@@ -18,9 +18,9 @@ from .history import SINKS, History, document_name
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes of a file in a store, and time of its last use (with "fifo", of its creation).
+    """Size of a file in a store, in bytes, and the time of its last use. With "fifo", it is the time of its creation.
 
-    Times are seconds since 1970.
+    Times are in seconds since 1970.
     """
 
     bytes: int
@@ -32,12 +32,12 @@ class StoredSession:
     """A session in a store folder.
 
     Attributes:
-        document: Name of the history file, as "digest of the namespace/file name".
-        history: The newest readable history. If `damage` is set, this is not the newest one.
+        document: Name of the history file, in the form "digest of the namespace/file name".
+        history: The newest readable history. If `damage` is set, a newer history exists but cannot be read.
         blocks: Files of the session's blocks on disk.
         own_bytes: Size in bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
-        damage: Why the newest history cannot be read, or "".
+        damage: Why the newest history cannot be read, or "" if it can.
     """
 
     document: str
@@ -52,7 +52,7 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Return the size in bytes of the blocks that were last used before `time` (seconds since 1970)."""
+        """Return the size in bytes of the blocks that have not been used since `time` (seconds since 1970)."""
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
@@ -61,28 +61,28 @@ class StoredSession:
 
 @dataclass(frozen=True)
 class DamagedSession:
-    """A session whose history cannot be read, so that its name and model are unknown."""
+    """A session whose history cannot be read. Its name and model are therefore unknown."""
 
     document: str
 
     @property
     def namespace(self) -> str:
-        """Digest of the namespace, in place of the name of the model."""
+        """Digest of the namespace. It takes the place of the unknown model name."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Name of the history file, in place of the name of the session."""
+        """Name of the history file. It takes the place of the unknown session name."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether `name` is the session or its history file, and `model` is its namespace or None."""
+        """Return whether `name` names this session or its history file, and `model` is None or its namespace."""
         return self.name in (document_name(name), name) and model in (None, self.namespace)
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """Content of a store folder.
+    """Contents of a store folder.
 
     Attributes:
         sessions: Sessions with a readable history, sorted by name.
@@ -98,7 +98,7 @@ def read_catalog(folder: Path) -> Catalog:
 
     Raises:
         InputError: The folder does not exist.
-        StoreError: An earlier version wrote the store.
+        StoreError: The store was written by an earlier version.
     """
     _check_folder(folder)
     documents = DiskStore(folder, "", 0, read_only=True).documents.read_all()
@@ -142,10 +142,10 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Return the session `name`. `model` is needed only if several models have such a session.
+    """Return the session `name`. `model` is needed only if several models have a session of this name.
 
     Raises:
-        InputError: No session or several sessions match.
+        InputError: No session matches, or several do.
         StoreError: The history of the session cannot be read.
     """
     found = _find(folder, name, model)
@@ -173,7 +173,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 
 @dataclass(frozen=True)
 class Deleted:
-    """A deleted session. For a `DamagedSession`, its `name` and `namespace`."""
+    """A deleted session. If it was damaged, this holds the `name` and `namespace` of the `DamagedSession`."""
 
     name: str
     model: str
@@ -181,16 +181,18 @@ class Deleted:
 
 
 def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
-    """Delete a session, and all blocks that no other session and no unnamed request of the same model uses.
+    """Delete a session and all blocks that are then unused.
+
+    Blocks that other sessions or unnamed requests of the same model use are kept.
 
     Args:
-        name: Name of the session, or of its history file if this cannot be read.
+        name: Name of the session, or of its history file if the history cannot be read.
         model: Name of the model, or the digest of the namespace if the history cannot be read. Needed only if several
             sessions match.
 
     Raises:
-        InputError: No session or several sessions match.
-        StoreError: Another process writes to the store, or a file cannot be deleted.
+        InputError: No session matches, or several do.
+        StoreError: Another process is writing to the store, or a file cannot be deleted.
     """
     found = _find(folder, name, model)
     namespace, _, document = found.document.partition("/")
@@ -205,11 +207,11 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
 
 
 def clear_prompts(folder: Path) -> Removed:
-    """Delete the KV of requests without a session name, for all models.
+    """Delete the KV of all requests without a session name, for every model.
 
     Raises:
         InputError: The folder does not exist.
-        StoreError: Another process writes to the store, or a file cannot be deleted.
+        StoreError: Another process is writing to the store, or a file cannot be deleted.
     """
     _check_folder(folder)
     store = DiskStore(folder, "", 0)

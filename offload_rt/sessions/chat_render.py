@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 """A message: `role`, `content` (a text or a list of `{"type": "text", "text": ...}`), and other template fields."""
 
 Tool = Mapping[str, Any] | Callable[..., Any]
-"""A function the model may call: a JSON schema, or a Python function with annotations and a docstring."""
+"""A function that the model may call: a JSON schema, or a Python function with annotations and a docstring."""
 
 
 def render_chat(
@@ -27,13 +27,13 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """Render a conversation as text with special tokens.
+    """Render a conversation as text that includes the special tokens.
 
     Args:
-        tools: Functions the model may call.
-        chat_template_kwargs: Further variables for the template.
+        tools: Functions that the model may call.
+        chat_template_kwargs: Additional variables for the template.
         add_generation_prompt: End the text with the header of a new assistant message.
-        continue_final_message: Leave out the end of the last message, which the model continues.
+        continue_final_message: Omit the end of the last message, so that the model continues this message.
 
     Raises:
         InputError: The tokenizer has no chat template, an argument is invalid, or the template rejects the messages.
@@ -67,7 +67,7 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Tokenize a text. Without `special_tokens`, it must already contain them.
+    """Tokenize a text. If `special_tokens` is False, none are added, so the text must already contain them.
 
     Raises InputError if the text has a lone surrogate (half of a UTF-16 pair).
     """
@@ -103,7 +103,7 @@ def _part_text(part: object) -> str:
 
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given`. Raise InputError for names that are parameters of `apply_chat_template`."""
+    """Return `given`. Raise InputError if any of its names is also a parameter of `apply_chat_template`."""
     wrong = next((name for name in given if not isinstance(name, str)), None)
     if wrong is not None:
         raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: names of variables must be strings")

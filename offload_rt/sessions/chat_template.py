@@ -1,8 +1,8 @@
-"""Tokenize the turns of a session, with the tokenizer's chat template if it has one.
+"""Tokenize the turns of a session, using the tokenizer's chat template if it has one.
 
-The tokens of earlier turns must not change, or their KV would be lost. Many templates trim responses or omit earlier
-reasoning, so the whole conversation is not rendered again. Instead, a marker replaces the last response, and only the
-text after the marker is tokenized.
+The tokens of earlier turns must not change, because their KV would be lost. Many templates trim responses or omit
+earlier reasoning, so the whole conversation is not rendered again. Instead, a marker replaces the last response, and
+only the text after the marker is tokenized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARKER = "offloadrtanswer"
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """Change of a session's tokens when a turn starts.
+    """How a session's tokens change when a turn starts.
 
     Attributes:
         dropped: Number of tokens to remove from the end.
@@ -38,11 +38,11 @@ class TurnTokens:
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase, history: History, text: str, ends: AbstractSet[int] = frozenset()
 ) -> TurnTokens:
-    """Return how a user message changes the tokens of a session. `ends` are the tokens that end a response.
+    """Return how a user message changes the tokens of a session. `ends` contains the tokens that end a response.
 
     With a chat template, the text between the last response and the next one is added. If the template would change the
-    last response, the whole conversation is tokenized with a warning, and all tokens after the first difference are
-    replaced.
+    last response, a warning is issued and the whole conversation is tokenized again. All tokens after the first
+    difference are then replaced.
 
     Raises:
         InputError: The message is empty or has no tokens, or the template rejects the conversation.
@@ -75,7 +75,7 @@ def turn_tokens(
 
 
 def _text_after_response(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
-    """Return the rendered text from the last response to the next one, with the user message `text`.
+    """Render the user message `text`, and return the rendered text between the last response and the next one.
 
     Return None if the template changes or rejects the last response.
     """

@@ -12,7 +12,7 @@ from ..storage.saver import Saver
 from .stored_states import StoredStates
 
 SEGMENT_SECONDS = 2.0
-"""Target duration of a prefill segment. A request that ends early loses at most the KV of one segment."""
+"""Target duration of a prefill segment in seconds. A request that ends early loses at most the KV of one segment."""
 
 
 @dataclass(eq=False)
@@ -21,8 +21,8 @@ class SessionContext:
 
     Attributes:
         states: Reads and writes snapshots of recurrent state on disk. None if the runner keeps no snapshots.
-        load_rate: Seconds per byte loaded from disk. 0 before the first measurement.
-        compute_rate: Seconds per prefilled token. 0 before the first measurement.
+        load_rate: Time to load one byte from disk, in seconds. 0 before the first measurement.
+        compute_rate: Time to prefill one token, in seconds. 0 before the first measurement.
     """
 
     runner: Runner
@@ -35,15 +35,15 @@ class SessionContext:
 
     @property
     def private(self) -> bool:
-        """Whether blocks belong to one session and its forks, because the KV cache is quantised."""
+        """Whether blocks are private to one session and its forks. This is so if the KV cache is quantised."""
         # A prefill attends to new KV before rounding it, so the KV of later tokens depends on where prefills began.
         return not self.runner.pool.format.exact
 
     def segment_stop(self, start: int, stop: int) -> int:
         """Return the end of the prefill segment that begins at token `start`.
 
-        The prefill of tokens [start, stop) is split into segments of about `SEGMENT_SECONDS`, in multiples of
-        `prefill_chunk_size`. If the request ends early, the KV of complete segments is kept.
+        The prefill of the tokens [start, stop) is split into segments that take about `SEGMENT_SECONDS` each. Segments
+        consist of whole chunks (`prefill_chunk_size`). If the request ends early, the KV of complete segments is kept.
         """
         # With streamed weights, each segment would copy all weights. Values of quantised KV depend on the segments.
         if self.private or self.runner.weights is not None:
@@ -55,10 +55,10 @@ class SessionContext:
         return min(stop, start + max(1, chunks) * chunk)
 
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
-        """Return how many layers must be loaded before a turn starts (`read_buffer_layers`).
+        """Return how many layers must be loaded before a turn starts (see `read_buffer_layers`).
 
-        The KV of the other layers is loaded while the turn computes `new_tokens`. Without measured rates, all layers
-        are loaded first.
+        The KV of the other layers is loaded while the turn computes `new_tokens`. Until the rates have been measured,
+        all layers are loaded first.
         """
         layers = self.runner.adapter.geometry.layers
         if not (self.load_rate and self.compute_rate):

@@ -1,7 +1,7 @@
-"""Delete the history of a session from a store, and the blocks that are no longer used.
+"""Delete a session's history from a store, together with the blocks that are then no longer used.
 
-The history of a session contains the keys of its blocks. Requests without a session name have no history, so the store
-marks their blocks (`DiskStore.mark_for_prompts`).
+A history contains the keys of its session's blocks. Requests without a session name have no history, so the store marks
+their blocks (`DiskStore.mark_for_prompts`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Removed:
     """Result of a deletion.
 
     Attributes:
-        unreadable: Unreadable histories of other sessions. Their blocks were deleted too, because the keys are unknown.
-        kept: Unreadable files that were kept, because they may belong to another session.
+        unreadable: Histories of other sessions that cannot be read. The keys of their blocks are unknown, so these
+            blocks were deleted too.
+        kept: Unreadable files that were kept because they may belong to another session.
     """
 
     bytes: int = 0
@@ -31,7 +32,7 @@ class Removed:
     def note(self) -> str:
         notes = []
         if self.unreadable:
-            files = {name.partition(".")[0] for name in self.kept}  # named below
+            files = {name.partition(".")[0] for name in self.kept}  # named in the next sentence
             named = ", ".join(name for name in self.unreadable if name not in files)
             notes.append(
                 f"{len(self.unreadable):,} other documents cannot be read{named and f' ({named})'}: their blocks "
@@ -47,9 +48,10 @@ class Removed:
 
 
 def remove_session(store: DiskStore, namespace: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
-    """Delete a session, and all unused blocks of its namespace. Raises StoreError if a file cannot be deleted.
+    """Delete a session and all unused blocks of its namespace. Raises StoreError if a file cannot be deleted.
 
-    An edit, a truncation or a crash can leave unused blocks. `needed` are keys of blocks that open sessions need.
+    Unused blocks may also come from an edit, a truncation or a crash. `needed` contains the keys of blocks that open
+    sessions need.
     """
     removed = _delete_unused(store, namespace, document, needed, keep_marked=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
@@ -65,7 +67,7 @@ def summary_of(data: bytes) -> Summary | None:
 
 
 def remove_prompt_blocks(store: DiskStore, namespace: str) -> Removed:
-    """Delete all blocks that only requests without a session name use. No such request may be running.
+    """Delete all blocks that are used only by requests without a session name. No such request may be running.
 
     Raises StoreError if a file cannot be changed.
     """
@@ -75,10 +77,10 @@ def remove_prompt_blocks(store: DiskStore, namespace: str) -> Removed:
 def _delete_unused(
     store: DiskStore, namespace: str, document: str, needed: Iterable[bytes], *, keep_marked: bool
 ) -> Removed:
-    """Delete unused blocks, and the files with sinks of deleted sessions.
+    """Delete unused blocks, and the files with the attention sinks of deleted sessions.
 
-    Blocks of the session `document` are deleted, unless another session needs them or their key is in `needed`. With
-    `keep_marked`, blocks of requests without a session name are kept.
+    Blocks of the session `document` are deleted unless another session needs them or `needed` contains their key. If
+    `keep_marked` is True, blocks of requests without a session name are kept.
     """
     keys, sinks, unreadable = set(needed), set[str](), []
     documents = store.documents.summaries(namespace, summary_of)

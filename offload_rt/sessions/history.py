@@ -1,4 +1,4 @@
-"""Persistent state of a session: tokens, messages, and keys of blocks."""
+"""Persistent state of a session: its tokens and messages, and the keys of its blocks."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from typing import Any
 from ..core import BLOCK_SIZE, ranges_of
 
 FORMAT = 2
-"""Format version of stored histories. Stores with format 1 are refused."""
+"""Format version of stored histories. Stores with format 1 are rejected."""
 
 SINKS = "sinks"
-"""Name prefix of files with the keys of attention sinks before they were rotated."""
+"""Prefix of the names of files that store the unrotated keys of attention sinks."""
 
 _IDENTITY = re.compile("[0-9a-f]{32,64}")
 
 _MOST = 1 << 40
-"""Token counts and ids in a stored history must be below this limit, so that they fit int64."""
+"""Token counts and token ids in a stored history must be below this limit so that they fit in int64."""
 
 
 @dataclass
 class History:
     """Persistent state of a session, stored as one JSON document.
 
-    Tokens after truncated ones keep their positions. The positions of truncated tokens are the *gap*.
+    A truncation does not move the tokens after the removed ones. The positions of the removed tokens form the *gap*.
 
     Attributes:
         id: Hexadecimal id of the session, the same for all forks.
         tokens: Tokens of the conversation, without truncated tokens.
-        computed: Number of tokens whose KV was computed, from the first one on.
-        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, ascending. All other KV was
-            computed by a prefill.
+        computed: Number of leading tokens whose KV was computed.
+        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, in ascending order. All other KV
+            was computed by a prefill.
         turns: (role, text) of each message, for display.
-        starts: Number of tokens before each of the latest turns, for `undo`.
+        starts: For each of the latest turns, the number of tokens before it. Used by `undo`.
         truncation_id: Part of the KV provenance key that identifies all truncations, or "".
         shift: Number of truncated tokens. After the gap, the token at index i has the position i + `shift`.
         sinks: Number of attention sinks (first tokens) whose unrotated keys are stored. 0 if sinks are never rotated.
         sink_shift: Number of positions by which the sinks' keys are rotated (RoPE).
         keys: Keys of the blocks on disk, in hexadecimal.
         tail: Key of the partly filled last block of the full-attention layers, or "".
-        tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
+        tail_windows: Keys of the partly filled last blocks of the sliding layers.
         tail_shared: Whether a fork may use these partly filled blocks.
-        floor: Index of the first token that sliding-window layers may attend to.
-        salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
-        states: Those of `keys` that belong to snapshots of recurrent state.
+        floor: Index of the first token that sliding layers may attend to.
+        salt: Part of the KV provenance key that is derived from the cache salt of the first turn (`salt_provenance`).
+        states: The subset of `keys` that belongs to snapshots of recurrent state.
     """
 
     name: str
@@ -112,7 +112,7 @@ class History:
 
     @property
     def provenance(self) -> str:
-        """Part of the KV provenance key that depends on the cache salt and on truncations."""
+        """Part of the KV provenance key that covers the cache salt and truncations."""
         return self.salt + self.truncation_id
 
     @property
@@ -126,7 +126,8 @@ class History:
     def add_turn(self, start: int, user: str, response: str, *, rewritten: bool) -> None:
         """Record a turn whose tokens begin at index `start`.
 
-        If the turn has replaced earlier tokens (`rewritten`), `undo` can remove neither this turn nor earlier ones.
+        `rewritten` tells whether the turn has replaced earlier tokens. If so, `undo` can no longer remove this turn or
+        any earlier turn.
         """
         self.turns += [("user", user), ("assistant", response)]
         self.starts = [] if rewritten else [*self.starts, start]
@@ -150,12 +151,12 @@ class History:
         )  # fmt: skip
 
     def forget_from(self, token: int) -> None:
-        """Mark the KV from the token at index `token` on as lost."""
+        """Mark the KV of all tokens from index `token` on as lost."""
         self.computed = min(self.computed, token)
         self.decoded = [(a, min(b, token)) for a, b in self.decoded if a < token]
 
     def decoded_with(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return `decoded` with the tokens [start, stop), which must follow all earlier decoded tokens."""
+        """Return `decoded` extended by the tokens [start, stop). They must follow all earlier decoded tokens."""
         return [*self.decoded, (start, stop)] if start < stop else list(self.decoded)
 
     @property
@@ -167,7 +168,7 @@ class History:
         return self.decoded[0][0] if self.decoded else len(self.tokens)
 
     def truncate(self, kept: list[int], sinks: int) -> None:
-        """Remove all computed tokens except those at the indices `kept` (ascending, below `computed`).
+        """Remove all computed tokens except those whose indices are in `kept` (ascending, each below `computed`).
 
         `sinks` is the number of sinks whose unrotated keys are stored.
         """
@@ -186,12 +187,12 @@ class History:
         self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def close_gap(self) -> None:
-        """Record that the sinks' keys were rotated to the positions directly before the other tokens."""
+        """Record that the sinks' keys have been rotated to the positions directly before the other tokens."""
         self.sink_shift = self.shift
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace all tokens with `tokens` without KV, and forget all truncations."""
+        """Replace all tokens with `tokens`, which have no KV, and forget all truncations."""
         if tokens is not self.tokens:
             self.starts = []  # it is unknown which of the new tokens belong to which turn
         self.tokens = tokens
@@ -200,6 +201,6 @@ class History:
 
 
 def document_name(name: str) -> str:
-    # A digest, because a session name may be any text, and file systems differ in the characters they allow and in
-    # case folding and Unicode normalization.
+    # Use a digest, because a session name may be any text. File systems differ in the characters that they allow, in
+    # case folding and in Unicode normalization.
     return f"session-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"

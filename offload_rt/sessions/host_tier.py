@@ -1,7 +1,7 @@
 """Evict sessions from host memory and prefetch them from disk (CachedAttention §3.3).
 
-As in the paper, sessions are evicted and prefetched as a whole. KV in host memory is also on disk, or is being written
-to disk, so eviction needs no copy. KV that is evicted from the disk will be computed again.
+As in the paper, sessions are evicted and prefetched as a whole. KV in host memory is also on disk or is being written
+there, so eviction needs no copy. KV that is evicted from the disk must be computed again.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ T = TypeVar("T")
 
 @dataclass
 class TierStats:
-    """Statistics of the turns of a store: where the KV of earlier tokens was when they started.
+    """Statistics of the turns of a store. They show where the KV of earlier tokens was when each turn started.
 
-    A turn that starts again is counted again.
+    If a turn starts again, it is counted again.
 
     Attributes:
-        host_tokens: Tokens with KV in host memory.
-        disk_tokens: Tokens with KV that was loaded from disk for the turn.
-        computed_tokens: Tokens whose KV was lost, so that the turn computed it again.
-        fetched: Sessions that were prefetched from disk before their turn.
+        host_tokens: Tokens whose KV was in host memory.
+        disk_tokens: Tokens whose KV was loaded from disk for the turn.
+        computed_tokens: Tokens whose KV was lost, so that the turn had to compute it again.
+        fetched: Number of times that a session was prefetched from disk before its turn.
         fetched_tokens: Tokens of prefetched sessions. After a complete prefetch, they also count as `host_tokens`.
-        evicted: Evictions of a session from host memory.
-        stall_seconds: Time that prefills waited for KV from disk.
+        evicted: Number of times that a session was evicted from host memory.
+        stall_seconds: Total time, in seconds, that prefills waited for KV from disk.
     """
 
     turns: int = 0
@@ -49,9 +49,9 @@ class TierStats:
         """Count one turn.
 
         Args:
-            computed: Tokens whose KV earlier turns have computed.
-            known: Earlier tokens with KV in host memory or on disk.
-            loaded: Earlier tokens with KV only on disk.
+            computed: Number of tokens whose KV was computed by earlier turns.
+            known: Number of earlier tokens whose KV is in host memory or on disk.
+            loaded: Number of earlier tokens whose KV is only on disk.
         """
         self.turns += 1
         self.host_tokens += known - loaded
@@ -62,10 +62,11 @@ class TierStats:
 class HostTier:
     """Moves the KV of idle ("parked") sessions between host memory and disk.
 
-    `options.policy` sets the eviction order. With the policy "lookahead", queued turns determine it:
+    `options.policy` sets the eviction order. With the policy "lookahead", the queue of turns determines it:
 
     * The sessions of the first L_ew queued turns are evicted last, in reverse order of the queue. L_ew = (C_mem +
-      C_disk) / S_kv, with the capacities C of memory and disk and the mean size S_kv of a session.
+      C_disk) / S_kv, where C_mem and C_disk are the capacities of memory and disk, and S_kv is the mean size of a
+      session.
     * Before every step, `look_ahead` evicts sessions until the fraction `options.free_host` of the pool is free. It
       then loads the sessions of the next L_pw = C_free / S_kv queued turns, one at a time, while other sessions
       compute.
@@ -82,7 +83,7 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """Idle sessions, sorted by the order of eviction."""
+        """Idle sessions, beginning with the one that will be evicted first."""
         return list(self._order.ranked())
 
     @property
@@ -91,7 +92,7 @@ class HostTier:
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
-        """Return the numbers of queued sessions to load (L_pw) and to keep (L_ew). Without a disk limit, keep all."""
+        """Return how many queued sessions to load (L_pw) and to keep (L_ew). If the disk has no limit, keep all."""
         sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0
         # At least one session is prefetched, because `_fetch` evicts other sessions for it.
@@ -126,11 +127,11 @@ class HostTier:
             self.park(kv)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Return the result of `action`. If it raises PoolFullError, evict a session and retry.
+        """Return the result of `action`. If it raises PoolFullError, evict a session and try again.
 
-        Parked sessions of this store are evicted first, even if the disk has no space for their KV, then sessions of
-        other stores (`Runner.retry_after_reclaim`). The session that `action` uses must not be parked. Raises
-        PoolFullError if no session is left.
+        Parked sessions of this store are evicted first, even if the disk has no space for their KV. Sessions of other
+        stores follow (see `Runner.retry_after_reclaim`). The session that `action` uses must not be parked. Raises
+        PoolFullError when there is no session left to evict.
         """
         while self._since:
             try:
@@ -140,8 +141,8 @@ class HostTier:
         return self._runner.retry_after_reclaim(action)
 
     def reclaim(self) -> bool:
-        """Evict the first parked session whose KV is on disk or can be written. Return False if there is none."""
-        # KV that the disk cannot store may be evicted only for turns of this store (`retry_after_reclaim`).
+        """Evict the first parked session whose KV is on disk or can be written there. Return False if there is none."""
+        # KV that does not fit on disk may be evicted only for turns of this store (`retry_after_reclaim`).
         for kv in self.parked:
             if not kv.write_out():
                 self._evict(kv)
@@ -185,7 +186,7 @@ class HostTier:
             self._evict(victim)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Load the first session of `soon` that is not in host memory, one session at a time."""
+        """Start loading the first session of `soon` that is not in host memory, unless another one is being loaded."""
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return
@@ -200,7 +201,7 @@ class HostTier:
                 self._evict(victim)
             try:
                 kv.fetch(all_layers=True)
-            except PoolFullError:  # the size estimate omits the last block, and evicted sessions may share blocks
+            except PoolFullError:  # the size estimate ignores the last block, and evicted sessions may share blocks
                 return
             if kv.loader is not None:
                 self._fetching = kv

@@ -1,4 +1,4 @@
-"""Convert prompts and conversations to token ids of a model."""
+"""Convert prompts and conversations to the token ids of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PromptEncoder:
         return text, encode_rendered(self._model.tokenizer, text)
 
     def each_chat(self, messages: Sequence[Any], **options: Any) -> list[tuple[str, list[int]]]:
-        """Apply `chat` to a conversation (a list of messages), or to each conversation of a list."""
+        """Apply `chat` to one conversation (a list of messages), or to every conversation in a list."""
         listed = messages if isinstance(messages, Sequence) else ()
         several = bool(listed) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in listed)
         return [self.chat(one, **options) for one in (messages if several else [messages])]

@@ -26,13 +26,17 @@ from .turn import Turn, check_turn
 logger = logging.getLogger(__name__)
 
 MOST_OPEN = 256
-"""Maximum number of sessions that stay open between turns. The least recently used ones are saved and closed."""
+"""Maximum number of sessions that stay open between turns.
+
+If there are more, the least recently used are saved and closed.
+"""
 
 
 def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
-    """Return the edit that turns the `tokens` of a session into `prompt`.
+    """Return the change that turns the `tokens` of a session into `prompt`.
 
-    It keeps the common prefix, but always adds the last token of the prompt, because a prefill needs a token.
+    It keeps the common prefix. The last token of the prompt is always added, because a prefill needs at least one
+    token.
     """
     most = min(len(tokens), len(prompt) - 1)
     same = next((i for i in range(most) if tokens[i] != prompt[i]), most)
@@ -40,9 +44,9 @@ def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
 
 
 class StoredRequestFactory:
-    """Creates the requests of an engine with a session store. Not thread-safe.
+    """Creates requests for an engine that has a session store. Not thread-safe.
 
-    `call_soon`, which is thread-safe, schedules a function on the engine's thread.
+    `call_soon` schedules a function on the engine's thread and is itself thread-safe.
     """
 
     def __init__(self, store: SessionStore, call_soon: Callable[[Callable[[], None]], None]) -> None:
@@ -67,8 +71,8 @@ class StoredRequestFactory:
     def stores_prompt(self, params: SamplingParams) -> bool:
         """Return whether the store keeps the KV of a request without a session name.
 
-        It keeps none if prefixes are not shared or weights have changed, nor for beam search or prompt
-        log-probabilities.
+        It does not if prefixes are not shared, if weights have changed, or if the request uses beam search or needs
+        prompt log-probabilities.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -79,7 +83,8 @@ class StoredRequestFactory:
     ) -> StoredPrompt:
         """Create a request without a session name. For the arguments, see `turn`.
 
-        The caller must call `prompt_ended` at its end. Raises InputError for an invalid token id or parameter.
+        When the request ends, the caller must call `prompt_ended`. Raises InputError for an invalid token id or
+        parameter.
         """
         context = self.store.context
         check_answerable(params, context.runner.model)
@@ -120,7 +125,7 @@ class StoredRequestFactory:
     ) -> Turn:
         """Create the request that responds to `prompt` in the session `name`. Open or create the session if needed.
 
-        The caller must call `ended` at its end.
+        When the request ends, the caller must call `ended`.
 
         Args:
             number: Number of the request in the engine.
@@ -144,7 +149,7 @@ class StoredRequestFactory:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
         if not session.history.tokens:
             # A session keeps the salt of its first turn, because the keys of its blocks on disk depend on this salt.
-            # The server's salts can change with every start.
+            # The server's salts can change whenever it starts.
             session.history.salt = salt_provenance(cache_salt)
         tokens = tokens_of_prompt(session.history.tokens, prompt)
         turn = Turn(session.kv, session.host, number, "", tokens, params, recorder)
@@ -152,9 +157,9 @@ class StoredRequestFactory:
         return turn
 
     def ended(self, name: str) -> None:
-        """Mark the session `name` as idle at the end of its turn.
+        """Mark the session `name` as idle after its turn.
 
-        If more than MOST_OPEN sessions are open, close the least recently used idle ones.
+        If more than MOST_OPEN sessions are open, close idle sessions, starting with the least recently used one.
         """
         self._opened[name].busy = False
         idle = [name for name, session in self._opened.items() if not session.busy]
@@ -176,14 +181,14 @@ class StoredRequestFactory:
         opened = self._opened.pop(name, None)
         known = self.store.exists(name)
         if opened is None and not known:
-            return False  # a deletion reads all histories of the store, which takes time
+            return False  # a deletion reads every history in the store, which takes time
         self.store.delete(name)
         return known
 
     def close(self) -> None:
         """Save and close all sessions. A second call has no effect.
 
-        If one cannot be saved, StoreError is raised after all others are saved.
+        If a session cannot be saved, all others are still saved before StoreError is raised.
         """
         with ExitStack() as ends:
             ends.callback(self.store.remove_user, self)

@@ -52,12 +52,12 @@ def pool_locked(method: Callable[Concatenate[Session, P], T]) -> Callable[Concat
 
 
 class Session:
-    """One conversation with a persistent KV cache.
+    """A conversation with a persistent KV cache.
 
     `send` computes one turn. Between turns, the KV stays in host memory until another request needs the memory. The
     next turn loads evicted KV from disk. After every turn, the session is saved in the background.
 
-    Not thread-safe. Use a `TurnQueue` to compute turns of several sessions in one batch.
+    Not thread-safe. To compute turns of several sessions in one batch, use a `TurnQueue`.
     """
 
     def __init__(self, kv: SessionKV, host: HostTier, store: SessionRegistry) -> None:
@@ -90,12 +90,12 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of the conversation without truncated ones."""
+        """Tokens of the conversation, excluding truncated tokens."""
         return list(self.history.tokens)
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """(role, text) of every message, including truncated ones."""
+        """(role, text) of every message, including messages that were truncated."""
         return list(self.history.turns)
 
     @property
@@ -104,7 +104,7 @@ class Session:
 
     @property
     def loaded_tokens(self) -> int:
-        """Number of tokens whose KV the last turn or prefetch read from disk."""
+        """Number of tokens whose KV was read from disk by the last turn or prefetch."""
         return self.kv.loaded_tokens
 
     @property
@@ -140,16 +140,17 @@ class Session:
     ) -> Iterator[TokenOutput]:
         """Compute one turn and stream its response.
 
-        Closing the iterator early ends the response, and its tokens are kept.
+        If the iterator is closed early, the response ends there, and its tokens are kept.
 
         Args:
-            prompt: User message: a text, which is rendered with the chat template if there is one, or token ids.
+            prompt: The user message, as text or token ids. Text is rendered with the chat template if the model has
+                one.
             params: Sampling parameters, or None for the model's defaults.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
             InputError, PoolFullError: See `LLM.stream`.
-            ModelError: See `LLM.stream`. Also if the conversation would exceed the model's positions and
+            ModelError: See `LLM.stream`. Also raised if the conversation would exceed the model's positions and
                 `StoreOptions.overflow` is "error".
         """
         self.check_idle()
@@ -159,7 +160,7 @@ class Session:
         return events
 
     def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
-        """Tokenize a turn, and check that it can be computed. For errors, see `tokens_of_turn` and `check_fits`."""
+        """Tokenize a turn and check that it can be computed. For errors, see `tokens_of_turn` and `check_fits`."""
         tokens = tokens_of_turn(self.kv, prompt)
         check_fits(self.kv, tokens, params)
         return tokens
@@ -168,7 +169,7 @@ class Session:
         self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams, on_prefill: Callable[[int], None]
     ) -> Generator[TokenOutput]:
         self.check_idle()
-        # another turn ran between the call of `send` and the first event
+        # another turn ran between the call of `send` and the first output
         if tokens.tokens_before != len(self.history.tokens):
             tokens = self.encode(prompt, params)
         yield from self._run(Turn(self.kv, self.host, next(self._ids), prompt_text(prompt), tokens, params), on_prefill)
@@ -183,13 +184,13 @@ class Session:
     ) -> Generator[TokenOutput]:
         """Replace the last `replaced` tokens of the session with `tokens`, and stream up to `max_tokens` new tokens.
 
-        If the iterator is closed early, the session is unchanged. If the process is killed, the session on disk is as
-        it was either before or after the call.
+        If the iterator is closed early, the session is unchanged. If the process is killed, the session on disk is in
+        the state either before or after the call.
 
         Args:
-            tokens: Token ids to append, at least one.
+            tokens: Token ids to append. There must be at least one.
             replaced: Number of tokens to remove from the end first, 0 or 1. The last token of a session has no KV. To
-                continue the text unchanged, set `replaced` to 1, and begin `tokens` with the last token.
+                continue the text without changing it, set `replaced` to 1 and begin `tokens` with that last token.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
@@ -206,7 +207,7 @@ class Session:
         self, added: tuple[int, ...], replaced: int, params: SamplingParams, on_prefill: Callable[[int], None]
     ) -> Generator[TokenOutput]:
         self.check_idle()
-        # Another turn may have run between the call of `extend` and the first event.
+        # Another turn may have run between the call of `extend` and the first output.
         turn = TurnTokens(len(self.history.tokens), replaced, added)
         check_fits(self.kv, turn, params)
         yield from self._run(WholeTurn(self.kv, self.host, next(self._ids), "", turn, params), on_prefill)
@@ -240,7 +241,10 @@ class Session:
 
     @pool_locked
     def save(self) -> None:
-        """Write the whole session to disk and wait. Warn if part of the KV cannot be stored. Raises StoreError."""
+        """Write the whole session to disk and wait until this is done. Warn if part of the KV cannot be stored.
+
+        Raises StoreError.
+        """
         self.check_idle()
         self._save()
 
@@ -259,7 +263,7 @@ class Session:
 
     @pool_locked
     def fork(self, name: str) -> Session:
-        """Return a new session `name` with the same history. Both share KV until it changes.
+        """Return a new session called `name` with the same history. The two sessions share KV until it changes.
 
         Raises InputError if a turn of the session is running, or if the name is invalid or in use.
         """
@@ -282,15 +286,15 @@ class Session:
 
     @pool_locked
     def truncate(self, *, keep_last: int | None = None, sinks: int = SINKS, drop: Seq[int] | None = None) -> int:
-        """Remove tokens from the conversation without computing the KV of the other tokens again.
+        """Remove tokens from the conversation without recomputing the KV of the remaining tokens.
 
-        Kept tokens keep their positions, and new tokens continue after the last position. Use either `keep_last` or
-        `drop`.
+        The remaining tokens keep their positions, and new tokens continue after the last position. Set either
+        `keep_last` or `drop`.
 
         Args:
-            keep_last: Number of tokens at the end to keep, in addition to the first `sinks`.
-            sinks: Number of tokens at the start to keep.
-            drop: Indices in `tokens` of the tokens to remove.
+            keep_last: Number of tokens to keep at the end, in addition to the first `sinks` tokens.
+            sinks: Number of tokens to keep at the start.
+            drop: Tokens to remove, as indices into `tokens`.
 
         Returns:
             The number of removed tokens.
@@ -309,10 +313,10 @@ class Session:
 
     @pool_locked
     def undo(self) -> str:
-        """Remove the last turn, and return its user message. The KV of earlier turns is kept.
+        """Remove the last turn and return its user message. The KV of earlier turns is kept.
 
-        Tokens that the turn has truncated are not restored. If a turn has replaced earlier tokens, neither it nor
-        earlier turns can be removed.
+        If the turn truncated tokens, these are not restored. If a turn has replaced earlier tokens, neither this turn
+        nor any earlier turn can be removed.
 
         Raises:
             InputError: A turn of the session is running, or the last turn cannot be removed.
@@ -330,7 +334,7 @@ class Session:
 
     @pool_locked
     def close(self) -> None:
-        """Save the session and free its memory. A response that is being streamed ends. A second call has no effect.
+        """Save the session and free its memory. If a response is being streamed, it ends. A second call has no effect.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -343,10 +347,10 @@ class Session:
 
     @pool_locked
     def discard(self) -> Removed:
-        """Close the session and delete it from the store. A response that is being streamed ends.
+        """Close the session and delete it from the store. If a response is being streamed, it ends.
 
-        Blocks that other sessions or requests use are kept. A session that is already closed is not deleted. Warns if
-        files of other sessions cannot be read.
+        Blocks that other sessions or requests use are kept. If the session is already closed, nothing is deleted. Warns
+        if files of other sessions cannot be read.
 
         Raises:
             InputError: A queue is computing a turn of the session.

@@ -1,6 +1,7 @@
 """Find the blocks of a session on disk.
 
-The name of a block is a hash of its tokens and all earlier tokens (`NamedBlock`), so equal texts have equal blocks.
+The name of a block is a hash of its tokens and of all earlier tokens (`NamedBlock`). Equal texts therefore have equal
+blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class SessionBlocks:
 
     Attributes:
         pinned: Keys of blocks that are protected from eviction.
-        damaged: Keys of damaged blocks, which are ignored.
+        damaged: Keys of damaged blocks. These blocks are ignored.
     """
 
     def __init__(self, context: SessionContext, history: History) -> None:
@@ -35,7 +36,7 @@ class SessionBlocks:
         return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
     def full_names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the full-attention blocks of the first `stop` tokens."""
+        """Return the names of the full-attention blocks for the first `stop` tokens."""
         return self.names(stop) if self._runner.pool.groups.full else []
 
     def window_names(self, stop: int) -> list[NamedBlock]:
@@ -43,7 +44,7 @@ class SessionBlocks:
         return window_blocks(self._runner.pool.groups, self.names(stop), stop, self._history.floor)
 
     def decoded_names(self, tokens: Seq[int], start: int, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of `tokens[:stop]`. The running turn decoded the tokens [start, stop)."""
+        """Return the names of the blocks of `tokens[:stop]`. The running turn has decoded the tokens [start, stop)."""
         return name_blocks(self._provenance, tokens, stop, self._history.decoded_with(start, stop))
 
     @property
@@ -55,14 +56,14 @@ class SessionBlocks:
     # --------------------------------------------------------------------------------------------------------- finding
 
     def find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
-        """Find blocks on disk that continue `blocks`, which are in host memory.
+        """Find the blocks on disk that continue `blocks`, which are already in host memory.
 
-        In hybrid models, the recurrent state after them is read into host memory. If this fails, `blocks` may be
-        shortened.
+        In hybrid models, the recurrent state after the found blocks is read into host memory. If this fails, `blocks`
+        may be shortened.
 
         Returns:
             found: Blocks on disk, in order.
-            known: Number of tokens in `blocks` and the found blocks.
+            known: Total number of tokens in `blocks` and in the found blocks.
             snapshot: Slot of the recurrent state after `known` tokens, or None if no state was read.
         """
         states, snapshots = self._context.states, self._runner.snapshots
@@ -71,7 +72,7 @@ class SessionBlocks:
             if states is None or snapshots is None or known == blocks.length:
                 return found, known, None
             name = self.names(known)[-1].state()
-            if (slot := snapshots.take()) is None:  # The file is intact, and a later turn can read it.
+            if (slot := snapshots.take()) is None:  # The file is intact, so a later turn can read it.
                 return [], blocks.length, None
             if states.load(name, slot):
                 self.pin([name.key])
@@ -88,10 +89,10 @@ class SessionBlocks:
             pool.truncate(blocks, 0 if blocks.windows else count * BLOCK_SIZE)
 
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find the longest continuation of `blocks` on disk after which the next token can be computed.
+        """Find the longest continuation of `blocks` on disk that allows the next token to be computed.
 
         The next token needs its sliding-window blocks and the recurrent state. Return the found blocks, and the number
-        of tokens including `blocks`.
+        of tokens in them and in `blocks` together.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
@@ -110,7 +111,7 @@ class SessionBlocks:
         return [], blocks.length
 
     def _with_state(self, names: Seq[NamedBlock], start: int, known: int) -> int:
-        """Return the largest number of tokens in [start, known] after which recurrent state is available."""
+        """Return the largest position in [start, known] whose recurrent state is available, as a number of tokens."""
         if self._context.states is not None:
             return self._context.states.last(names, start, known, self.damaged)
         return known if self._runner.states is None else start
@@ -123,15 +124,15 @@ class SessionBlocks:
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find the full-attention blocks on disk that follow the first `known` tokens without a gap.
 
-        Return the blocks, and the number of tokens up to their end. At least one token is left for the prefill.
+        Return these blocks and the number of tokens up to their end. At least one token is left for the prefill.
         """
         history = self._history
-        # A prefill attends to new KV before quantisation. Stored quantised KV of an unfinished turn differs from the KV
-        # that the repeated prefill attends to, so the blocks of an unfinished turn are not used.
+        # A prefill attends to new KV before it is quantised. If an unfinished turn is repeated, its stored quantised KV
+        # differs from the KV that the prefill attends to, so its blocks are not used.
         stop = min(len(history.tokens) - 1, history.computed) if self._context.private else len(history.tokens) - 1
         if not self._runner.pool.groups.full:
-            # The model has only sliding-window layers. `known` may exceed `computed`, because the prefix tree may
-            # contain KV that other sessions computed.
+            # The model has only sliding layers. `known` may exceed `computed`, because the prefix tree may contain KV
+            # that other sessions computed.
             return [], max(known, min(stop, history.computed))
         names = self.names(stop // BLOCK_SIZE * BLOCK_SIZE)
         tail = self.names(history.computed)[history.computed // BLOCK_SIZE :]

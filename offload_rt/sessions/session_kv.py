@@ -18,9 +18,9 @@ from .session_blocks import SessionBlocks
 
 
 class SessionKV:
-    """KV cache of one session: a sequence in host memory, blocks on disk, and transfers between them.
+    """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between the two.
 
-    New KV is written to disk in the background, so that an eviction from host memory rarely waits.
+    New KV is written to disk in the background, so an eviction from host memory rarely has to wait.
 
     Attributes:
         blocks: Names and locations of the session's blocks on disk.
@@ -29,7 +29,7 @@ class SessionKV:
         loaded_tokens: Number of tokens that the last load read from disk.
         for_prompt: Whether the KV belongs to a request without a session name. The store then marks its blocks
             (`DiskStore.mark_for_prompts`).
-        keeps_decoded: Whether later turns reuse approximate KV of decoded tokens.
+        keeps_decoded: Whether later turns reuse the approximate KV of decoded tokens.
     """
 
     for_prompt = False
@@ -54,9 +54,9 @@ class SessionKV:
     # -------------------------------------------------------------------------------------------------------- loading
 
     def ready(self, capacity: int) -> Sequence:
-        """Return the session's sequence, with KV slots for `capacity` tokens. Its KV may still be loading.
+        """Return the session's sequence with KV slots for `capacity` tokens. Its KV may still be loading.
 
-        Raises PoolFullError if it does not fit in the pool.
+        Raises PoolFullError if the sequence does not fit in the pool.
         """
         if self.sequence is not None and not self.runner.continues(self.sequence):
             self.drop()
@@ -72,10 +72,10 @@ class SessionKV:
         return sequence
 
     def fetch(self, *, all_layers: bool) -> None:
-        """Start loading the session's KV from disk, if it is not in host memory.
+        """If the session's KV is not in host memory, start loading it from disk.
 
-        Without `all_layers`, only the layers that a turn needs at its start are loaded (`read_buffer`). Raises
-        PoolFullError.
+        Unless `all_layers` is True, only the layers that a turn needs at its start are loaded (see `read_buffer`).
+        Raises PoolFullError.
         """
         if self.sequence is None and self.history.computed:
             self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=all_layers)
@@ -83,7 +83,8 @@ class SessionKV:
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
 
-        Raises DamagedBlockError for a damaged block on disk. The next load skips it, and its KV is computed again.
+        Raises DamagedBlockError if a block on disk is damaged. The next load skips this block, and its KV is computed
+        again.
         """
         if self.loader is None:
             return
@@ -101,7 +102,7 @@ class SessionKV:
             self.runner.reload(self.sequence)
 
     def materialise(self) -> Sequence:
-        """Load the whole sequence into the pool, and wait for pending writes. Raises PoolFullError."""
+        """Load the whole sequence into the pool and wait for pending writes. Raises PoolFullError."""
         while True:
             if self.sequence is None:
                 self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=True)
@@ -114,7 +115,7 @@ class SessionKV:
             return self.sequence
 
     def end_loading(self) -> float:
-        """Close the loader and record its speed. Return the seconds that computation waited for it."""
+        """Close the loader and record its speed. Return how long, in seconds, computation waited for it."""
         if self.loader is None:
             return 0.0
         self.loader.close()
@@ -125,7 +126,7 @@ class SessionKV:
         return stalled
 
     def drop(self) -> None:
-        """Free the sequence. Its blocks stay in the prefix tree if they are loaded."""
+        """Free the sequence. Blocks that have been loaded stay in the prefix tree."""
         if self.sequence is None:
             return
         self.context.saver.wait_for(self.sequence.blocks)
@@ -138,7 +139,7 @@ class SessionKV:
         self.sequence = None
 
     def reset_policy_state(self) -> None:
-        """Rebuild resident KV and policy state from KV in host memory, or drop the sequence if this is impossible."""
+        """Rebuild resident KV and policy state from KV in host memory. If this is impossible, drop the sequence."""
         assert self.sequence is not None
         if self._recurrent:
             self.drop()
@@ -149,7 +150,7 @@ class SessionKV:
             self.drop()
 
     def end_turn(self) -> None:
-        """Free recurrent state, or rebuild an interrupted policy state, after a turn was added to the history."""
+        """Free recurrent state or rebuild an interrupted policy state, after a turn was added to the history."""
         assert self.sequence is not None
         if self._recurrent:  # the next turn begins from the snapshot after the last full block
             self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
@@ -185,7 +186,7 @@ class SessionKV:
         return sequence
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
-        """Create the sequence of this session, which takes ownership of `blocks`.
+        """Create the sequence of this session, which then owns `blocks`.
 
         The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """
@@ -200,7 +201,7 @@ class SessionKV:
                 runner.snapshots.give_back(snapshot)
             raise
         if snapshot is not None:
-            sequence.snapshots[known] = snapshot  # published with the blocks
+            sequence.snapshots[known] = snapshot  # it is published with the blocks
         sequence.keeps_decoded = self._recurrent and self.keeps_decoded
         return sequence
 
@@ -223,14 +224,14 @@ class SessionKV:
         return [*names, *self.blocks.window_names(computed), *states]
 
     def unsaved(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
-        """Return those of `names` whose blocks are neither on disk nor queued for writing."""
+        """Return the `names` of blocks that are neither on disk nor queued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedBlock]) -> None:
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedBlock]) -> bool:
-        """Queue the unsaved blocks of `names` for writing. Return True if the write buffer was too small."""
+        """Queue the unsaved blocks in `names` for writing. Return True if the write buffer was too small."""
         fresh = self.unsaved(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
@@ -243,16 +244,16 @@ class SessionKV:
         return len(accepted) < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Queue the blocks of `tokens[:stop]` for writing. The running turn decoded the tokens [start, stop)."""
+        """Queue the blocks of `tokens[:stop]` for writing. The running turn has decoded the tokens [start, stop)."""
         if self.runner.pool.groups.full:
             self.enqueue(self.blocks.decoded_names(tokens, start, stop))
 
     def cancel_replaced(self) -> None:
-        """Cancel the writes of blocks that have left the sequence. Call this after any change of blocks."""
+        """Cancel the writes of blocks that are no longer in the sequence. Call this after any change of its blocks."""
         self._enqueued -= self.context.saver.cancel_replaced()
 
     def write_out(self) -> list[NamedBlock]:
-        """Write all blocks in host memory to disk and wait. Return the names of blocks for which this failed."""
+        """Write all blocks in host memory to disk and wait. Return the names of blocks that could not be written."""
         names = self.all_names()
         self._flush()  # another session may have removed a shared block after it was queued
         while fresh := self.unsaved(names):
@@ -270,7 +271,7 @@ class SessionKV:
             self._enqueued.clear()
 
     def _record_names(self, names: Seq[NamedBlock]) -> None:
-        """Record the blocks `names` in the history, and remove partly filled blocks that they replace."""
+        """Record `names` in the history, and remove the partly filled blocks that they replace."""
         history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
@@ -286,9 +287,9 @@ class SessionKV:
         self.blocks.pin(name.key for name in names)
 
     def _drop_states(self, needed: Seq[str], *, shared: bool) -> None:
-        """Allow the eviction of snapshots of recurrent state that are not `needed`.
+        """Allow the eviction of all snapshots of recurrent state except those in `needed`.
 
-        Snapshots of removed text are deleted, unless a fork may need them (`shared`).
+        Snapshots of removed text are deleted unless a fork may need them (`shared`).
         """
         dropped = {bytes.fromhex(key) for key in self.history.states} - {bytes.fromhex(key) for key in needed}
         if not dropped:
@@ -311,14 +312,14 @@ class SessionKV:
         self.persist()
 
     def enqueue_all(self) -> None:
-        """Queue all unsaved blocks for writing, and copy the history for `persist`."""
+        """Queue all unsaved blocks for writing, and copy the history so that `persist` can write it."""
         names = self.all_names()
         self.enqueue(names)
         self._record_names(names)
         self._unwritten = self.history.to_bytes()
 
     def persist(self) -> None:
-        """Write the history that `enqueue_all` copied, if it is not written yet. Raises StoreError."""
+        """Write the history that `enqueue_all` copied, unless it has been written already. Raises StoreError."""
         # No lock is needed. Only the session's owner calls this method, before the next turn starts. During the call,
         # other sessions can only remove blocks, and missing blocks are computed again. The store writes documents one
         # at a time, so an older history never overwrites a newer one.
@@ -333,14 +334,14 @@ class SessionKV:
         self.context.storage.touch(self.history.block_keys)
 
     def set_sequence(self, sequence: Sequence | None) -> None:
-        """Set the sequence. Its blocks count as unsaved."""
+        """Set the sequence, and treat its blocks as unsaved."""
         self.sequence = sequence
         self._enqueued.clear()
 
     def keys_in_use(self, *, answering: bool) -> set[bytes]:
         """Return the keys of the blocks on disk that the session needs.
 
-        With `answering`, include blocks of the running turn, which the history does not contain yet.
+        `answering` adds the blocks of the running turn, which are not in the history yet.
         """
         if answering:
             return {*self.history.block_keys, *self.blocks.pinned, *self._enqueued}
@@ -348,13 +349,16 @@ class SessionKV:
         return set(self.history.block_keys)
 
     def discard(self) -> None:
-        """Drop the sequence and wait for pending writes, before the files of the session are deleted."""
+        """Drop the sequence and wait for pending writes. Called before the files of the session are deleted."""
         self._unwritten = None
         self.drop()
         self._flush()
 
     def evict(self) -> None:
-        """Write unsaved blocks to disk, and free the session's host memory. The store may then evict its blocks."""
+        """Write unsaved blocks to disk and free the session's host memory.
+
+        The store may then evict its blocks from disk.
+        """
         if self.sequence is not None:
             self.write_out()
             self.drop()

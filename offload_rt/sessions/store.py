@@ -36,11 +36,11 @@ from .stored_states import StoredStates
 
 @dataclass(frozen=True)
 class Namespace:
-    """Properties of a runner on which stored KV depends. KV is reused only within one namespace.
+    """Properties of a runner that determine its stored KV. KV is reused only within one namespace.
 
     Attributes:
         kv_cache_dtype: Number format of the KV cache. "auto" is replaced by the name of `dtype`.
-        planes: Number of stored vectors per token and KV head (`RowShape`).
+        planes: Number of vectors that are stored per token and KV head (`RowShape`).
     """
 
     fingerprint: str
@@ -58,13 +58,13 @@ class Namespace:
 
     @property
     def options(self) -> str:
-        """The number formats as arguments of `LLM`, for error messages."""
+        """The number formats, written as arguments of `LLM` for error messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         shown = "auto" if self.kv_cache_dtype == dtype else self.kv_cache_dtype
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def other_formats(self) -> Iterator[Namespace]:
-        """Yield the namespaces of the same model with other number formats."""
+        """Yield the namespaces of the same model that have other number formats."""
         dtypes = [name for name in get_args(DType) if name != "auto"]
         for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
             stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -80,20 +80,22 @@ class StoreUser(Protocol):
 
 
 class SessionStore:
-    """The sessions of one model in one folder, by name.
+    """The sessions of one model in one folder, accessed by name.
 
-    A thread writes the KV of open sessions to the folder. It stays in host memory until other requests need the memory.
+    A thread writes the KV of open sessions to the folder. This KV stays in host memory until other requests need the
+    memory.
     """
 
     def __init__(
         self, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
     ) -> None:
-        """Open the store in `folder`. Unless `read_only`, no other process can write to it until `close`.
+        """Open the store in `folder`.
 
-        A read-only store reuses stored KV, but must not be used for sessions.
+        Unless it is `read_only`, no other process can write to it until `close` is called. A read-only store reuses
+        stored KV but must not be used for sessions.
 
         Raises:
-            ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
+            ConfigError: With the runner's policy or eviction, sessions cannot be restored exactly.
             ModelError: The model's weights were changed after loading.
             StoreError: The folder cannot be used.
         """
@@ -115,17 +117,17 @@ class SessionStore:
         runner.reclaimables.append(self)
 
     def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Open a stored session, or create a new one.
+        """Open a stored session or create a new one.
 
         If the latest history is damaged, warn and open the previous version.
 
         Args:
-            prompts_are_whole: Whether every turn contains the whole conversation. A stored session with another number
-                format is then replaced, because no text is lost.
+            prompts_are_whole: Whether every turn contains the whole conversation. If so, a stored session with a
+                different number format is replaced, because no text is lost.
 
         Raises:
             InputError: The name is invalid, or the session is already open.
-            StoreError: The history is damaged, or belongs to another format version, number format or storage format.
+            StoreError: The history is damaged, or it has a different format version, number format or storage format.
         """
         check_name(name)
         if name in self._open:
@@ -138,7 +140,7 @@ class SessionStore:
         return self.open_history(history)
 
     def _check_number_format(self, name: str) -> None:
-        # If only a default or an option has changed, a new session with an empty history would surprise the user.
+        # If only a default or an option has changed, users would not expect a new session with an empty history.
         folder, file, others = self._folder, document_name(name) + DOCUMENTS, self._namespace.other_formats()
         if (found := next((one for one in others if (folder / one.folder_name / file).exists()), None)) is not None:
             own, other = self._namespace.options, found.options
@@ -183,7 +185,7 @@ class SessionStore:
         return session
 
     def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name`. If it is not open, open or create it (see `open`)."""
+        """Return the session `name`. If it is not open yet, open or create it (see `open`)."""
         check_name(name)
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
@@ -194,7 +196,7 @@ class SessionStore:
             return True
 
     def delete(self, name: str) -> Removed:
-        """Delete a session, even if its history is damaged. The session need not exist.
+        """Delete a session, even if its history is damaged. It is not an error if the session does not exist.
 
         Raises:
             InputError: The name is invalid, or a queue is computing a turn of the session.
@@ -207,11 +209,11 @@ class SessionStore:
             return self.delete_stored(name)
 
     def delete_stored(self, name: str) -> Removed:
-        """Delete a session that is not open, and all unused blocks. Raises StoreError (see `delete`).
+        """Delete a session that is not open, and all blocks that are no longer used. For StoreError, see `delete`.
 
         Warns if files of other sessions cannot be read.
         """
-        self.context.saver.flush()  # prompt marks that are still queued
+        self.context.saver.flush()  # write the marks of prompts that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         needed = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
         removed = remove_session(storage, storage.root.hex(), document_name(name), needed)
@@ -232,11 +234,11 @@ class SessionStore:
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """Evict one idle session from host memory. Return False if there is none (`Reclaimable.reclaim`)."""
+        """Evict one idle session from host memory. Return False if there is none (see `Reclaimable.reclaim`)."""
         return self.host.reclaim()
 
     def memory_in_use(self) -> list[MemoryUse]:
-        """Return the host memory of each open session, and why it cannot be evicted."""
+        """Return how much host memory each open session uses, and why it cannot be evicted."""
         pool, parked, found = self.context.runner.pool, set(self.host.parked), []
         for session in self._open.values():
             if (sequence := session.kv.sequence) is not None:
@@ -252,7 +254,7 @@ class SessionStore:
     def close(self) -> None:
         """Close all queues, sessions and files. A second call has no effect.
 
-        If a session cannot be saved, StoreError is raised after the store is closed.
+        If a session cannot be saved, the store is closed before StoreError is raised.
         """
         with ExitStack() as ends:
             ends.callback(self._close)
@@ -272,7 +274,7 @@ class SessionStore:
 
 
 class OpenStores:
-    """The open session stores of one runner. A folder is opened only once."""
+    """The open session stores of one runner. Each folder is opened only once."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -297,7 +299,7 @@ class OpenStores:
     def open_session(
         self, name: str, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], system: str | None
     ) -> Session:
-        """Open or create a session, for `LLM.session`. After an error, close the store if it has no other user."""
+        """Open or create a session for `LLM.session`. After an error, close the store unless it has another user."""
         with self._runner.pool.lock:
             known = self.open(store, options, fields)
             try:

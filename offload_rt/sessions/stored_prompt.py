@@ -1,7 +1,7 @@
 """Requests without a session name. Their KV is kept in host memory and on disk as a prefix cache.
 
-Such a request is a session for one turn, without a history on disk. The names of its blocks depend only on their text,
-so later prompts with the same prefix find them. Only exact KV is reused, so that no response depends on earlier
+Such a request acts as a session for one turn but has no history on disk. The names of its blocks depend only on the
+text, so later prompts with the same prefix find them. Only exact KV is reused, so no response depends on earlier
 requests.
 """
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PromptKV(SessionKV):
-    """KV cache of one request without a session name. It stays in host memory until it is on disk."""
+    """KV cache of one request without a session name. The KV stays in host memory until it is on disk."""
 
     for_prompt = True
     keeps_decoded = False
@@ -47,13 +47,13 @@ class PromptKV(SessionKV):
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
     def mark_blocks(self) -> None:
-        """Mark all stored blocks of the prompt as used, so that the deletion of a session keeps them."""
+        """Mark all stored blocks of the prompt as used. The deletion of a session then keeps them."""
         names = self.blocks.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE)
         groups = self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
         states = (name.state() for name in names if self.context.states is not None)
         keys, storage = [name.key for name in (*names, *windows, *states)], self.context.storage
-        # On the saver's thread, because it opens a file per block.
+        # Do this on the saver's thread, because it opens one file per block.
         self.context.saver.notify(lambda: storage.mark_for_prompts(keys))
 
     def keep(self, computed: int) -> None:
@@ -64,7 +64,7 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue the sliding-window blocks of the next token for writing, at the end of a block.
+        """At the end of a block, queue for writing the sliding-window blocks that the next token needs.
 
         They stay in memory until `drop` or `release_windows`.
         """
@@ -77,11 +77,11 @@ class PromptKV(SessionKV):
 
     @property
     def _stores_windows(self) -> bool:
-        # The length of a stored prefix is known only from the blocks of full-attention layers.
+        # Only the blocks of full-attention layers tell how long a stored prefix is.
         return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
     def release_windows(self) -> bool:
-        """Free the blocks of `keep_windows` after they are written. Return False if there are none."""
+        """Free the blocks of `keep_windows` once they are written. Return False if there are none."""
         if self._windows is None:
             return False
         self.context.saver.wait_for(self._windows)
@@ -94,7 +94,7 @@ class PromptKV(SessionKV):
         self.release_windows()
 
     def write_rest(self) -> bool:
-        """Queue blocks that did not fit in the write buffer before. Return False if there are none."""
+        """Queue the blocks that did not fit in the write buffer before. Return False if there are none."""
         before = len(self._enqueued)
         waiting = self.enqueue(self.all_names())
         return waiting or len(self._enqueued) > before
@@ -104,21 +104,21 @@ class PromptKV(SessionKV):
         return [name for name in super().all_names() if name.group <= 0 or name.index in windows]
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        if not self.runner.approximates:  # else only the KV of the prompt is exact
+        if not self.runner.approximates:  # otherwise, only the KV of the prompt is exact
             super().enqueue_decoded(tokens, start, stop)
 
     def write_out(self) -> list[NamedBlock]:
         super().write_out()
-        return []  # blocks that cannot be written do not prevent an eviction: no history refers to them
+        return []  # no history refers to these blocks, so a failed write does not prevent an eviction
 
     def persist(self) -> None:
-        """Update the last use of the prompt's blocks on disk, for the order of eviction."""
-        self.mark_blocks()  # includes blocks that a session has written since the start of this request
+        """Update the time of last use of the prompt's blocks on disk, which determines the order of eviction."""
+        self.mark_blocks()  # this includes blocks that a session has written since this request started
         self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
 
 class StoredPrompt(StoredRequest):
-    """A request without a session name. Its KV is loaded from a store and saved to it."""
+    """A request without a session name. Its KV is loaded from a store and saved there."""
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class StoredPrompt(StoredRequest):
         return None if diverged_at is None else max(diverged_at, position)
 
     def _segment_stop(self, start: int) -> int:
-        # A later prompt continues after the last full block, and needs complete sliding windows at this point.
-        # Therefore a segment ends there.
+        # A later prompt continues after the last full block and needs complete sliding windows at that point, so a
+        # segment ends there.
         stop, full = super()._segment_stop(start), self._stop // BLOCK_SIZE * BLOCK_SIZE
         return min(stop, full) if self.kv.runner.pool.groups.sliding and start < full else stop
 
@@ -175,7 +175,7 @@ class StoredPrompt(StoredRequest):
         sequence = self.sequence
         if sequence is None:
             return
-        if self.kv.loader is not None:  # no layer was computed yet
+        if self.kv.loader is not None:  # no layer has been computed yet
             self.drop(runner)
             return
         self._give_up_prefill()
@@ -184,9 +184,9 @@ class StoredPrompt(StoredRequest):
         self._host.park(self.kv)
 
     def release(self) -> bool:
-        """Free the memory of an ended request if its blocks are on disk. The caller holds the lock of the pool.
+        """Free the memory of an ended request if its blocks are on disk. The caller must hold the lock of the pool.
 
-        If blocks had to be queued for writing, return True, so that `release` is called again.
+        Return True if blocks had to be queued for writing. `release` must then be called again.
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True
@@ -194,7 +194,7 @@ class StoredPrompt(StoredRequest):
         return False
 
     def free_memory(self, *, write: bool) -> None:
-        """Free the memory of an ended request after pending writes. With `write`, write all other blocks first."""
+        """Free the memory of an ended request after pending writes. With `write=True`, first write all other blocks."""
         self._host.unpark(self.kv)
         if write:
             self.kv.evict()

@@ -1,4 +1,4 @@
-"""Requests whose KV is loaded from a session store and saved to it, layer by layer during the prefill."""
+"""Requests whose KV is loaded from a session store and saved there, layer by layer during the prefill."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class StoredRequest(SampledRequest):
-    """Base class of requests whose KV is loaded from a session store and saved to it.
+    """Base class for requests whose KV is loaded from a session store and saved there.
 
-    The prompt is prefilled in segments (`SessionContext.segment_stop`), whose KV is kept if the request ends early.
-    Subclasses update the session's history in the abstract methods.
+    The prompt is prefilled in segments (see `SessionContext.segment_stop`). If the request ends early, the KV of
+    complete segments is kept. Subclasses update the session's history in the abstract methods.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _prepare(self, runner: Runner) -> None:
-        """Check that the request fits, and truncate the session's history if necessary. Called before each start."""
+        """Check that the request fits, and truncate the session's history if necessary. Called before every start."""
 
     @abstractmethod
     def _undo_prepare(self) -> None: ...
 
     @abstractmethod
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
-        """Return the first token index after `position` at which no cached prefix continues, or None.
+        """Return the index of the first token after `position` from which no cached prefix continues, or None.
 
-        `position` is the number of tokens with cached KV.
+        `position` is the number of tokens whose KV is cached.
         """
 
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
@@ -72,7 +72,7 @@ class StoredRequest(SampledRequest):
         """Queue the KV of an ended request for writing, and mark the session as idle."""
 
     def start(self, runner: Runner) -> Prefill:
-        """Start loading the cached prefix, and begin the prefill.
+        """Start loading the cached prefix and begin the prefill.
 
         Raises:
             PoolFullError: The sequence does not fit in the pool.
@@ -85,8 +85,8 @@ class StoredRequest(SampledRequest):
         in_memory = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
         try:
             self._prepare(runner)
-            # Tokens that were generated before a drop are prefilled if prefill gives the same KV as decoding.
-            # Otherwise they are decoded again.
+            # If prefill gives the same KV as decoding, tokens that were generated before a drop are prefilled.
+            # Otherwise, they are decoded again.
             tokens = self.prompt.token_ids if runner.approximates else self.tokens
             kv.history.tokens = list(tokens)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
@@ -132,7 +132,7 @@ class StoredRequest(SampledRequest):
         self.sequence = None
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """End the request and queue its blocks for writing. Call `persist` afterwards."""
+        """End the request and queue its blocks for writing. The caller must then call `persist`."""
         self.finish_reason = self.finish_reason or reason
         if self.sequence is not None:
             self._count_arrived(self.sequence.trace)
@@ -140,7 +140,10 @@ class StoredRequest(SampledRequest):
         self._store_kv(runner)
 
     def persist(self) -> None:
-        """Write the history, or update the last use of a prompt's blocks. After a StoreError, the KV stays usable."""
+        """Write the history, or update the time of last use of a prompt's blocks.
+
+        After a StoreError, the KV stays usable.
+        """
         self.kv.persist()
 
     def _begin_part(self, runner: Runner) -> Prefill:
@@ -211,7 +214,7 @@ class StoredRequest(SampledRequest):
         return 0
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the slot of the next token, and evict idle KV for it. Raises PoolFullError."""
+        """Reserve a slot for the next token, evicting idle KV if necessary. Raises PoolFullError."""
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))

@@ -18,16 +18,17 @@ from ..storage.policies import recomputation_cost
 from ..storage.saver import WRITE_BUFFER, Saver
 
 DISK_SLACK = 1024
-"""After a restart, this many tokens may have to be computed again, in addition to twice the length of an edit.
+"""After a restart, up to this many tokens, plus twice the length of an edit, may have to be computed again.
 
-A smaller number would need more snapshots. Each takes as much space as the KV of hundreds of tokens.
+A smaller number would need more snapshots, and each snapshot takes as much space as the KV of hundreds of tokens.
 """
 
 
 class StoredStates:
     """Chooses snapshots of recurrent state, writes them to disk in the background, and reads them.
 
-    A snapshot is the state after a KV block, and is stored as a block with a name derived from it (`NamedBlock.state`).
+    A snapshot is the state after a KV block. It is stored as a block whose name is derived from that KV block
+    (`NamedBlock.state`).
     """
 
     def __init__(self, store: DiskStore, saver: Saver, pool: StatePool, snapshots: SnapshotKeeper) -> None:
@@ -38,10 +39,10 @@ class StoredStates:
         self._mutex = threading.Lock()
 
     def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
-        """Return the names of the snapshots that a session needs on disk to continue after a restart.
+        """Return the names of the snapshots that must be on disk so that a session can continue after a restart.
 
-        `names` are the blocks of all computed tokens. The last turn begins at `start`, and the last snapshot before it
-        is needed to repeat the turn. Snapshots that no longer exist are left out.
+        `names` lists the blocks of all computed tokens. The last turn begins at `start`, and repeating it needs the
+        last snapshot before `start`. Snapshots that no longer exist are left out.
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
@@ -56,9 +57,10 @@ class StoredStates:
         return [states[position] for position in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the number of tokens before the last snapshot on disk in [start, stop], or `start` without one.
+        """Return the position of the last snapshot on disk in [start, stop], as a number of tokens.
 
-        `names` are all blocks of the text. `damaged` are keys of blocks to ignore.
+        Return `start` if there is none. `names` lists all blocks of the text. `damaged` contains the keys of blocks to
+        ignore.
         """
         for name in reversed(names[start // BLOCK_SIZE : stop // BLOCK_SIZE]):
             key = name.state().key
@@ -67,7 +69,7 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, for_prompt: bool) -> list[NamedBlock]:
-        """Queue those snapshots of `names` that are in host memory for writing, and return them.
+        """Queue those snapshots in `names` for writing that are in host memory. Return the names of the queued ones.
 
         `for_prompt` marks them as used by a request without a session name.
         """
@@ -81,9 +83,9 @@ class StoredStates:
         ]
 
     def save_slot(self, name: NamedBlock, slot: int, tokens: int, *, for_prompt: bool = False) -> bool:
-        """Copy the snapshot in `slot`, and queue the copy for writing. Return False if the write buffer is full.
+        """Copy the snapshot in `slot` and queue the copy for writing. Return False if the write buffer is full.
 
-        The number of `tokens` in the text determines the order of eviction. For `for_prompt`, see `save`.
+        The order of eviction depends on `tokens`, the number of tokens in the text. For `for_prompt`, see `save`.
         """
         with self._mutex:
             if self._waiting + self._pool.slot_bytes > self._most:

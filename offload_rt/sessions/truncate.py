@@ -1,7 +1,7 @@
-"""Truncate a session on request, or before it exceeds the model's context length.
+"""Truncate a session, either on request or before it exceeds the model's context length.
 
 Kept tokens keep their positions and their KV, and new tokens continue after the last position. With RoPE, this is
-exact, because attention depends only on differences of positions.
+exact, because attention depends only on differences between positions.
 
 The first tokens (attention sinks) are an exception. If their distance to new tokens would exceed the trained context
 length, their keys are rotated to the positions directly before the other kept tokens.
@@ -26,7 +26,7 @@ from .host_tier import HostTier
 from .session_kv import SessionKV
 
 SINKS = 4
-"""Default number of tokens at the start that a truncation keeps (attention sinks)."""
+"""By default, a truncation keeps this many tokens at the start (attention sinks)."""
 
 # --------------------------------------------------------------------------------------------------------- kept tokens
 
@@ -36,12 +36,12 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 
     Args:
         computed: Number of tokens whose KV was computed.
-        sinks: Number of tokens at the start to keep. Used only with `keep_last`.
-        keep_last: Number of tokens at the end to keep, or None.
+        sinks: Number of tokens to keep at the start. Used only with `keep_last`.
+        keep_last: Number of tokens to keep at the end, or None.
         drop: Indices of the tokens to remove, or None.
 
     Raises:
-        InputError: Both or neither of `keep_last` and `drop` are set, or `drop` is invalid.
+        InputError: `keep_last` and `drop` are both set or both None, or `drop` is invalid.
     """
     if (keep_last is None) == (drop is None):
         raise InputError("truncate needs either keep_last or drop: how many tokens to keep, or which to drop")
@@ -58,11 +58,11 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 
 
 def last_kept(tokens: int, new: int, positions: int) -> int:
-    """Return how many tokens at the end an automatic truncation keeps, in addition to the first SINKS tokens.
+    """Return how many tokens an automatic truncation keeps at the end, in addition to the first SINKS tokens.
 
-    If `tokens` and `new` tokens fit in the model's `positions`, or if truncation would not shorten the session, all are
-    kept. Otherwise half of `positions` is kept (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens
-    need the space.
+    All tokens are kept if `tokens` and `new` tokens together fit in the model's `positions`, or if truncation would not
+    shorten the session. Otherwise, half of `positions` is kept (CachedAttention §4.1, truncation ratio 0.5), or less if
+    the new tokens need the space.
     """
     if tokens + new <= positions:
         return tokens
@@ -97,7 +97,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Remove tokens from a session that is not parked (`Session.truncate`). Return their number."""
+    """Remove tokens from a session that is not parked (see `Session.truncate`). Return the number of removed tokens."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = check_int("sinks", sinks, 0), check_int_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
@@ -126,13 +126,13 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
 
 
 def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
-    """Truncate the session if a turn of `new` tokens would exceed the model's positions.
+    """Truncate the session if a turn with `new` tokens would exceed the model's positions.
 
-    The first SINKS tokens and the last tokens (`last_kept`) are kept. If KV is damaged or missing, the turn computes
-    all KV again.
+    The first SINKS tokens and the last tokens (see `last_kept`) are kept. If KV is damaged or missing, the turn
+    computes all KV again.
 
     Returns:
-        Number of removed tokens. 0 if all tokens fit, or if the model does not support truncation.
+        The number of removed tokens. 0 if all tokens fit, or if the model does not support truncation.
 
     Raises:
         PoolFullError: The KV does not fit in the pool.
@@ -155,10 +155,10 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 
 
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
-    """Move the sinks closer to the other tokens if a session of `length` tokens exceeds the trained context length.
+    """If a session of `length` tokens exceeds the trained context length, move its sinks closer to the other tokens.
 
-    Their keys are rotated to the new positions. If the original keys are missing, the session's KV is dropped, and the
-    turn computes it again. Raises PoolFullError if the KV does not fit in the pool.
+    To do so, the keys of the sinks are rotated to the new positions. If the original keys are missing, the session's KV
+    is dropped, and the turn computes it again. Raises PoolFullError if the KV does not fit in the pool.
     """
     history, geometry, pool = kv.history, kv.runner.adapter.geometry, kv.runner.pool
     distance = length + history.shift - history.sink_shift
@@ -186,7 +186,7 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
 
 
 def _store_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
-    """Store the sinks' keys before the first truncation, because later rotations begin from them."""
+    """Store the original keys of the sinks before the first truncation. Later rotations start from these keys."""
     history = kv.history
     if sinks and not history.truncation_id:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
@@ -195,7 +195,7 @@ def _store_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
 
 
 def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
-    """Return the stored original keys of the sinks in the format of `read_sinks`, or None if this fails."""
+    """Return the stored original keys of the sinks in the format of `read_sinks`, or None if they cannot be read."""
     history, pool = kv.history, kv.runner.pool
     shape = (len(pool.groups.layers_of(0)), kv.runner.adapter.geometry.kv_heads, -1, pool.format.width)
     try:
@@ -210,7 +210,7 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _allocate_blocks(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens, of which the caller fills the first `known`.
+    """Allocate a block table for `size` tokens. The caller must fill in the first `known` tokens.
 
     `floor` is the first token that sliding layers may attend to. Raises PoolFullError.
     """
@@ -237,7 +237,7 @@ def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTab
 def copy_kv(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
     """Copy the KV of the tokens `kept` from `source` to the first slots of `target`, in all layers.
 
-    In sliding-window layers, only KV that later tokens can attend to is copied.
+    In sliding layers, only the KV that later tokens can attend to is copied.
     """
     for layer in pool.groups.kv_layers:
         at = pool.groups.first_seen(len(kept), target.floor) if pool.groups.group[layer] else 0
@@ -247,7 +247,7 @@ def copy_kv(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[in
 
 
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
-    """Copy the keys of the first `sinks` tokens (fewer than 64) in the L full-attention layers.
+    """Copy the keys of the first `sinks` tokens in the L full-attention layers. `sinks` must be less than 64.
 
     Return `[L, Hkv, sinks, width]` in the number format of the pool.
     """

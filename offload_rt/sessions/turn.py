@@ -51,7 +51,7 @@ def tokens_of_turn(kv: SessionKV, prompt: str | Seq[int]) -> TurnTokens:
 
 
 def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> None:
-    """Check that the session can compute a turn with these tokens and `max_tokens` generated tokens.
+    """Check that the session can compute a turn that adds these tokens and generates `max_tokens` tokens.
 
     Raises:
         InputError: A parameter is not supported in sessions, or earlier turns would be both replaced and truncated.
@@ -83,11 +83,11 @@ def _check_overflow(kv: SessionKV, new: int) -> None:
 class Turn(StoredRequest):
     """One turn of a session, as an engine request.
 
-    If the conversation would exceed the model's positions, the oldest tokens are truncated when the turn starts. At the
-    end, the turn is added to the history, and the session keeps its KV.
+    If the conversation would exceed the model's positions, its oldest tokens are truncated when the turn starts. When
+    the turn ends, it is added to the history, and the session keeps its KV.
 
-    A preempted turn, or a turn that finds a damaged block, restores the session and starts again later. A turn that is
-    cancelled during the prefill leaves the session unchanged. If it is cancelled later, the response is kept.
+    If a turn is preempted or finds a damaged block, it restores the session and starts again later. If it is cancelled
+    during the prefill, the session is unchanged. If it is cancelled later, the response so far is kept.
     """
 
     def __init__(
@@ -121,15 +121,15 @@ class Turn(StoredRequest):
             kv.history.forget_from(len(self._kept))
 
     def _fit(self, runner: Runner) -> None:
-        """Truncate the conversation or rotate the sinks' keys if the turn would exceed the model's positions."""
+        """If the turn would exceed the model's positions, truncate the conversation or rotate the sinks' keys."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
         self._truncate()
         runner.check_fits(self.expected_tokens)
         close_gap(kv, self._host, self.expected_tokens)
         if history.truncation_id != before:
-            # Truncation changes the names of the blocks. Store the blocks again, so that this turn finds them if it is
-            # restarted.
+            # Truncation changes the names of the blocks. Store the blocks under their new names, so that this turn
+            # finds them if it starts again.
             kv.enqueue(kv.all_names())
 
     def _truncate(self) -> None:
@@ -207,8 +207,8 @@ class Turn(StoredRequest):
         """Restore the session after an incomplete prefill. Tokens that were generated before a preemption are kept.
 
         Args:
-            interrupted: The prefill had begun.
-            progressed: A prefill segment was complete. The store keeps the KV of complete segments.
+            interrupted: Whether the prefill had begun.
+            progressed: Whether at least one prefill segment was complete. The store keeps the KV of complete segments.
         """
         kv = self.kv
         self._give_up_prefill()
@@ -225,7 +225,7 @@ class Turn(StoredRequest):
 class WholeTurn(Turn):
     """An atomic turn: if it is cancelled, the session is unchanged.
 
-    If the process is killed, the disk contains the session before or after the turn.
+    If the process is killed, the session on disk is in the state either before or after the turn.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
@@ -238,6 +238,6 @@ class WholeTurn(Turn):
         self.drop(runner)
 
     def persist(self) -> None:
-        # Write KV before the history that refers to it.
+        # Write the KV before the history that refers to it.
         self.kv.context.saver.flush()
         super().persist()

@@ -19,7 +19,7 @@ from .turn import Turn, prompt_text
 
 
 class QueuedTurn:
-    """A waiting, running or finished turn of a `TurnQueue`. `number` is the `request_id` of its outputs."""
+    """A waiting, running or finished turn of a `TurnQueue`. Its outputs have `number` as their `request_id`."""
 
     def __init__(self, number: int, session: Session, prompt: str | Sequence[int], params: SamplingParams) -> None:
         self.number, self.session, self.prompt, self.params = number, session, prompt, params
@@ -45,10 +45,10 @@ class QueuedTurn:
 
 
 class TurnQueue:
-    """Queue of turns, computed first come, first served. Not thread-safe.
+    """Queue of session turns, served first come, first served. Not thread-safe.
 
-    Turns of different sessions are decoded in one batch, and turns of one session one after another. Before every step,
-    the KV of the next sessions is protected from eviction and loaded from disk.
+    Turns of different sessions are decoded in one batch. Turns of the same session run one after another. Before every
+    step, the KV of the next sessions in the queue is protected from eviction and loaded from disk.
     """
 
     def __init__(self, store: SessionStore, max_num_seqs: int) -> None:
@@ -75,8 +75,8 @@ class TurnQueue:
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
         """Queue a turn of the session `name`. If the session is not open, open or create it.
 
-        If the turn cannot be computed, it fails when it starts: `step` then raises InputError, ModelError or
-        PoolFullError. `params` None uses the model's defaults.
+        If the turn cannot be computed, it fails when it starts, and `step` raises InputError, ModelError or
+        PoolFullError. If `params` is None, the model's defaults are used.
 
         Raises:
             InputError: An argument is invalid, or the session is computing a turn outside this queue.
@@ -92,10 +92,10 @@ class TurnQueue:
         return queued
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step of all running turns.
+        """Compute one step for all running turns.
 
         If a turn fails, it is removed and its error is raised (see `Engine.step`). The next call continues with the
-        other turns.
+        remaining turns.
         """
         try:
             with self.store.context.runner.pool.lock:
@@ -112,7 +112,7 @@ class TurnQueue:
             self._release_finished()
 
     def run(self) -> Iterator[TokenOutput]:
-        """Yield outputs of all turns until the queue is empty. Turns may be added during the iteration."""
+        """Yield the outputs of all turns until the queue is empty. Turns may be added during the iteration."""
         while not self.idle:
             yield from self.step()
 
@@ -126,9 +126,9 @@ class TurnQueue:
         self._release_finished()
 
     def close(self) -> None:
-        """End all turns, and save and close the sessions. A second call has no effect.
+        """End all turns, then save and close the sessions. A second call has no effect.
 
-        If one cannot be saved, StoreError is raised after all others are closed.
+        If a session cannot be saved, all others are still closed before StoreError is raised.
         """
         with ExitStack() as ends:
             ends.callback(self.store.remove_user, self)
@@ -145,7 +145,7 @@ class TurnQueue:
             self._backlog.remove(queued)
             try:
                 tokens = session.encode(queued.prompt, queued.params)
-            except BaseException:  # the turn is in no list now, so nothing else ends it
+            except BaseException:  # the turn is no longer in any list, so end it here
                 queued.cancel()
                 raise
             queued.turn = Turn(

@@ -1,1 +1,1 @@
-"""Speculative decoding: draft tokens, and the pass of full attention that verifies them."""
+"""Speculative decoding: generation of draft tokens, and the full-attention pass that verifies them."""

@@ -1,7 +1,7 @@
-"""Speculative decoding: generate draft tokens cheaply, and verify them with one pass of full attention.
+"""Speculative decoding: generate draft tokens cheaply, and verify them in one pass of full attention.
 
 A draft token is accepted if the request samples the same token from the logits of the verification pass. Random numbers
-depend only on the position, so no resampling is needed. At any temperature, the text equals the text of full attention
+depend only on the position, so no resampling is needed. At any temperature, the text equals that of full attention
 except for rounding, because matrix products with several rows round differently.
 """
 
@@ -34,9 +34,10 @@ class _RequestHistory:
     """Draft statistics of a request, kept between rounds.
 
     Attributes:
-        found: Acceptance rate of draft tokens from prompt lookup.
+        found: Acceptance rate of draft tokens that come from prompt lookup.
         decoded: Acceptance rate of draft tokens that the policy or the draft model decoded.
-        plain_seconds: Seconds per sequence of the fastest pass without draft tokens. Infinite before such a pass.
+        plain_seconds: Time per sequence, in seconds, of the fastest pass without draft tokens. Infinite before the
+            first such pass.
     """
 
     lookup: Lookup
@@ -51,12 +52,12 @@ class Draft:
 
     Attributes:
         start: Position of the newest token of the sequence.
-        tokens: Draft tokens after the newest token.
-        decoded: Number of tokens to decode with the policy or draft model; 0 with prompt lookup.
-        logits: Logits `[n + 1, V]` of the verification pass, after the newest token and after each of n draft tokens.
-            Without draft tokens `[S, V]`, one row per sequence of the request.
-        best: Most likely token of each row of `logits` (`best_tokens`).
-        plain_seconds: Estimated seconds per token without draft tokens. Infinite if unknown.
+        tokens: Draft tokens that follow the newest token.
+        decoded: Number of tokens to decode with the policy or the draft model. 0 with prompt lookup.
+        logits: Logits `[n + 1, V]` of the verification pass, after the newest token and after each of the n draft
+            tokens. Without draft tokens, the logits `[S, V]` have one row per sequence of the request.
+        best: Most likely token for each row of `logits` (see `best_tokens`).
+        plain_seconds: Estimated time per token, in seconds, without draft tokens. Infinite if unknown.
     """
 
     request: Request
@@ -81,9 +82,9 @@ class _Pass:
 
 
 class SpeculativeDecoder:
-    """Generates and verifies draft tokens for the requests of an engine. A round replaces a decode step.
+    """Generates and verifies draft tokens for the requests of an engine. One round replaces one decode step.
 
-    Between rounds, the KV of all tokens except the newest is computed and verified, as without speculation.
+    Between rounds, the KV of every token except the newest one is computed and verified, just as without speculation.
     """
 
     def __init__(self, runner: Runner, options: DraftOptions) -> None:
@@ -100,7 +101,7 @@ class SpeculativeDecoder:
     def round(self, running: Seq[Request]) -> list[Draft]:
         """Generate draft tokens for all requests, and verify them in one pass. Return the drafts with their logits.
 
-        Then call `accepted` for each draft, and `end_round`.
+        The caller must then call `accepted` for each draft, and finally `end_round`.
         """
         drafts = [self._begin(request) for request in running]
         self._rejected.clear()
@@ -113,10 +114,10 @@ class SpeculativeDecoder:
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[Answer]:
-        """Commit the newest token and accepted draft tokens one by one, and yield the logits `[1, V]` after each.
+        """Commit the newest token and the accepted draft tokens one by one. Yield the logits `[1, V]` after each.
 
-        After each yield, the request must sample a token. The iteration ends if it differs from the draft token.
-        Without draft tokens, the logits `[S, V]` of the S sequences of the request are yielded once.
+        After each yield, the request must sample a token. The iteration ends when this token differs from the draft
+        token. Without draft tokens, the logits `[S, V]` of the S sequences of the request are yielded once.
         """
         request, runner, matched = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
@@ -131,7 +132,7 @@ class SpeculativeDecoder:
             if row == len(draft.tokens) or request.finish_reason is not None:
                 break
             if draft.sequence.tokens[-1] != draft.tokens[row]:
-                runner.reload(draft.sequence)  # the resident window still contains KV of draft tokens
+                runner.reload(draft.sequence)  # the resident window still contains the KV of draft tokens
                 if runner.rollbacks is not None:
                     draft.sequence.interrupted = True  # until `end_round` has removed the rejected tokens
                     self._rejected.append(draft)
@@ -141,7 +142,7 @@ class SpeculativeDecoder:
 
     @property
     def rejected(self) -> list[Request]:
-        """Running requests whose recurrent state contains rejected tokens, before `end_round`."""
+        """Running requests whose recurrent state still contains rejected tokens. Read this before `end_round`."""
         return [draft.request for draft in self._rejected if draft.request.sequences]
 
     def end_round(self) -> None:
@@ -161,7 +162,8 @@ class SpeculativeDecoder:
         start = request.sequences[0].position
         most = min(self._most, request.max_draft_tokens)
         if self._runner.snapshots is not None:
-            # Snapshots are taken at the ends of blocks. A round must end there, after its verification.
+            # Snapshots are taken at the ends of blocks, after verification, so a round must not go past the end of a
+            # block.
             most = min(most, -(start + 1) % BLOCK_SIZE)
         if most <= 0:
             return Draft(request, start)
@@ -174,9 +176,10 @@ class SpeculativeDecoder:
         return draft
 
     def _choose(self, draft: Draft, history: _RequestHistory, most: int) -> None:
-        """Set the tokens of prompt lookup, or the number of tokens to decode, at most `most`.
+        """Set the draft tokens from prompt lookup, or the number of tokens to decode.
 
-        With `adaptive`, choose the source and number with the most expected tokens per second.
+        At most `most` tokens are drafted. With `adaptive`, choose the source and the number of tokens that give the
+        most expected tokens per second.
         """
         options = self._options
         tokens = history.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
@@ -204,7 +207,7 @@ class SpeculativeDecoder:
         try:
             self._decode_steps(drafts)
             self._costs.observe_drafts(sum(draft.decoded for draft in drafts), time.perf_counter() - began)
-        finally:  # also after an exception, so that no draft token becomes output
+        finally:  # also after an exception, so that draft tokens never become output
             for draft in drafts:
                 sequence = draft.sequence
                 sequence.draft_start = None
@@ -221,7 +224,7 @@ class SpeculativeDecoder:
                 try:
                     prompt = len(draft.request.prompt.token_ids)
                     token = samplers[draft].pick(row, sequence.tokens, prompt, shift=sequence.shift, best=best)
-                except (InputError, ModelError):  # no token may follow this draft, which may be rejected
+                except (InputError, ModelError):  # no token may follow this draft, and the draft itself may be rejected
                     draft.decoded = len(draft.tokens)
                     continue
                 sequence.tokens.append(token)

@@ -17,9 +17,9 @@ CATCH_UP = 64  # maximum number of missing tokens that one draft step computes; 
 
 
 def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
-    """Raise ConfigError if the vocabularies of two models differ, except in added tokens.
+    """Raise ConfigError if the two models have different vocabularies. Added tokens may differ.
 
-    If one model has no tokenizer, only vocabulary sizes are compared.
+    If one of the models has no tokenizer, only the vocabulary sizes are compared.
     """
     mine, theirs = model.tokenizer, draft.tokenizer
     sizes = model.adapter.geometry.vocab, draft.adapter.geometry.vocab
@@ -36,11 +36,12 @@ def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
 class DraftModel:
     """Proposes draft tokens for the sequences of the target model's runner.
 
-    Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), which is freed with it. KV of accepted
-    tokens is kept between rounds. A hybrid draft model computes a round's accepted tokens again after a rejected token.
+    Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), and both are freed together. The KV of
+    accepted tokens is kept between rounds. If a draft token is rejected, a hybrid draft model must compute the accepted
+    tokens of that round again.
 
     Args:
-        runner: Runner of the draft model, with policy "full".
+        runner: Runner for the draft model, with the policy "full".
         vocab: Vocabulary size of the target model.
     """
 
@@ -50,7 +51,7 @@ class DraftModel:
     def prepare(self, sequence: Sequence, drafts: int) -> bool:
         """Prefill the tokens that the draft sequence lacks, and reserve slots for `drafts` tokens.
 
-        Return False if the draft model's pool is full, or if its vocabulary lacks a token.
+        Return False if the draft model's pool is full or its vocabulary lacks one of the tokens.
         """
         began = time.perf_counter()
         try:
@@ -67,7 +68,10 @@ class DraftModel:
         return True
 
     def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:
-        """Run a decode step of the draft sequences. Return float32 logits `[V]` of each, in the target's vocabulary."""
+        """Run a decode step for the draft sequences.
+
+        Return float32 logits `[V]` for each, in the target model's vocabulary.
+        """
         began, runner = time.perf_counter(), self._runner
         batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._same_tokens, sequences)]
         logits = [self._fit_to_target_vocab(rows[-1]) for rows in verify(runner, batch)]
@@ -95,9 +99,9 @@ class DraftModel:
         return drafter
 
     def _same_tokens(self, sequence: Sequence) -> Sequence:
-        """Set the tokens of the draft sequence to those of `sequence`, and return it.
+        """Set the tokens of the draft sequence to those of `sequence`, and return the draft sequence.
 
-        KV is discarded from the first different token on, and always for the newest token.
+        KV is discarded from the first token that differs. The newest token's KV is always discarded.
         """
         drafter = sequence.drafter
         assert drafter is not None
@@ -106,7 +110,7 @@ class DraftModel:
             pairs = enumerate(zip(drafter.tokens, sequence.tokens, strict=False))
             known = next(i for i, (mine, theirs) in pairs if mine != theirs)
         if known < drafter.position:
-            if drafter.rollback is not None:  # recurrent state can return only to its copy
+            if drafter.rollback is not None:  # recurrent state can only return to the state that was copied
                 assert drafter.rollback.tokens <= known
                 known = drafter.rollback.tokens
             rewind(self._runner, drafter, known)

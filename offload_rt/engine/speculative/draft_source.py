@@ -1,4 +1,4 @@
-"""Prompt lookup for draft tokens, and the number of draft tokens that gives the highest speed."""
+"""Prompt lookup for draft tokens, and the choice of the number of draft tokens that gives the highest speed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 MIN_NGRAM = 2  # a single token predicts too little
-DECAY = 0.9  # weight of earlier observations decreases by this factor per observation
-INITIAL_RATE = 0.6  # assumed acceptance rate before any observation
+DECAY = 0.9  # each new observation multiplies the weight of all earlier ones by this factor
+INITIAL_RATE = 0.6  # assumed acceptance rate before the first observation
 
 
 class Lookup:
-    """Prompt lookup: proposes the tokens that followed the last n-gram of a text at its latest earlier occurrence.
+    """Prompt lookup: finds an earlier occurrence of a text's last n-gram, and proposes the tokens that followed it.
+
+    If there are several occurrences, the latest one is used.
 
     Args:
         longest: Maximum length n of the n-gram in tokens.
@@ -23,9 +25,9 @@ class Lookup:
         self._known = 0
 
     def propose(self, tokens: Seq[int], most: int) -> list[int]:
-        """Return up to `most` tokens that followed the last n-gram of `tokens`, for the largest n with a match.
+        """Return up to `most` tokens that followed the last n-gram of `tokens` earlier in the text.
 
-        Each call must append tokens to those of the previous call.
+        The largest n with a match is used. Each call must append tokens to those of the previous call.
         """
         end = len(tokens)
         for stop in range(self._known, end):
@@ -42,7 +44,7 @@ class Lookup:
 
 @dataclass
 class _Cost:
-    """Estimated seconds of a pass over m tokens: `a + b * m`, fitted by least squares with decaying weights."""
+    """Estimated time of a pass over m tokens in seconds: `a + b * m`, fitted by least squares with decaying weights."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -67,7 +69,7 @@ class _Cost:
 
 
 class Costs:
-    """Measured seconds of verification passes, and of decode steps that produce draft tokens."""
+    """Measured times, in seconds, of verification passes and of decode steps that produce draft tokens."""
 
     def __init__(self) -> None:
         self._verification = _Cost()
@@ -80,13 +82,16 @@ class Costs:
         self._step.observe(1, seconds / tokens)
 
     def round_seconds(self, drafts: int, *, decoded: bool) -> float:
-        """Return the expected seconds of a round. Draft tokens take time if they are `decoded`, not looked up."""
+        """Return the expected time of a round in seconds.
+
+        Draft tokens add to this time only if they are `decoded`; looking them up is free.
+        """
         return self._verification.seconds_of(drafts + 1) + (drafts * self._step.seconds_of(1) if decoded else 0.0)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A number of draft tokens, and its expected output tokens per second (`rate`)."""
+    """A number of draft tokens, and the output tokens per second that it is expected to give (`rate`)."""
 
     drafts: int
     rate: float
@@ -99,7 +104,7 @@ class Acceptance:
         self._rate = INITIAL_RATE
 
     def observe(self, drafted: int, accepted: int) -> None:
-        # Draft tokens after the first rejected one were not compared.
+        # Draft tokens after the first rejected one were never compared.
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
             self._rate = DECAY * self._rate + (1 - DECAY) * right
 
@@ -108,7 +113,7 @@ class Acceptance:
         self._rate += (1 - DECAY) / 10 * (INITIAL_RATE - self._rate)
 
     def best_round(self, most: int, costs: Costs, *, decoded: bool) -> Round:
-        """Return the number of draft tokens, at most `most`, with the most expected output tokens per second.
+        """Return the number of draft tokens, at most `most`, that should give the most output tokens per second.
 
         With acceptance rate r, n draft tokens give 1 + r + ... + r^n output tokens.
         """
@@ -116,7 +121,7 @@ class Acceptance:
         for drafts in range(most + 1):
             tokens, chance = tokens + chance, chance * self._rate
             seconds = costs.round_seconds(drafts, decoded=decoded)
-            if not seconds:  # no pass measured yet: run one without draft tokens first
+            if not seconds:  # no pass has been measured yet, so run one without draft tokens first
                 return best
             if tokens / seconds > best.rate:
                 best = Round(drafts, tokens / seconds)

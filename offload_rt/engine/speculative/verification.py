@@ -14,15 +14,18 @@ from ..runner import Runner
 
 
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
-    """Compute the next tokens of sequences with full attention in one pass. Return float32 logits `[tokens, V]`.
+    """Compute the next tokens of several sequences in one pass of full attention.
 
-    `batch` has pairs (sequence, number of tokens). Their slots must be reserved, and may contain KV of draft tokens.
-    The caller then commits tokens one by one with `accept`. The recurrent state of a hybrid model includes all computed
-    tokens until `replay` removes rejected ones.
+    `batch` has pairs (sequence, number of tokens). The slots of these tokens must be reserved, and may contain the KV
+    of draft tokens. Afterwards, the caller commits tokens one by one with `accept`. The recurrent state of a hybrid
+    model includes all computed tokens until `replay` removes the rejected ones.
+
+    Returns:
+        For each sequence, float32 logits `[tokens, V]`.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device
-    # Recurrent layers compute adjacent sequences with equal counts together.
+    # Recurrent layers compute adjacent sequences together if these have equal counts.
     order = sorted(range(len(batch)), key=lambda b: batch[b][1])
     with on_device(device), engine_threads(device), torch.inference_mode():
         for sequence, count in batch:
@@ -42,7 +45,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
 
 
 def accept(runner: Runner, sequence: Sequence) -> None:
-    """Commit the next token, after `verify` has computed its KV."""
+    """Commit the next token, whose KV `verify` has computed."""
     sequence.position += 1
     sequence.exact = sequence.position if sequence.exact == sequence.position - 1 else sequence.exact
     runner.pool.commit(sequence.blocks, sequence.position)
@@ -51,7 +54,7 @@ def accept(runner: Runner, sequence: Sequence) -> None:
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
     """Discard the decoded tokens of `sequence` from `position` on. Their slots stay reserved.
 
-    The recurrent state of a hybrid model returns to the copy at `position` (`RollbackStates.set`).
+    The recurrent state of a hybrid model is restored from its copy at `position` (see `RollbackStates.set`).
     """
     runner.transfer.storage.settle(sequence.blocks)
     if runner.rollbacks is not None:
@@ -62,7 +65,10 @@ def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
 
 
 def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
-    """Remove rejected tokens, from `position` on, from the recurrent states after a verification pass."""
+    """After a verification pass, remove rejected tokens from the recurrent states of `sequences`.
+
+    The tokens from `position` on are the rejected ones.
+    """
     assert runner.rollbacks is not None
     used, device = runner.weight_use, runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():

@@ -29,17 +29,23 @@ from .requests import ChatRequest, sampling_fields, structured_outputs
 router = APIRouter()
 
 MAX_BINS = 1024
-"""Maximum number of bins in trace events. A bin is one or more consecutive prompt tokens that are counted together."""
+"""Maximum number of bins in trace events.
+
+A bin is a group of one or more consecutive prompt tokens that are counted together.
+"""
 
 
 class TraceEvents:
-    """Creates the trace events of a request, with which the web page shows the selected prompt tokens.
+    """Creates the trace events of a request. The web page uses them to show which prompt tokens were selected.
 
-    The first event is `head`. `next_event` returns the following events.
+    The first event is `head`. `next_event` returns the events after it.
     """
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        """Create the first event. `spans` are (start, end) of each prompt token in characters, or empty if unknown."""
+        """Create the first event.
+
+        `spans` contains the (start, end) of each prompt token in characters, or is empty if these are unknown.
+        """
         self._size = max(1, -(-tokens // MAX_BINS))
         self._starts = list(range(0, tokens, self._size))
         self._selected: NDArray[np.int64] = np.zeros(len(self._starts), np.int64)
@@ -64,10 +70,10 @@ class TraceEvents:
         return [text[a:b] for a, b in pairwise(cuts)]
 
     def next_event(self, output: RequestOutput) -> dict[str, Any] | None:
-        """Return an event with the changes since the last call, or None if there are none.
+        """Return an event with everything that changed since the last call, or None if there are no changes.
 
-        The field "selected" counts, for each bin (see `MAX_BINS`), the selections of its tokens since the last event,
-        summed over decode steps, layers and KV heads.
+        For each bin (see `MAX_BINS`), the field "selected" counts how often its tokens were selected since the last
+        event. The counts are sums over decode steps, layers and KV heads.
         """
         trace = output.trace
         if trace is None:
@@ -132,7 +138,7 @@ async def _store_conversation(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield `steps`. Store the request after the first step, and the answer at the end."""
+    """Yield `steps`. Store the messages of the request after the first step, and also the answer at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:
@@ -143,7 +149,7 @@ async def _store_conversation(
             messages = with_answer(messages, answer, continues=continues)
         service.delete_in_background(service.conversations.store(request.state.owner, body.session, messages))
 
-    with service.locked(session):  # locked until the response is stored, because storing would undo a deletion
+    with service.locked(session):  # keep the lock until the response is stored, because storing would undo a deletion
         try:
             async with aclosing(steps):
                 async for step in steps:

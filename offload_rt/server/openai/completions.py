@@ -27,7 +27,7 @@ from .requests import CompletionRequest, sampling_fields, structured_outputs
 router = APIRouter()
 
 DEFAULT_TOKENS = 16
-"""Default of `max_tokens`, as in OpenAI's API."""
+"""Default value of `max_tokens`, as in OpenAI's API."""
 
 MAX_PROMPTS = 128
 """Maximum number of prompts per request."""
@@ -38,9 +38,9 @@ class _Prompt:
     """A prompt of a completion request.
 
     Attributes:
-        ends: Token ids that end the completion, in addition to those of the model.
+        ends: Token ids that end the completion, in addition to the model's own.
         echo: Text to return before the completion, or "".
-        first: Text of the first prompt token, or "". An echo has no log-probability for this token.
+        first: Text of the first prompt token, or "". If the prompt is echoed, this token has no log-probability.
     """
 
     ids: list[int]
@@ -50,7 +50,10 @@ class _Prompt:
 
 
 Choice = Callable[[Step, int], dict[str, Any]]
-"""Converts a step to an entry of the response's `choices`. The int is the length of the earlier text in characters."""
+"""Function that converts a step to an entry of the response's `choices`.
+
+The int is the length, in characters, of the text before this step.
+"""
 
 
 @router.post("/v1/completions")
@@ -123,22 +126,22 @@ FIM_MARKS: Sequence[Sequence[tuple[str, Part]]] = (
     (("▁<PRE>", "prefix"), ("▁<SUF>", "suffix"), ("▁<MID>", "")),  # Code Llama
     (("[SUFFIX]", "suffix"), ("[PREFIX]", "prefix")),  # Codestral
 )
-"""Fill-in-the-middle tokens of each model family, in the order of the prompt.
+"""Fill-in-the-middle tokens of each model family, in their order in the prompt.
 
-Each token comes with the part of the text that follows it: "prefix", "suffix", or "" for none.
+Each token is paired with the part of the text that follows it: "prefix", "suffix", or "" for no text.
 """
 
 FIM_ENDS = (
     "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>",
 )  # fmt: skip
-"""Tokens that end a completion in the middle, in addition to those in `FIM_MARKS`."""
+"""Tokens that end a fill-in-the-middle completion, in addition to those in `FIM_MARKS`."""
 
 
 async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a fill-in-the-middle prompt, and the token ids that end its completion.
 
     Special tokens mark `prefix`, `suffix` and the gap that the completion fills. Raises RefusedError if the model has
-    none.
+    no such tokens.
     """
     vocabulary = prompts.tokenizer.get_vocab()
     marks = next((marks for marks in FIM_MARKS if all(token in vocabulary for token, _ in marks)), None)
@@ -176,8 +179,8 @@ async def _prompt_steps(
 
 
 async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
-    """Merge the streams of several prompts with `n` completions each. An error in one stream ends all streams."""
-    # At most one step is queued, so that steps do not accumulate if the client does not read.
+    """Merge the streams of several prompts, each with `n` completions. An error in one stream ends all streams."""
+    # Queue at most one step, so that steps do not accumulate if the client does not read.
     queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
     usages: dict[int, Usage] = {}
 
@@ -225,15 +228,16 @@ async def _events(
 
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the common fields of chat and text completions. The id begins with `prefix`, and `kind` is the object
-    type.
+    """Return the fields that chat and text completions have in common.
+
+    The id begins with `prefix`, and `kind` is the object type.
     """
     name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return the usage object of a response. `recomputed_tokens` (hybrid models) extends OpenAI's API."""
+    """Return the usage object of a response. `recomputed_tokens` (hybrid models) is an extension of OpenAI's API."""
     recomputed = {"recomputed_tokens": usage.recomputed} if usage.recomputed else {}
     return {
         "prompt_tokens": usage.prompt,
@@ -244,11 +248,11 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 MIN_LOGPROB = -9999.0
-"""Log-probability that replaces minus infinity, which JSON cannot represent."""
+"""Sent in place of a log-probability of minus infinity, which JSON cannot represent."""
 
 
 def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
-    """Return log-probabilities of new tokens and of `top` alternatives, in the format of chat completions."""
+    """Return the log-probabilities of new tokens and of their `top` alternatives, in the format of chat completions."""
     if step.logprobs is None or not step.token_ids:
         return None
     content = []
@@ -260,12 +264,12 @@ def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
 
 
 def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[str, Any] | None:
-    """Return log-probabilities of new tokens in the format of text completions.
+    """Return the log-probabilities of the new tokens in the format of text completions.
 
     Args:
         top: Number of alternatives per token.
-        offset: Character offset of the first new token in the text.
-        first: Text of the first token of an echoed prompt, which has no log-probabilities.
+        offset: Position of the first new token in the text, in characters.
+        first: Text of the first token of an echoed prompt. This token has no log-probabilities.
     """
     if step.logprobs is None:
         return None

@@ -1,6 +1,7 @@
-"""Request bodies of OpenAI's APIs, and their sampling parameters.
+"""Request bodies of OpenAI's APIs, and the sampling parameters that they set.
 
-A known field with a wrong type is an error. Unknown fields are ignored, and top-level ones are reported to the client.
+A known field with a value of the wrong type is an error. Unknown fields are ignored. If they are at the top level, this
+is reported to the client.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ TokenIds = list[Annotated[int, Field(ge=0, le=INT64)]]
 Count = Annotated[int, Field(ge=1, le=INT64)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Texts = Annotated[list[Stop], Field(max_length=1000)]
-"""Stop strings. Number and length are limited, so that searching for them does not delay other requests."""
+"""Stop strings. Their number and length are limited, so that searching for them does not delay other requests."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1000)]
 """vLLM's `cache_salt`. Requests with different salts do not share cached prefixes."""
 FormatKind = Literal["text", "json_object", "json_schema"]
@@ -26,7 +27,7 @@ Choices = Annotated[int, Field(ge=1, le=128)]
 
 
 class Body(BaseModel):
-    """Base class of JSON objects in requests, with strictly typed fields."""
+    """Base class for JSON objects in requests. The types of their fields are checked strictly."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -44,7 +45,10 @@ REFUSED_FIELDS = {
     "use_beam_search": "use n",
     "web_search_options": "run the search as a tool in the client",
 }
-"""Unsupported fields that would change the response, with advice for the client. Requests with them are refused."""
+"""Unsupported fields that would change the response, each with advice for the client.
+
+Requests that set them are refused.
+"""
 
 UNREPORTED_FIELDS = {
     "include",
@@ -60,7 +64,7 @@ UNREPORTED_FIELDS = {
 
 
 class RequestBody(Body):
-    """Base class of request bodies. Unknown fields are reported to the client.
+    """Base class for request bodies. Unknown fields are reported to the client.
 
     Fields in `REFUSED_FIELDS` are errors. Fields in `UNREPORTED_FIELDS` are ignored without a report.
     """
@@ -78,7 +82,7 @@ class RequestBody(Body):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields to report, at most ten."""
+        """Names of the unknown fields to report, at most ten."""
         names = [name for name in self.model_extra or {} if name not in UNREPORTED_FIELDS | REFUSED_FIELDS.keys()]
         return [name for name in names if name.isascii() and name.isidentifier() and len(name) <= MAX_FIELD][:10]
 
@@ -289,7 +293,7 @@ _SAME = (
 
 
 def sampling_fields(body: Body) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a request body of any protocol sets."""
+    """Return those fields of `SamplingParams` that are set by a request body. The body may be of any protocol."""
     known = type(body).model_fields  # pydantic also stores unknown fields as attributes
     given = {name: value for name in _SAME if name in known and (value := getattr(body, name)) is not None}
     bias = body.logit_bias if isinstance(body, SampledBody) else None
@@ -308,8 +312,8 @@ def structured_outputs(
 ) -> dict[str, Any]:
     """Return the sampling parameter `structured_outputs`, or {} if the request sets no format.
 
-    The format is in OpenAI's fields (`requested`) or vLLM's (`vllm`). Raises RefusedError or ConfigError if it is
-    invalid.
+    The format is given in OpenAI's fields (`requested`) or in vLLM's (`vllm`). Raises RefusedError or ConfigError if it
+    is invalid.
     """
     if vllm is not None and (given := vllm.model_dump(exclude_none=True, by_alias=True)):
         return {"structured_outputs": StructuredOutputs(**given)}

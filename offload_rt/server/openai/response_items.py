@@ -11,9 +11,9 @@ Event = dict[str, Any]
 
 
 class Items:
-    """Converts pieces of a response to output items of `/v1/responses`, and to stream events.
+    """Converts the pieces of a response to output items of `/v1/responses` and to stream events.
 
-    Adjacent pieces of the same kind form one item. `output` contains the complete items.
+    Adjacent pieces of the same kind form one item. `output` contains the items that are complete.
     """
 
     def __init__(self) -> None:

@@ -94,7 +94,7 @@ async def input_items(
 
 
 def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to items. Item ids never change, so that clients can request the next page."""
+    """Convert messages to items. The ids of items never change, so that clients can request the next page."""
     found: list[dict[str, Any]] = []
 
     def add(prefix: str, **item: Any) -> None:
@@ -136,9 +136,9 @@ class _Generation:
 
     @contextmanager
     def _session(self, name: str) -> Iterator[str]:
-        """Lock the engine session of the response `name`, and yield its id.
+        """Lock the engine session for the response `name`, and yield the session's id.
 
-        This is the session of the conversation, or a new session if another request has locked it.
+        This is the session of the conversation. If another request has locked it, a new session is used instead.
         """
         service, own, before = self.service, response_of(self.request.state.owner, name), self.before
         session = own if before is None or service.is_locked(before) else before

@@ -1,4 +1,4 @@
-"""Streaming parsers for reasoning and tool calls. The parser is chosen by model and request."""
+"""Streaming parsers for reasoning and tool calls. The model and the request determine which parser is used."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TOOL_PARSERS: Mapping[str, type[Scanner]] = {
     "llama3_json": LlamaJson,
     "json": FencedJson,
 }
-"""Tool parsers by name. "auto" chooses the first parser whose `marks` occur in the chat template, else "json"."""
+"""Tool parsers by name. "auto" chooses the first one whose `marks` occur in the chat template, otherwise "json"."""
 
 
 def tool_parser(configured: ToolParser, template: str) -> ToolParser:
-    """Return the configured tool parser. "auto" chooses one by the tags in the chat template."""
+    """Return the configured tool parser. For "auto", it is chosen by the tags in the chat template."""
     if configured != "auto":
         return configured
     for name, kind in TOOL_PARSERS.items():
@@ -37,7 +37,7 @@ def tool_parser(configured: ToolParser, template: str) -> ToolParser:
 
 
 def reasoning_parser(configured: ReasoningParser, template: str) -> ReasoningParser:
-    """Return the configured reasoning parser. "auto" chooses one by the tags in the chat template."""
+    """Return the configured reasoning parser. For "auto", it is chosen by the tags in the chat template."""
     if configured != "auto":
         return configured
     if tool_parser("auto", template) == "harmony":
@@ -54,13 +54,13 @@ def needs_special_tokens(tools: ToolParser, reasoning: ReasoningParser, *, offer
 def answer_parser(
     tools: ToolParser, reasoning: ReasoningParser, offered: Tools | None, *, thinking: bool = False
 ) -> Parser:
-    """Return a parser that first extracts reasoning, and then tool calls from the remaining text.
+    """Return a parser that first extracts reasoning and then extracts tool calls from the remaining text.
 
     Args:
         offered: Tools that may be called. None disables tool calls.
         thinking: Whether the prompt ends inside a reasoning section.
     """
-    if reasoning == "harmony":  # harmony has both reasoning and tool calls
+    if reasoning == "harmony":  # harmony handles both reasoning and tool calls
         return Harmony(offered or {})
     calls: Parser = Plain() if offered is None or tools == "none" else TOOL_PARSERS[tools](offered)
     return Pipeline(Think(inside=thinking), calls) if reasoning == "think" else calls

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class LlamaJson(Scanner):
-    """Parser of Llama 3's calls, `{"name": …, "parameters": {…}}`, at the beginning or after a tag."""
+    """Parser for Llama 3's calls, `{"name": …, "parameters": {…}}`, at the beginning of the response or after a tag."""
 
     tags = ("<|python_tag|>",)
     untagged = True
@@ -25,7 +25,7 @@ class LlamaJson(Scanner):
 
 
 class FencedJson(Scanner):
-    """Parser of JSON tool calls at the beginning of the response or in a code fence."""
+    """Parser for JSON tool calls at the beginning of the response or in a code fence."""
 
     tags = ("```",)
     untagged = True
@@ -44,10 +44,11 @@ FENCE, FENCE_END = "```json", "```"
 
 
 class Hermes(Scanner):
-    """Parser of the calls of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+    """Parser for the calls of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-    Small models often write a JSON code fence instead of the tag. A fence before the first tag is therefore a call too,
-    if it contains only calls whose arguments fit the tools. Other fences are examples in the text.
+    Small models often write a JSON code fence instead of the tag. A fence before the first tag is therefore also
+    treated as a call, if it contains only calls whose arguments fit the tools. All other fences are examples that
+    belong to the text.
     """
 
     tags: tuple[str, ...] = (CALL, FENCE)
@@ -67,7 +68,7 @@ class Hermes(Scanner):
         while (yield from self.peek()) == "{":
             start = self._at
             yield from self.accept("{")
-            # JSON with another first key is not a call, so it can be returned as content immediately.
+            # JSON whose first key is a different one is not a call, so it can be returned as content immediately.
             if (yield from self.read_string()) not in ("name", "arguments", "parameters"):
                 return False
             self._at = start
@@ -83,7 +84,7 @@ class Hermes(Scanner):
 
 
 class Mistral(Scanner):
-    """Parser of Mistral's calls.
+    """Parser for Mistral's calls.
 
     Older models write `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`. Newer ones write `[TOOL_CALLS]NAME[ARGS]{…}`
     for each call.
@@ -107,9 +108,9 @@ class Mistral(Scanner):
 
 
 class DeepSeek(Scanner):
-    """Parser of the calls of DeepSeek V3, R1 and V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`.
+    """Parser for calls of DeepSeek V3, R1 and V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`.
 
-    V3 and R1 write `function<｜tool▁sep｜>NAME`, and the arguments in a code fence.
+    V3 and R1 write `function<｜tool▁sep｜>NAME`, and put the arguments in a code fence.
     """
 
     CALLS, CALL = tags = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
@@ -151,8 +152,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 def fits_schema(value: Any, schema: Any) -> bool:
     """Return whether a JSON value fits a schema. Only types, property names, `required` and `enum` are checked.
 
-    Unlike in JSON schema, unknown properties do not fit a schema with properties, unless it has `additionalProperties`:
-    they show that no call was intended. Invalid entries of a schema are ignored.
+    If a schema has properties but no `additionalProperties`, a value with unknown properties does not fit, unlike in
+    JSON schema: such properties show that no call was intended. Invalid entries of a schema are ignored.
     """
     if not isinstance(schema, Mapping):
         return True
@@ -172,7 +173,7 @@ def fits_schema(value: Any, schema: Any) -> bool:
 
 
 def _entry(schema: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """Return an entry of a client's schema, or an empty one if it is missing or has the wrong type."""
+    """Return an entry of a schema that a client sent. If it is missing or has the wrong type, return an empty one."""
     entry = schema.get(name)
     return entry if isinstance(entry, kind) else kind()
 

@@ -1,4 +1,4 @@
-"""Pieces of a response (content, reasoning, tool calls), and the interface of parsers."""
+"""Pieces of a response (content, reasoning, tool calls), and the interface of the parsers that produce them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call, or its beginning. `arguments` is JSON text, which later `Arguments` pieces continue."""
+    """A tool call or the beginning of one. `arguments` is JSON text that later `Arguments` pieces continue."""
 
     name: str
     arguments: str
@@ -35,18 +35,18 @@ class Arguments:
 Piece = Content | Reasoning | ToolCall | Arguments
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""The tools that a response may call: maps each name to the JSON schema of its parameters."""
+"""The tools that a response may call, as a mapping from names to the JSON schemas of their parameters."""
 
 
 class Parser(Protocol):
-    """Interface of parsers that split the text of a streamed response into pieces.
+    """Interface for parsers that split the text of a streamed response into pieces.
 
-    A possible beginning of a tag is held back until more text arrives. The joined pieces do not depend on how the text
-    is split into `push` calls.
+    Text that may be the beginning of a tag is held back until more text arrives. The joined pieces do not depend on how
+    the text is divided among `push` calls.
     """
 
     def push(self, text: str) -> list[Piece]:
-        """Add text of the response. Return the pieces that are complete now."""
+        """Add text of the response. Return the pieces that are now complete."""
         ...
 
     def finish(self) -> list[Piece]:
@@ -63,7 +63,7 @@ class Plain:
 
 
 class Pipeline:
-    """Parser that passes the content pieces of the first parser to the second parser."""
+    """Parser that chains two parsers: the content pieces of the first one are parsed by the second one."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
         self._first, self._second = first, second
@@ -109,7 +109,7 @@ def text_of(pieces: Iterable[Piece], kind: type[Content] | type[Reasoning]) -> s
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Merge adjacent pieces of the same kind, and each `ToolCall` with the `Arguments` after it."""
+    """Merge adjacent pieces of the same kind, and merge each `ToolCall` with the `Arguments` that follow it."""
     groups: list[tuple[Piece, list[str]]] = []
     for piece in pieces:
         text = piece.arguments if isinstance(piece, ToolCall) else piece.text
@@ -126,5 +126,5 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def partial_tag(text: str, tag: str) -> int:
-    """Return the length of the longest end of `text` that begins `tag`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)

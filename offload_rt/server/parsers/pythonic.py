@@ -1,4 +1,4 @@
-"""Tool calls of Llama 4 and similar models, as a list of Python calls: `[find(q="Dick", most=3), stop()]`."""
+"""Tool calls of Llama 4 and similar models, written as a list of Python calls: `[find(q="Dick", most=3), stop()]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from .scanner import Brackets, Scan, Scanner
 
 
 class Pythonic(Scanner):
-    """Parser of a list of Python calls, at the beginning or after a tag. Each call is returned when it is complete."""
+    """Parser for a list of Python calls, at the beginning of the response or after a tag.
+
+    Each call is returned once it is complete.
+    """
 
     tags = ("<|python_start|>",)
     untagged = True
@@ -31,7 +34,7 @@ class Pythonic(Scanner):
         return True
 
     def _call(self) -> Scan[bool]:
-        """Read one call. If the text is not a call of an offered tool, return False and keep the position."""
+        """Read one call. If the text is not a call of an offered tool, return False and do not move the position."""
         yield from self.peek()
         start = self._at
         name = yield from self.read_word()
@@ -47,7 +50,10 @@ class Pythonic(Scanner):
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """Parse the keyword arguments of a Python call. Return None if an argument is not a literal with a JSON type."""
+    """Parse the keyword arguments of a Python call.
+
+    Return None if any argument is not a literal that JSON can represent.
+    """
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):

@@ -1,4 +1,4 @@
-"""Parsers of reasoning: `<think>…</think>`, and the harmony format."""
+"""Parsers for reasoning: `<think>…</think>`, and the harmony format."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class Think:
-    """Extracts reasoning sections (`<think>…</think>`) from a response, and drops whitespace next to them.
+    """Extracts reasoning sections (`<think>…</think>`) from a response, and drops the whitespace around them.
 
     Args:
-        inside: Whether the response begins with reasoning, because the prompt ends with the opening tag.
+        inside: Whether the response begins with reasoning because the prompt ends with the opening tag.
     """
 
     def __init__(self, *, inside: bool = False) -> None:
         self._inside = inside
         self._text = ""
         self._begun = False  # whether a piece has been returned
-        self._fresh = inside  # whether only whitespace, which is dropped, has followed the last tag
+        self._fresh = inside  # whether only whitespace has followed the last tag; this whitespace is dropped
 
     def push(self, text: str) -> list[Piece]:
         self._text += text
@@ -57,7 +57,8 @@ class Think:
 def ends_within_thinking(prompt: str, prefill: str = "") -> bool:
     """Return whether a response begins inside a reasoning section.
 
-    The opening tag is at the end of the rendered `prompt`, or in the message `prefill` that the response continues.
+    This is the case if the opening tag is at the end of the rendered `prompt`, or in the message `prefill` that the
+    response continues.
     """
     return prompt.rstrip().endswith(THINK) or THINK in prefill.rpartition(THINK_END)[2]
 
@@ -70,10 +71,10 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 
 class Harmony(Scanner):
-    """Parser of harmony, the format of gpt-oss: `<|channel|>CHANNEL<|message|>TEXT<|end|>`.
+    """Parser for harmony, the format of gpt-oss: `<|channel|>CHANNEL<|message|>TEXT<|end|>`.
 
-    Messages in the channel `analysis` are reasoning. Messages to an offered function are tool calls. Other messages are
-    content.
+    Messages in the channel `analysis` are reasoning. Messages to an offered function are tool calls. All other messages
+    are content.
     """
 
     marks = ((CHANNEL, MESSAGE),)

@@ -1,4 +1,4 @@
-"""Base class of tool parsers: a generator that reads the text of a response and yields when it needs more text."""
+"""Base class for tool parsers. A generator reads the text of a response and yields when it needs more text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .pieces import Arguments, Content, Piece, ToolCall, Tools, partial_tag
 
 T = TypeVar("T")
 Scan = Generator[None, None, T]
-"""Return type of the reading methods: generators that yield when they need more text, and return a T."""
+"""Return type of the reading methods: generators that yield when they need more text, and finally return a T."""
 
 WHITESPACE = " \t\n\r\f\v"
 
@@ -21,10 +21,10 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
 class Brackets:
-    """Finds the closing bracket of a text that arrives in parts and begins with a bracket.
+    """Finds the closing bracket of a text that begins with a bracket and arrives in parts.
 
-    Brackets in strings, which `quotes` delimit, are ignored. `done` is set after the closing bracket, and `failed` if
-    brackets do not match.
+    Brackets inside strings are ignored. `quotes` contains the characters that delimit strings. `done` is set after the
+    closing bracket, and `failed` is set if brackets do not match.
     """
 
     def __init__(self, quotes: str = '"') -> None:
@@ -35,7 +35,7 @@ class Brackets:
         self.done = self.failed = False
 
     def feed(self, text: str) -> int:
-        """Read text. Return the number of characters up to the closing bracket."""
+        """Read more text. Return how many of its characters belong to the text that ends with the closing bracket."""
         at = 0
         while at < len(text) and not (self.done or self.failed):
             if self._escaped:
@@ -67,28 +67,28 @@ class Brackets:
 
 
 class Scanner:
-    """Base class of tool parsers. Subclasses implement `read_calls` with the reading methods of this class.
+    """Base class for tool parsers. Subclasses implement `read_calls` with the reading methods of this class.
 
-    The reading methods wait until they have enough text, so the pieces do not depend on how the text is split. A call
-    is emitted with the start of its arguments, and later arguments are streamed. All other text is content. Whitespace
-    next to calls is dropped.
+    The reading methods wait until they have enough text, so the pieces do not depend on how the text is divided. A call
+    is emitted together with the start of its arguments, and the rest of the arguments is streamed. All other text is
+    content. Whitespace next to calls is dropped.
     """
 
     tags: tuple[str, ...] = ()
-    """Tags that precede calls."""
+    """Tags that can come before a call."""
     untagged: ClassVar[bool] = False
-    """Whether calls may be at the beginning of a response without a tag before them."""
+    """Whether a response may begin with calls that have no tag before them."""
     marks: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """A chat template uses this format if all texts of one of these tuples occur in it."""
+    """A chat template uses this format if it contains all texts of one of these tuples."""
     special: ClassVar[bool] = False
-    """Whether the tags are special tokens, which the detokenizer removes by default."""
+    """Whether the tags are special tokens. By default, the detokenizer removes special tokens."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
         self._text, self._at, self._ended = "", 0, False
         self._mark = 0  # position of the last opening tag
         self._space = ""  # whitespace before this tag
-        self._called = False  # whether the last piece was a call, so that whitespace is dropped
+        self._called = False  # whether the last piece was a call, after which whitespace is dropped
         self._found: list[Piece] = []
         self._running = self.parse()
 
@@ -101,7 +101,7 @@ class Scanner:
                 self._at = self._mark
 
     def read_calls(self, tag: str) -> Scan[bool]:
-        """Read and emit the calls after `tag`, which is "" at the beginning of the response.
+        """Read and emit the calls after `tag`. At the beginning of the response, `tag` is "".
 
         If the text is not a call of an offered tool, return False. The tag and the text then become content.
         """
@@ -123,14 +123,14 @@ class Scanner:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def more(self) -> Scan[bool]:
-        """Wait for more text. Return False at the end of the response."""
+        """Wait for more text. Return False if the response has ended."""
         size = len(self._text)
         while len(self._text) == size and not self._ended:
             yield
         return len(self._text) > size
 
     def peek(self) -> Scan[str]:
-        """Skip whitespace and return the next character, or "" at the end."""
+        """Skip whitespace and return the next character, or "" at the end of the response."""
         while True:
             rest = self._text[self._at :].lstrip(WHITESPACE)
             if rest:
@@ -141,9 +141,9 @@ class Scanner:
                 return ""
 
     def accept(self, *tags: str) -> Scan[str]:
-        """Skip whitespace and one of `tags`. Return the tag, or "" if another text follows.
+        """Skip whitespace and one of `tags`. Return this tag, or "" if none of them follows.
 
-        No tag may be a prefix of another tag.
+        No tag may be a prefix of another one.
         """
         yield from self.peek()
         longest = max(map(len, tags))
@@ -157,7 +157,7 @@ class Scanner:
                 return ""
 
     def read_word(self) -> Scan[str]:
-        """Skip whitespace. Read and return the letters, digits and `_.-` that follow."""
+        """Skip whitespace, then read and return the letters, digits and `_.-` that follow."""
         yield from self.peek()
         start, end = self._at, self._at
         while True:
@@ -169,7 +169,7 @@ class Scanner:
                 return self._text[start:end]
 
     def read_string(self) -> Scan[str | None]:
-        """Skip whitespace. Read and return a JSON string, or return None if another text follows."""
+        """Skip whitespace, then read and return a JSON string. Return None if anything else follows."""
         if (yield from self.peek()) != '"':
             return None
         start, end = self._at, self._at + 1
@@ -186,7 +186,7 @@ class Scanner:
         return value if isinstance(value, str) else None
 
     def read_until(self, *tags: str) -> Scan[tuple[str, str]]:
-        """Read up to the next of `tags`. Return the text before the tag, and the tag ("" at the end)."""
+        """Read up to the next of `tags`. Return the text before it, and the tag ("" at the end of the response)."""
         parts: list[str] = []
         tag, _ = yield from self.stream_until(parts.append, *tags)
         return "".join(parts), tag
@@ -197,7 +197,7 @@ class Scanner:
         Args:
             emit: Receives the text in parts.
             tags: The text ends at any of these tags.
-            trailing: Characters, such as newlines, that are not passed to `emit` before the tag.
+            trailing: Characters, such as newlines, that are not passed to `emit` if they are directly before the tag.
 
         Returns:
             The tag ("" at the end of the response), and the `trailing` characters before it.
@@ -217,7 +217,7 @@ class Scanner:
             yield from self.more()
 
     def stream_brackets(self, emit: Callable[[str], None], span: Brackets | None = None) -> Scan[bool]:
-        """Pass a text in brackets to `emit` as it arrives. Return whether the closing bracket arrived."""
+        """Pass text that is enclosed in brackets to `emit` as it arrives. Return whether the brackets were closed."""
         span = span or Brackets()
         while True:
             count = span.feed(self._text[self._at :])
@@ -253,15 +253,15 @@ class Scanner:
         self._found.append(Arguments(text))
 
     def stream_call(self, name: str) -> Scan[None]:
-        """Emit a call of the tool `name`. The JSON object at the current position is its arguments."""
+        """Emit a call of the tool `name`. Its arguments are the JSON object at the current position."""
         self.emit_call(name)
         yield from self.stream_brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
         """Read and emit the call `{"name": …, "arguments": {…}}`.
 
-        If the text is not a call of an offered tool, return False and keep the position. With another order of keys,
-        the call is emitted only when it is complete.
+        If the text is not a call of an offered tool, return False and do not move the position. If the keys are in
+        another order, the call is emitted only when it is complete.
         """
         if (yield from self.peek()) != "{":
             return False
@@ -299,7 +299,7 @@ class Scanner:
         return str(name) if (yield from self.peek()) == "{" else ""
 
     def json_calls(self) -> Scan[bool]:
-        """Read a JSON list of calls, or calls with separators. Return whether a call was found."""
+        """Read a JSON list of calls, or several calls with separators between them. Return whether a call was found."""
         start = self._at
         listed = yield from self.accept("[")
         if not (yield from self.json_call()):

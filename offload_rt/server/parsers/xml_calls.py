@@ -10,17 +10,20 @@ from .scanner import WHITESPACE, Scan, Scanner
 
 
 class XmlCalls(Scanner):
-    """Base class of parsers that convert XML parameters to JSON. Only strings are streamed before they are complete."""
+    """Base class for parsers that convert XML parameters to JSON.
+
+    Only string values are streamed while they are incomplete.
+    """
 
     _count = 0
-    """Number of parameters of the current call."""
+    """Number of parameters read so far in the current call."""
 
     def begin(self, name: str) -> None:
         self._count = 0
         self.emit_call(name, "{")
 
     def parameter(self, tool: str, name: str, end: str, *, strip: bool) -> Scan[None]:
-        """Read a parameter up to the tag `end`. With `strip`, drop one newline on each side of the value."""
+        """Read a parameter up to the tag `end`. If `strip` is True, drop one newline on each side of the value."""
         self.emit_arguments((", " if self._count else "") + json.dumps(name, ensure_ascii=False) + ": ")
         self._count += 1
         if strip and (len(self._text) > self._at or (yield from self.more())) and self._text[self._at] == "\n":
@@ -45,7 +48,7 @@ class XmlCalls(Scanner):
 
 
 class QwenCoder(XmlCalls):
-    """Parser of Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`."""
+    """Parser for Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`."""
 
     tags = (CALL, "<function=")
     marks = (("<function=", "<parameter="),)
@@ -67,7 +70,7 @@ class QwenCoder(XmlCalls):
 
 
 class Glm(XmlCalls):
-    """Parser of GLM: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`."""
+    """Parser for GLM: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`."""
 
     tags = (CALL,)
     marks = (("<arg_key>",),)
