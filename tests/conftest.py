@@ -1,8 +1,9 @@
 """Fixtures shared by all tests.
 
-Without a CUDA device, `gpu` tests are skipped, or run on a simulated device if they are also marked `simulated`.
+Without a CUDA device, tests marked `gpu` are skipped, unless they are also marked `simulated`. Those run on a simulated
+device.
 
-Heavy modules are imported in functions, because the controller of pytest-xdist reads this file before it starts the
+Heavy modules are imported inside functions, because the pytest-xdist controller loads this file before it starts the
 workers.
 """
 
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
     import torch
 
 ALL_SCHEDULES = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
-"""Whether all `gpu` tests run on a simulated device, not only those marked `simulated` (`make stress PART=gpu`)."""
+"""Whether all `gpu` tests run on a simulated device, not just those marked `simulated` (`make stress PART=gpu`)."""
 
 ALL_CASES = "OFFLOAD_RT_CELLS" in os.environ
-"""Whether tests marked `sampled` run all their cases (`make stress`)."""
+"""Whether tests marked `sampled` run all of their cases (`make stress`)."""
 
 QUICK = os.environ.get("OFFLOAD_RT_QUICK") == "1"
 """Whether only the first case of each parametrised test runs (`make quick`)."""
 
 LEAN = os.environ.get("OFFLOAD_RT_LEAN") == "1"
-"""Whether tests of missing extras are skipped, as in a GPU image that was not built for this project."""
+"""Whether to skip tests whose extras are missing, for example in a GPU image that was not built for this project."""
 
 EXTRAS = ("fastapi", "gguf", "httpx2", "openai", "starlette", "uvicorn")
 
@@ -54,7 +55,7 @@ def pytest_collection() -> None:
     import torch
 
     if not has_cuda():
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: kernels run in Python on CPU tensors
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; kernels then run in Python on CPU tensors
     # Threads do not speed up tiny tensors, and threads that compete on a busy machine cost minutes.
     torch.set_num_threads(1)
 
@@ -106,7 +107,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_existing_objects() -> None:
-    """Exclude existing objects from garbage collection and counts of tensors, because scans of them are slow."""
+    """Exclude existing objects from garbage collection and from tensor counts, because scanning them is slow."""
     gc.collect()
     gc.freeze()
 
@@ -133,7 +134,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest) -> torch.device:
-    """Device of Triton kernels: CUDA if available, else the CPU with Triton's interpreter."""
+    """Return the device for Triton kernels: CUDA if available, and otherwise the CPU with Triton's interpreter."""
     import torch
 
     pytest.importorskip("triton", reason="triton is not installed")
@@ -146,7 +147,7 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """All workers use one cache, so that each model is verified and calibrated once."""
+    """Let all workers of this run share a new cache folder, so that each model is verified and calibrated only once."""
     base = tmp_path_factory.getbasetemp()
     shared = base if os.environ.get("PYTEST_XDIST_WORKER") is None else base.parent
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +166,7 @@ def quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def short_book(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizing the whole book takes half a second."""
+    """Return a file with the first pages of the book. Tokenizing the whole book would take half a second."""
     text = (Path(offload_rt.__file__).parent / "data" / "black_arrow.txt").read_text(encoding="utf-8")
     file = tmp_path_factory.mktemp("book") / "pages.txt"
     file.write_text(text[:12_000], encoding="utf-8")

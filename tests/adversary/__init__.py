@@ -1,1 +1,1 @@
-"""Randomised tests. Each case is compared with an independent reference and can be repeated with its seed."""
+"""Randomised tests. Each case is compared with an independent reference, and its seed repeats it."""

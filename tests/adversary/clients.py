@@ -2,9 +2,9 @@
 
 Hostile clients send broken requests over raw sockets, or disconnect at any point. Each case checks:
 
-* a normal request gets the same text as without other clients, or a documented refusal;
-* the server never answers 500 and logs no exception;
-* at the end no request runs, the pool is empty, and no descriptor or thread is left.
+* a normal request gets the same text as if no other clients were connected, or a documented refusal;
+* the server never responds with status 500 and logs no exception;
+* at the end, no request is running, the pool is empty, and no file descriptor or thread is left.
 
 The seed determines everything except the timing.
 """
@@ -67,7 +67,7 @@ def runtime() -> LLM:
 
 @functools.cache
 def expected_text(prompt: str, max_tokens: int) -> str:
-    """Generate without other clients."""
+    """Generate the text on an engine that has no other clients."""
     ids = runtime().tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
     return runtime().generate(ids, SamplingParams(max_tokens=max_tokens, temperature=0))[0].outputs[0].text
 
@@ -122,10 +122,10 @@ class Log(logging.Handler):
 
 
 class NormalClient:
-    """Send valid requests and check the responses.
+    """Client that sends valid requests and checks the responses.
 
     Attributes:
-        tries: Maximum number of connections per request. A server with few connections may drop a connection before its
+        tries: Maximum number of connections per request. A server that allows few connections may drop one before the
             request arrives.
     """
 
@@ -133,7 +133,7 @@ class NormalClient:
         self.port, self.rng, self.tries, self.counts = urlsplit(url).port, rng, tries, Counter[str]()
 
     def call(self, path: str, body: dict[str, Any], method: str = "POST") -> tuple[int, bytes]:
-        """Send a request over a new connection. Return the status and the body of the response."""
+        """Send a request over a new connection. Return the status and body of the response."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         for tries in range(1, self.tries + 1):
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
@@ -180,7 +180,7 @@ def response_text(answer: dict[str, Any]) -> str:
 
 
 def read_events(data: bytes) -> tuple[dict[str, Any] | None, str]:
-    """Return the error that ended a stream (or None) and the text of the stream."""
+    """Return the error that ended a stream, or None, and the streamed text."""
     lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     error = next((event["error"] for event in events if "error" in event), None)

@@ -1,12 +1,12 @@
 """Test random models and options against transformers.
 
-A case builds a random tiny model and a runtime with random options. It generates batches of prompts with shared
-prefixes, several samples of a prompt, and turns of sessions, with edits, forks, truncations and restarts. Half of the
-cases use the GPU's copy path on the CPU. Each case checks:
+Each case builds a random tiny model and a runtime with random options. It generates batches of prompts with shared
+prefixes, several samples of one prompt, and turns of sessions that are edited, forked, truncated and restarted. Half of
+the cases run the GPU's copy path on the CPU. Each case checks:
 
 * if the options are exact, every token is the greedy token of transformers' forward pass over the whole text;
-* only subclasses of OffloadError are raised, each with a message, and no EngineError;
-* `check_integrity` passes, and at the end the pool is empty and no thread is left.
+* only subclasses of OffloadError other than EngineError are raised, each with a message;
+* `check_integrity` passes, and at the end, the pool is empty and no thread is left.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from offload_rt.sessions.request_factory import StoredRequestFactory
 LENGTHS = (1, 2, 30, 63, 64, 65, 100, 127, 128, 129, 192, 200, 300, 600)
 STEPS = 6
 TIE_TOLERANCE = 1e-4
-"""Tolerance for near ties, relative to the largest logit: norms and routers compute in float32."""
+"""Tolerance for near ties, relative to the largest logit. It is needed because norms and routers compute in float32."""
 
 
 def random_policy(rng: random.Random) -> tuple[dict[str, Any], bool]:
-    """Return policy options, and whether the tokens must equal those of full attention."""
+    """Return random policy options, and whether the tokens must equal those of full attention."""
     window = {"sinks": rng.choice((0, 1, 4)), "recent": rng.choice((1, 8, 64, 65))}
     everything = window | {"budget": 1.0, "dense_layers": ()}
     select_all = window | {"preset": "rows", "alpha": float("inf"), "max_fraction": 1.0}
@@ -64,7 +64,7 @@ def random_policy(rng: random.Random) -> tuple[dict[str, Any], bool]:
 
 
 def random_options(rng: random.Random, folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return runtime options, and whether the tokens must equal those of full attention."""
+    """Return random runtime options, and whether the tokens must equal those of full attention."""
     options, exact = random_policy(rng)
     options |= {
         "kv_cache_dtype": rng.choices(("auto", "int8", "int4", "int2"), (7, 1, 1, 1))[0],
@@ -89,7 +89,7 @@ class Case:
         self.description, self.model = random_model(rng)
         self.options, self.exact = random_options(rng, folder)
         self.seen: list[list[int]] = []
-        """Earlier texts, which new prompts may share a prefix with."""
+        """Earlier texts. New prompts may share a prefix with them."""
         self.use_copies, self.use_small_pool = rng.random() < 0.5, rng.random() < 0.3
 
     def make_runtime(self, ends: ExitStack) -> LLM:
@@ -185,7 +185,7 @@ class Case:
             session.close()
 
     def edits(self, llm: LLM) -> None:
-        """Send whole prompts to a session. Each one changes, repeats or continues the previous text."""
+        """Send whole prompts to a session. Each prompt changes, repeats or continues the previous text."""
         rng, store = self.rng, llm.session_store(self.folder / "edits")
         factory, engine, prompt = StoredRequestFactory(store, [].append), llm.make_engine(), self.prompt()
         try:
@@ -212,7 +212,7 @@ class Case:
     # ---------------------------------------------------------------------------------------------------------- case
 
     def attempt(self, action: Callable[[LLM], None], llm: LLM) -> None:
-        """Count OffloadError as a refusal, except EngineError, which wraps an unexpected exception."""
+        """Run `action` and count an OffloadError as a refusal, unless it is an EngineError (an unexpected error)."""
         try:
             action(llm)
         except EngineError:
@@ -222,7 +222,7 @@ class Case:
             self.counts["full" if isinstance(error, PoolFullError) else "refusals"] += 1
 
     def transformers_supports_model(self) -> bool:
-        """Return whether transformers can compute the model. It does not support some widths of experts."""
+        """Return whether transformers can run the model. It does not support all expert sizes."""
         try:
             self.model(torch.tensor([[1, 2, 3]]))
         except RuntimeError:
@@ -262,7 +262,7 @@ def run_case(seed: int) -> Counter[str]:
         case = Case(rng, Path(place))
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # truncated sessions, stores that could not save
+                warnings.simplefilter("ignore")  # for truncated sessions, and stores that could not save
                 case.run()
         except BaseException as error:
             flags = f"copies={case.use_copies} small={case.use_small_pool} counts={dict(case.counts)}"

@@ -1,11 +1,10 @@
-"""Fuzz the files of a session store: damage never gives a wrong token, and never affects more than the damaged data.
+"""Fuzz the files of a session store: damage never causes a wrong token or affects more than the damaged data.
 
-A case runs a few sessions in a new store, and damages, moves or deletes files between turns and restarts. Each case
-checks:
+Each case runs a few sessions in a new store, and damages, moves or deletes files between turns and restarts. It checks:
 
-* a session opens with tokens that it had before, or raises StoreError; its next answer equals the model's;
+* a session opens with tokens that it had before and its next answer equals the model's, or it raises StoreError;
 * no other exception is raised, `check_integrity` passes, and nothing outside the folder changes;
-* no file of the store contains tokens of a deleted session, except damaged document files that the deletion reported.
+* no file in the store contains tokens of a deleted session, except for damaged documents that the deletion reported.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def runtime() -> LLM:
 
 @cache
 def model_answer(tokens: tuple[int, ...]) -> list[int]:
-    """Generate with an engine that shares no state with the sessions."""
+    """Generate an answer with an engine that shares no state with the sessions."""
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
     with LLM(model, dtype="float32", host_memory="4MiB", policy="full", enable_prefix_caching=False) as llm:
         return completed(llm.generate([list(tokens)], PARAMS))[0].token_ids
@@ -108,7 +107,7 @@ def add_temporary_file(rng: random.Random, path: Path, other: Path, outside: Pat
 
 
 def link_folder_outside(rng: random.Random, path: Path, other: Path, outside: Path) -> None:
-    """Replace a folder of the store with a link to a folder outside that contains the same file names."""
+    """Replace a folder in the store with a link to an outside folder that contains the same file names."""
     if path.parent.name == "store":
         return
     target = outside / path.parent.name

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from offload_rt.server.options import ServerOptions
 
 LONG_ANSWER = 3000
-"""Tokens of an abandoned answer: seconds of decoding."""
+"""Length of an abandoned answer in tokens. Decoding all of it would take seconds."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize")
 JSON_HOLES = [
     '{"prompt": %s}', '{"messages": %s}', '{"messages": [{"role": "user", "content": %s}]}', '{"logit_bias": %s}',
@@ -47,7 +47,7 @@ class HostileClient:
         self.counts = Counter[str]()
         self.open: list[socket.socket] = []
         self.abandoned: list[str] = []
-        """Ids of long streaming requests that were abandoned at their start."""
+        """Ids of long streaming requests that the client abandoned at the start."""
 
     def run(self) -> None:
         for _ in range(self.rng.randint(3, 6)):
@@ -215,7 +215,7 @@ class HostileClient:
         self.exchange(self.post(self.rng.choice(PATHS), hole.replace(b"%s", text * 3), kind))
 
     def abandon_stream(self, **fields: Any) -> None:
-        """Disconnect at the start of a long stream. `check_abandoned` requires that the request ended."""
+        """Disconnect at the start of a long stream. `check_abandoned` later checks that the request has ended."""
         connection = self.connect()
         body_data = self.body(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True, temperature=0, **fields)
         connection.sendall(self.post("/v1/completions", body_data))

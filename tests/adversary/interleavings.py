@@ -1,7 +1,7 @@
-"""Test random interleavings of requests on engines that share a small pool: each gives the same tokens as alone.
+"""Test random interleavings of requests on engines that share a small pool. Tokens are as if each request ran alone.
 
-Even seeds drive engines step by step, so that a case repeats exactly. Odd seeds use `AsyncLLM` with sessions, clients
-that disconnect, and a second policy in another thread, so that their timing varies.
+With even seeds, engines are driven step by step, so a case can be repeated exactly. With odd seeds, `AsyncLLM` runs
+sessions, clients that disconnect, and a second policy in another thread, so timing varies between runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LONGEST_PROMPT, MOST_TOKENS, WIDEST = 200, 24, 3
 
 @functools.cache
 def make_model(name: str) -> Any:
-    """The C kernels support these shapes."""
+    """Create a model whose shape the C kernels support."""
     if name == "gemma3":
         return architecture("gemma3", dtype=torch.float32)
     return tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, vocab_size=97)
@@ -64,7 +64,7 @@ def large_pool_llm(name: str, policy: str) -> LLM:
 
 
 def expected_tokens(name: str, policy: str, spec: RequestSpec) -> list[list[int]]:
-    """Generate on a separate engine. Not for use while a fault is injected."""
+    """Generate on a separate engine. Do not call this while a fault is injected."""
     return [one.token_ids for one in completed(large_pool_llm(name, policy).generate([list(spec[0])], spec[1]))]
 
 
@@ -102,7 +102,7 @@ def random_params(rng: random.Random, kinds: str = "greedy sampled several beams
 
 @contextmanager
 def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
-    """Raise an exception in one engine call, with a probability of one half. Yield the exception or None."""
+    """With probability 1/2, make one engine call raise an exception. Yield this exception, or None."""
     if rng.random() < 0.5:
         yield None
         return
@@ -113,7 +113,7 @@ def random_fault(llm: LLM, rng: random.Random) -> Iterator[Exception | None]:
 
 @contextmanager
 def random_swap(rng: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield options that enable swapping with a probability of one half."""
+    """With probability 1/2, yield options that enable swapping."""
     if rng.random() < 0.5:
         yield {}
         return
@@ -271,7 +271,7 @@ class Clients:
                 raise
             self.counts["refused"] += 1
         except (AssertionError, RuntimeError) as error:
-            if error is not self.injected:  # an injected fault may also be raised outside a request
+            if error is not self.injected:  # an injected fault may also be raised while no request is being processed
                 raise
 
     async def turn(self, request_id: str, rng: random.Random) -> None:
@@ -336,7 +336,7 @@ class Clients:
 
 
 async def run_clients(seed: int, folder: Path) -> Counter[str]:
-    """Run several clients, a second policy and a fault on one `AsyncLLM`, which may be closed early."""
+    """Run clients and a second policy on one `AsyncLLM`. Inject a fault, and possibly close the engine early."""
     rng = random.Random(seed)
     name = rng.choice(("llama", "gemma3"))
     with random_swap(rng, folder) as options:

@@ -1,8 +1,8 @@
 """Test random session names against a dictionary: an operation on one session never changes another.
 
-A case chooses names that resemble the store's own files, paths or each other. It creates, reopens, forks, lists,
-exports and deletes sessions. A dictionary contains the expected tokens by name. At the end all sessions are deleted,
-and no file may be left.
+Each case chooses names that resemble the store's own files, paths, or one another. It creates, reopens, forks, lists,
+exports and deletes sessions, while a dictionary keeps the expected tokens by name. At the end, all sessions are
+deleted, and no file may be left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def runtime() -> LLM:
 
 
 def random_name(rng: random.Random, known: list[str]) -> str:
-    """Return a new name. File systems and parsers may confuse it with a known name."""
+    """Return a new name that file systems or parsers may confuse with a known name."""
     if known and rng.random() < 0.5:
         name = rng.choice(known)
         changes = [
@@ -107,7 +107,7 @@ class Sessions:
 
 
 def run_sessions_command(action: str, name: str | None, folder: Path) -> int:
-    """Return the exit status. Fail if a control character of a name reaches the terminal."""
+    """Run `offload-rt sessions` and return its exit status. Fail if a name's control characters reach the terminal."""
     arguments = ["sessions", action, *(() if name is None else (name,)), "--store", str(folder)]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

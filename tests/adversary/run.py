@@ -1,11 +1,11 @@
-"""Run one part of the randomised adversary tests for a given time, or repeat one case.
+"""Run one part of the adversary tests for a given time, or repeat a single case.
 
     python tests/adversary/run.py files --seconds 600 --seed 1
     python tests/adversary/run.py files --case 1000042
 
-A part is a module of this folder. Its function `run_case(seed)` raises an exception on a failure and returns counts of
-the work. After a failure, the run continues. The traceback and the command that repeats the case are printed and added
-to `out/adversary-failures.txt`, and the exit status is 1.
+A part is a module in this folder. Its function `run_case(seed)` raises an exception if the case fails, and otherwise
+returns counts of the work that was done. The run continues after a failure. The traceback and the command that repeats
+the failed case are printed and added to `out/adversary-failures.txt`, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from types import FrameType
 PARTS = ("configurations", "interleavings", "names", "files", "clients")
 CASES_PER_SEED = 1_000_000
 CASE_SECONDS = 180
-"""Time limit of one case. A case that exceeds it counts as a failure: it may be a deadlock."""
+"""Time limit for one case. A case that takes longer counts as failed, because it may be in a deadlock."""
 
 FAILURES = Path(__file__).parents[2] / "out" / "adversary-failures.txt"
 
@@ -41,7 +41,7 @@ def load(part: str) -> Case:
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `seconds`, and print the stacks of all threads."""
+    """After `seconds`, print the stacks of all threads and raise TimeoutError in the main thread."""
 
     def expired(signum: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback(all_threads=True)
@@ -69,7 +69,7 @@ def record_failure(part: str, seed: int) -> None:
 
 
 def run_part(part: str, seeds: Iterator[int], seconds: float) -> tuple[Counter[str], list[int]]:
-    """Run cases until `seconds` have passed or `seeds` ends. Return the summed counts and the failed seeds."""
+    """Run cases until `seconds` have passed or `seeds` is exhausted. Return the summed counts and the failed seeds."""
     case, done, failed = load(part), Counter[str](), list[int]()
     end, reported = time.monotonic() + seconds, time.monotonic()
     for seed in seeds:

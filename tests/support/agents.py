@@ -1,7 +1,7 @@
-"""Request sequences like those of coding agents and of a chat page.
+"""Request sequences that imitate coding agents and a chat page.
 
-They contain typical reasons for cache misses: dates in the system prompt, growing tool results, requests for titles
-between the turns, and edits of earlier messages.
+They contain the typical causes of cache misses: dates in the system prompt, growing tool results, title requests
+between the turns, and edits to earlier messages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ PROSE = "It was a dark night, and the river was high. Dick went on through the f
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """One request of a sequence.
+    """One request in a sequence.
 
     Attributes:
-        kind: "turn" of the conversation, or the kind of a side request.
-        body: Body of `POST /v1/chat/completions`.
+        kind: "turn" for a turn of the conversation, otherwise the kind of side request.
+        body: JSON body for `POST /v1/chat/completions`.
     """
 
     kind: str
@@ -50,7 +50,7 @@ def _tool_call(name: str, number: int, q: str) -> dict[str, Any]:
 
 
 def opencode() -> Sequence:
-    """Tool results grow, and the first message is followed by a request for a title."""
+    """Tool results grow, and a title is requested after the first message."""
     system = _message("system", f"You are a coding agent. {RULES * 4}Working directory: /src. Date: 2026-11-24.")
     messages = [system, _message("user", f"Make the archer miss at long distances.\n{PROSE * 2}")]
     yield AgentRequest("turn", {"messages": list(messages), "tools": TOOLS})
@@ -65,7 +65,7 @@ def opencode() -> Sequence:
 
 
 def aider() -> Sequence:
-    """Each edit changes files in an early message. Reminders are repeated at the end of each request."""
+    """Each edit changes the files quoted in an early message. Every request ends with the same reminders."""
     head = [_message("system", f"Act as an expert programmer. {RULES * 5}"), _message("user", f"Map:\n{PROSE * 4}")]
     talk: list[dict[str, Any]] = []
     for number in range(1, 5):
@@ -88,20 +88,20 @@ def aider() -> Sequence:
 
 
 def cline() -> Sequence:
-    """The long system prompt describes tools, each message contains the time, and old messages are dropped."""
+    """A long system prompt describes the tools, each message contains the time, and old messages are dropped."""
     system = _message("system", f"You have tools, written as XML: <read><path>…</path></read>. {RULES * 10}")
     messages = [system]
     for number in range(1, 6):
         results = f"[read] Result:\n{SOURCE * (2 * number)}" if number > 1 else f"<task>{PROSE * 2}</task>"
         messages.append(_message("user", f"{results}\n<environment>Time: 10:{number:02d}. Open: a.py</environment>"))
-        if number == 5:  # the oldest exchange after the task is dropped to make room
+        if number == 5:  # drop the oldest exchange after the task to make room
             messages = [*messages[:2], _message("assistant", "[earlier messages removed]"), *messages[5:]]
         yield AgentRequest("turn", {"messages": list(messages)})
         messages.append(_message("assistant", f"<read><path>file{number}.py</path></read>"))
 
 
 def open_webui() -> Sequence:
-    """The date in the system prompt changes, and requests for titles or tags follow each turn."""
+    """The system prompt contains a date that changes. A title or tags are requested after each turn."""
     talk: list[dict[str, Any]] = []
     for number in range(1, 4):
         date = "Monday" if number < 3 else "Tuesday"

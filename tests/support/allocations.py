@@ -1,8 +1,8 @@
 """Count the bytes of device memory in use during a run on the CPU.
 
-Torch's CPU allocator reports each allocation to the profiler. Memory in use before is counted from existing tensors.
-`mmap` is not counted, because it only provides host memory: the pool and streamed weights. Selection in C uses memory
-that the profiler does not see, so `device_selection` replaces it.
+Torch's CPU allocator reports each allocation to the profiler. Memory that was in use before the run is computed from
+the existing tensors. Memory from `mmap` is not counted, because only host memory (the pool and streamed weights) is
+allocated this way. Selection in C uses memory that the profiler does not see, so `device_selection` replaces it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def device_selection() -> Iterator[None]:
 
 
 def live_storages() -> dict[int, int]:
-    """Return sizes of tensor storages in bytes by address.
+    """Return a map from the address of each tensor storage to its size in bytes.
 
-    Tensors that existed before the test's module are excluded. If a new tensor reuses the memory of such a tensor, the
-    sum may be too high.
+    Tensors that existed before the test module was loaded are excluded. The sum may be too high if a new tensor reuses
+    their memory.
     """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
@@ -47,9 +47,9 @@ class DeviceBytes:
 def count_device_bytes(
     make: Callable[[], Any], host_addresses: Callable[[Any], set[int]], run: Callable[[Any], Any]
 ) -> tuple[Any, DeviceBytes]:
-    """Return the result of `run(make())`, and the device memory in use before and during `run`.
+    """Return the result of `run(make())` and the device memory in use before and during `run`.
 
-    Tensors that `make` creates count, except those at `host_addresses`.
+    Tensors created by `make` are counted, except those at `host_addresses`.
     """
     earlier = live_storages()
     made = make()

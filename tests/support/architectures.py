@@ -1,6 +1,6 @@
-"""Tiny random models of supported and of unsupported architectures: `architecture("gemma3")`.
+"""Tiny random models of supported and unsupported architectures: `architecture("gemma3")`.
 
-The models are smaller than those of `tiny_models`. Their sliding windows have 12 tokens, and every test is longer.
+The models are smaller than those in `tiny_models`. Their sliding windows have 12 tokens, fewer than any test uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Architecture:
     Attributes:
         config: Name of the configuration class without "Config".
         options: Options that differ from the defaults of all tiny models.
-        traits: Properties of the architecture in words.
+        traits: Description of the architecture's special features.
     """
 
     config: str
@@ -130,7 +130,7 @@ _GRANITE: dict[str, Any] = {
     "shared_intermediate_size": 48,
 }
 _CONVOLUTIONS = ["conv", "full_attention", "conv"]
-# The C kernels support keys of 24 + 8 numbers. Keys and values of a head have different widths.
+# The C kernels support keys with 24 + 8 elements. Keys and values of a head have different widths.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
@@ -500,10 +500,10 @@ RECURRENT = (
     "qwen3_next", "qwen3_5", "qwen3_5_multimodal", "qwen3_5_moe", "qwen3_5_moe_multimodal", "granite_hybrid", "lfm2",
     "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba", "kimi_linear",
 )  # fmt: skip
-"""Names in `RUNS` of hybrid models."""
+"""Hybrid models in `RUNS`."""
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "kimi_linear")
-"""Names in `RUNS` of models with multi-head latent attention."""
+"""Models with multi-head latent attention in `RUNS`."""
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -534,7 +534,7 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         "Mamba-1: transformers cannot continue its state by several tokens at once",
     ),
 }
-"""Refused architectures by short name: model, `ModelError.reason`, and explanation."""
+"""Unsupported architectures by short name: the model, its `ModelError.reason`, and the explanation."""
 
 
 def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:

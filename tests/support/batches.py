@@ -1,4 +1,4 @@
-"""Create runners of a tiny Llama with batched selection, and prefilled sequences."""
+"""Create runners for a tiny Llama with batched selection, and sequences that are already prefilled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tiny_models import tiny_model, tiny_prompt
 OPTIONS: dict[str, Any] = {
     "preset": "rows", "sinks": 2, "recent": 8, "dense_layers": (), "alpha": 2.0, "max_fraction": 0.3,
 }  # fmt: skip
-"""Options without approximate KV, which tests enable where needed."""
+"""Options that disable approximate KV. Tests that need it enable it."""
 
 
 def make_runner(counted: bool = True, **options: Any) -> Runner:

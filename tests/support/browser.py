@@ -16,16 +16,16 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PICTURES = Path(__file__).parents[2] / "out" / "page"
-"""Folder of the screenshots. No test reads them."""
+"""Folder for screenshots. They are for people; no test reads them."""
 
 TIMEOUT_MS = 60_000
-"""Milliseconds. High, because the machine may be busy."""
+"""Timeout in milliseconds. It is high because the machine may be busy."""
 
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 
 NAME = "e => e.ariaLabel || e.labels?.[0]?.textContent || e.textContent || ''"
-"""Accessible name of an element."""
+"""JavaScript function that returns the accessible name of an element."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def open_page(browser: Browser, url: str, *, allowed: str = "\0", **context: Any) -> Iterator[Page]:
-    """Open the page. Fail if the console logs an error that does not contain `allowed`."""
+    """Open the page. Fail if an error that does not contain `allowed` is logged to the console."""
     errors: list[str] = []
     with browser.new_context(**(DESKTOP | context)) as opened:
         page = opened.new_page()

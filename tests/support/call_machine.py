@@ -1,7 +1,7 @@
-"""Test random calls of the public API against transformers' forward pass over the whole text.
+"""Compare random calls of the public API with transformers' forward pass over the whole text.
 
-The KV of a truncated session was computed with tokens that were removed later. Its calls are therefore compared with
-the same calls in a separate runtime.
+After a truncation, a session's KV still depends on the removed tokens, so transformers would give other results. Calls
+on truncated sessions are therefore compared with the same calls in a separate runtime.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def make_llm(model: PreTrainedModel, size: str) -> LLM:
 
 @dataclass
 class PendingAnswer:
-    """An answer that is being read.
+    """A stream that is partly read.
 
     Attributes:
-        before: Tokens of the session before the turn.
+        before: Tokens that the session had before the turn.
         received: Tokens read so far.
     """
 
@@ -62,10 +62,10 @@ class PendingAnswer:
 
 @dataclass
 class SessionRecord:
-    """The calls on a session.
+    """A record of the calls made on a session.
 
     Attributes:
-        log: (prompt, max_tokens, answer) of turns and (kept tokens,) of truncations, in order.
+        log: In call order, (prompt, max_tokens, answer) for each turn and (kept tokens,) for each truncation.
         truncated: Whether the session was truncated.
     """
 
@@ -77,7 +77,7 @@ class SessionRecord:
 
 
 class ApiMachine(RuleBasedStateMachine):
-    """Make random calls on a runtime with memory for 1,024 tokens, with three sessions and partly read streams."""
+    """State machine that uses three sessions and partly read streams in a runtime with memory for 1,024 tokens."""
 
     @initialize(overflow=st.sampled_from(["truncate", "error"]))
     def start(self, overflow: str) -> None:

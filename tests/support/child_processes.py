@@ -1,4 +1,4 @@
-"""Processes that work until they are killed."""
+"""Child processes that work until they are killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def fork_until_killed(steps: Iterator[None]) -> int:
     """Run a generator in a forked process until it is killed. Return the process id after the first step."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork in a multi-threaded process
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forking a multi-threaded process
         child = os.fork()
     if child == 0:
         try:

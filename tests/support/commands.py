@@ -1,4 +1,4 @@
-"""Run the command line in this process."""
+"""Run commands of the command line interface in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CommandRun:
     err: str
 
     def fails_with(self, *words: str) -> None:
-        """Check for exit code 2, no output, and one line on stderr that contains all `words`."""
+        """Check that the exit code is 2, stdout is empty, and stderr is one line that contains all `words`."""
         assert self.code == 2, self
         assert self.out == ""
         assert self.err.startswith("offload-rt")

@@ -1,10 +1,10 @@
-"""Compile each Triton kernel without a GPU and report registers, spills, shared memory and load widths.
+"""Compile the Triton kernels without a GPU and report registers, spills, shared memory and load widths.
 
     python tests/support/compiled_kernels.py [--arch sm_89] [--case "int8 keys"]
 
-The launch functions are called on host tensors, as in a decode step of an 8B Llama (`kernel_cases`). A stub driver
-reports a GPU and compiles kernels instead of running them, with Triton's specialization on argument values.
-`cuobjdump`, a part of Triton, disassembles the result.
+The launch functions are called on host tensors with the shapes of a decode step of an 8B Llama (`kernel_cases`). A stub
+driver reports a GPU. Instead of running the kernels, it compiles them, specialized on argument values as Triton does.
+`cuobjdump`, which comes with Triton, disassembles the result.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _BRANCH = re.compile(r"0x([0-9a-f]+)")
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel of `case`, compiled for the architecture `arch`.
+    """A kernel that `case` launches, compiled for the architecture `arch`.
 
     Attributes:
         registers: Registers per thread.
         spilled: Spilled bytes per thread.
         spills: Number of spill instructions.
-        shared: Shared memory per program in bytes.
-        loop: Number of instructions of the longest loop; 0 if there is no loop.
+        shared: Bytes of shared memory per program.
+        loop: Number of instructions in the longest loop, or 0 if there is no loop.
         warps: Warps per program.
         fused: Number of fused multiply-adds in the PTX code.
-        loads: Number of load instructions from global memory by width in bytes.
+        loads: Number of load instructions from global memory, by load width in bytes.
     """
 
     arch: str
@@ -90,7 +90,7 @@ class _Driver:
 
 
 def read_kernels(arch: str, cases: Collection[str] = ()) -> Iterator[CompiledKernel]:
-    """Compile the kernels that `cases` launch. No cases means all.
+    """Compile the kernels that `cases` launch, or the kernels of all cases if `cases` is empty.
 
     Raises ConfigError if a case or the architecture is unknown, or if Triton runs in interpreter mode.
     """
@@ -111,7 +111,7 @@ def read_kernels(arch: str, cases: Collection[str] = ()) -> Iterator[CompiledKer
 
 @contextmanager
 def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Compile launched kernels without running them. Yield a list of (name, binary)."""
+    """Compile launched kernels instead of running them. Yield a list that collects (name, binary)."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -119,7 +119,7 @@ def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
     compile_or_run: Callable[..., Any] = JITFunction.run
 
     def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        if "WIDEN" in named:  # half precision products are only native on a device
+        if "WIDEN" in named:  # use the native half-precision products, as on a GPU
             named["WIDEN"] = any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args[:1])
         if "INTERPRETED" in named:
             named["INTERPRETED"] = False
@@ -152,7 +152,7 @@ def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
 
 
 def _lengths(code: str) -> tuple[int, int]:
-    """Return the number of instructions of a program, and of its longest loop."""
+    """Return the number of instructions in a program and in its longest loop."""
     found = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(code)]
     places = [at for at, _, _ in found]
     goals = [(at, _BRANCH.search(rest)) for at, name, rest in found if name.split(".")[0] == "BRA"]
@@ -161,14 +161,14 @@ def _lengths(code: str) -> tuple[int, int]:
 
 
 def _load_bytes(instruction: str) -> int:
-    """Return the bytes per thread of a load: LDG.E.U8 is 1, LDG.E is 4, LDGSTS.E.BYPASS.128 is 16."""
+    """Return the bytes that a load reads per thread: LDG.E.U8 is 1, LDG.E is 4, LDGSTS.E.BYPASS.128 is 16."""
     parts = instruction.split(".")
     wide = next((int(part) // 8 for part in parts if part in ("64", "128", "256")), 4)
     return {"8": 1, "6": 2}.get(next((part[-1] for part in parts if re.fullmatch("[US](8|16)", part)), ""), wide)
 
 
 def rows(archs: Collection[str], cases: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return a row for each kernel and architecture, with a key `load_N` for each load width in bytes."""
+    """Return one row per kernel and architecture, with a key `load_N` for each load width of N bytes."""
     found = []
     for kernel in (kernel for arch in archs for kernel in read_kernels(arch, cases)):
         loads = {f"load_{size}": count for size, count in kernel.loads.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def unoptimised_compiler(compiler: Sequence[str], folder: Path) -> Path:
-    """Write a compiler wrapper that disables optimisation, which halves the time."""
+    """Write a compiler wrapper that disables optimisation, which halves the compile time."""
     return _script(folder, f'exec {shlex.join(compiler)} "$@" -O0')
 
 

@@ -1,4 +1,4 @@
-"""Test cases (cells) of the CUDA path, run on a CPU and on the simulated device. A scene is a sequence of requests."""
+"""Test cases ("cells") that run a sequence of requests (a "scene") on a CPU and on the simulated device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .tiny_models import VOCAB, tiny_checkpoint, tiny_model, tiny_prompt
 
 Answers = list[list[int]]
 Scene = Callable[[Callable[..., LLM], Path], Answers]
-"""A function that runs requests on runtimes from the given factory and returns the answers."""
+"""A function that creates runtimes with the given factory, runs requests, and returns the answers."""
 
 WINDOW: dict[str, Any] = {"sinks": 2, "recent": 8}
 SPARSE: dict[str, Any] = WINDOW | {"preset": "rows", "alpha": 2.0, "max_fraction": 0.3}
@@ -40,12 +40,12 @@ def ragged(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode past the end of a block, with CUDA graphs for 64 and for 128 tokens."""
+    """Decode across a block boundary, with CUDA graphs for 64 and 128 tokens."""
     return answer_joining_prompts(make(), [59, 60, 31], 6, {(4, 64), (4, 128)})
 
 
 def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode with draft tokens past the end of a block, with at least two CUDA graphs."""
+    """Decode with draft tokens across a block boundary, with at least two CUDA graphs."""
     llm = make()
     found = answers(llm, [tiny_prompt(59), tiny_prompt(60, seed=1)], 9)
     assert (graphs := captured_graphs(llm)) is None or graphs.total() >= 2
@@ -53,14 +53,15 @@ def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def joining(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Nine sequences join one by one, with CUDA graphs for batch sizes of 4, 8 and 16."""
+    """Add nine sequences one by one to a batch that uses CUDA graphs for batch sizes 4, 8 and 16."""
     return answer_joining_prompts(make(), range(30, 39), 2, {(4, 64), (8, 64), (16, 64)})
 
 
 def answer_joining_prompts(llm: LLM, lengths: Sequence[int], steps: int, sizes: set[tuple[int, int]]) -> Answers:
     """Add one prompt in each step, then run `steps` more steps. Return the greedy answers.
 
-    `lengths` are the prompt lengths, `sizes` the expected (batch size, capacity in tokens) of CUDA graphs.
+    `lengths` are the prompt lengths. `sizes` are the (batch size, capacity in tokens) pairs of the expected CUDA
+    graphs.
     """
     prompts = [tiny_prompt(n, seed=i) for i, n in enumerate(lengths)]
     most = [len(prompts) - i + steps for i in range(len(prompts))]
@@ -71,7 +72,7 @@ def answer_joining_prompts(llm: LLM, lengths: Sequence[int], steps: int, sizes: 
 
 
 def captured_graphs(llm: LLM) -> Counter[tuple[int, int]] | None:
-    """Return the number of graphs by (batch size, capacity in tokens), or None without graphs."""
+    """Return the number of graphs by (batch size, capacity in tokens), or None if graphs are off."""
     steps = llm.runner.steps
     if not isinstance(steps, GraphSteps):
         return None
@@ -85,7 +86,7 @@ def shared(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def shared_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Three sequences share a block, with CUDA graphs for 128 and for 192 tokens."""
+    """Decode three sequences that share a block, with CUDA graphs for 128 and 192 tokens."""
     llm, stem = make(), tiny_prompt(118)
     found = answers(llm, [stem + tiny_prompt(n, seed=n) for n in (6, 7, 8)], 7)
     if isinstance(llm.runner.steps, GraphSteps):
@@ -95,7 +96,7 @@ def shared_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def continued(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Generate an answer that fills a block, then continue from prompt and answer."""
+    """Generate an answer that fills a block, then continue from the prompt and the answer."""
     llm, prompt = make(), tiny_prompt(60)
     [first] = answers(llm, [prompt], 5)
     return [first, *answers(llm, [[*prompt, *first[:-1], 7, 8]], 2)]
@@ -109,7 +110,7 @@ def sliding(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def sliding_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode past a sliding window and the end of a block, with CUDA graphs."""
+    """Decode past a sliding window and across a block boundary, with CUDA graphs."""
     return answer_joining_prompts(make(), [59, 60], 7, {(2, 64), (2, 128)})
 
 
@@ -140,7 +141,7 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def stored(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Two runtimes share a store. Prefills have two segments, and the second reuses KV from disk."""
+    """Share a store between two runtimes. Prefills have two segments, and the second reuses KV from disk."""
     found = []
     for prompt in (tiny_prompt(150), tiny_prompt(150)[:140] + tiny_prompt(30, seed=1)):
         llm = make(prefill_chunk_size=64)
@@ -167,7 +168,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16},
 }
-"""Options by model type: mistral has sliding windows in all layers, qwen2 in the second layer."""
+"""Options by model type. Sliding windows are in all layers of mistral, and in the second layer of qwen2."""
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
@@ -198,7 +199,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "seed 0": lambda: Seeded(0),
     "seed 1": lambda: Seeded(1),
 }
-"""Streams are numbered in order of creation. Stream 0 computes. A stream for weights, if used, is stream 1."""
+"""Schedules by name. Streams are numbered in order of creation: 0 computes, 1 copies streamed weights."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,11 @@ class Cell:
     """A test case.
 
     Attributes:
-        options: Options of the policy.
-        settings: Options of the runtime.
-        streamed: Number of layers on the device if weights are streamed; -1 also moves scoring keys to the host.
-        daily: Schedule in `make test`, if any. `make stress` runs all schedules of every case.
+        options: Policy options.
+        settings: Other options for `LLM`.
+        streamed: Number of layers that stay on the device, or None if weights are not streamed. With -1, no layer stays
+            on the device, and the scoring keys are on the host.
+        daily: Schedule with which `make test` runs this case, if any. `make stress` runs every case with all schedules.
     """
 
     name: str
@@ -245,7 +247,7 @@ class Cell:
         return self.scene(make, folder / device)
 
     def _weight_options(self, model: Path, device: str) -> dict[str, Any]:
-        """Limit the device memory, so that weights are streamed."""
+        """Return options that limit the device memory, so that weights are streamed."""
         shape = load_shape(model, device=device, dtype="float32")
         costs = DeviceCosts(shape, memory_demand(self.policy, self.options, shape.geometry, shape.dtype), 512)
         resident, spare = (0, -1) if self.streamed == -1 else (self.streamed or 0, 0)
@@ -275,14 +277,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "oracle": WINDOW | {"budget": 0.4},
 }
 SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
-"""KV is fetched in the step after its write-back."""
+"""Options with which KV is fetched in the step after its write-back."""
 
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
 TAIL: dict[str, Any] = WINDOW | {"approximate_kv": "int4", "budget": 0.4, "dense_layers": (0,)}
-"""A budget with approximate KV."""
+"""Options for a budget combined with approximate KV."""
 
 LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
-"""The default preset for short contexts. Approximate KV is computed in batches."""
+"""Options of the default preset, adapted to short contexts. Approximate KV is computed in batches."""
 
 DRAFTS: dict[str, Any] = {"tokens": 2, "adaptive": False}
 GRAPHS: dict[str, Any] = {"cuda_graphs": True, "enable_prefix_caching": False}
@@ -427,7 +429,7 @@ _DAILY = {
     "prompts": "late prefetch",
     "streamed, full": "late prefetch",
 }
-"""Each schedule, policy and scene at least once, together with `test_device_copies.py`."""
+"""Schedules for `make test`. With `test_device_copies.py`, each schedule, policy and scene runs at least once."""
 
 CELLS = [replace(cell, daily=_DAILY.get(cell.name)) for cell in _CELLS]
 BY_NAME = {cell.name: cell for cell in CELLS}

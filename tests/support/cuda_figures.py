@@ -1,4 +1,4 @@
-"""Measure kernel launches per layer and peak memory of a decode step on the simulated device."""
+"""Measure the kernel launches per layer and the peak memory of a decode step on the simulated device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .cuda_simulator import Late, Lazy, simulated
 from .tiny_models import tiny_model, tiny_prompt
 
 PROMPT_TOKENS = 256
-"""Tokens of the sequence in `decode_peak_bytes`."""
+"""Length of the sequence in `decode_peak_bytes`."""
 
 
 def count_layer_launches(name: str) -> Counter[str]:
-    """Count kernels and copies by name between the MLPs of two adjacent layers, in a decode step of cell `name`.
+    """Count kernels and copies by name from one layer's MLP to the next layer's, in a decode step of cell `name`.
 
-    This includes the speculative fetch for the next layer.
+    The counts include the speculative fetch for the next layer.
     """
     with simulated(Late()) as sim:
         model, cell = tiny_model("llama", num_hidden_layers=3).to("cuda"), BY_NAME[name]
@@ -46,9 +46,9 @@ def count_layer_launches(name: str) -> Counter[str]:
 
 
 def decode_peak_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
-    """Return the additional device memory of a decode step in bytes.
+    """Return how many bytes of additional device memory a decode step uses.
 
-    Device work starts only when the host waits at the end of the step, so memory of all layers is in use at once.
+    Device work starts only when the host waits at the end of the step, so the memory of all layers is in use at once.
     """
     with simulated(Lazy()) as sim:
         model = tiny_model("llama", num_hidden_layers=layers).to("cuda")

@@ -1,4 +1,4 @@
-"""Damage files: flip bits, truncate, exchange contents or file types, and change JSON values."""
+"""Damage files: flip bits, truncate them, replace their contents or type, or change JSON values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTENTS = [
 
 
 def damage_file(path: Path, rng: random.Random, others: list[Path], spread: int) -> str:
-    """Return the name of the damage. Most bit flips hit the first `spread` bytes."""
+    """Damage a file in a random way and return its name. Most bit flips hit the first `spread` bytes."""
     kinds = [
         flip,
         truncate,
@@ -110,7 +110,7 @@ def content_of_other_file(path: Path, rng: random.Random, others: Any) -> None:
 
 
 def json_value(path: Path, rng: random.Random, spread: int) -> None:
-    """Change a JSON value, and update the checksum or safetensors header length before it."""
+    """Change a JSON value, and update the checksum or safetensors header length that precedes the JSON."""
     data = path.read_bytes()
     for start in (0, 8):
         try:

@@ -1,4 +1,4 @@
-"""Numbered blocks in a disk store, and a process that saves them until it is killed."""
+"""Numbered blocks for a disk store, and a process that saves them until it is killed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def open_store(
 
 
 def fork_saver(folder: Path, start: int) -> int:
-    """Save blocks in a forked process until it is killed. Return its id after the store is open."""
+    """Save blocks in a forked process until it is killed. Return the process id once the store is open."""
 
     def steps() -> Iterator[None]:
         store = open_store(folder, 40 * FILE_BYTES)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 CALLS = ("open", "pwrite", "preadv", "fsync", "replace", "link", "mkdir", "utime", "unlink", "fdopen", "ftruncate")
-"""Functions of `os` that are counted, in addition to writes to files opened by Python."""
+"""Functions of `os` that are counted and may fail. Python's `open` and writes to its files are counted too."""
 
 
 class FailingFiles:
-    """Replace file operations. Call number `at` on a file below `folder` raises OSError with `code`.
+    """Replaces file operations so that call number `at` on a file in `folder` raises OSError with `code`.
 
-    If `after` is true, all later calls raise it too. `calls` lists all calls in order.
+    If `after` is true, all later calls raise it too. `calls` lists the names of all calls in order.
     """
 
     def __init__(self, folder: Path, at: int, code: int, after: bool) -> None:
@@ -69,7 +69,7 @@ class FailingFiles:
 
 
 class _FailingWriter:
-    """A file that writes data in two halves, so that a write may fail between them."""
+    """A file object that writes data in two halves, so that a write may fail between them."""
 
     def __init__(self, file: Any, files: FailingFiles, target: Any) -> None:
         self._file, self._files, self._target = file, files, target

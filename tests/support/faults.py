@@ -1,4 +1,4 @@
-"""Make a call inside the engine raise, as a defect or a lack of device memory would."""
+"""Make a call inside the engine raise an error, as a bug or a lack of device memory would."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
     "finish": lambda llm: (SampledRequest, "finish"),
     "persist": lambda llm: (SampledRequest, "persist"),
 }
-"""Calls that can fail, as object or class and method name."""
+"""Calls that can be made to fail, as (object or class, method name)."""
 
 
 @contextmanager
 def fault(llm: LLM, place: str, call: int, error: Exception) -> Iterator[list[int]]:
-    """Raise `error` in call number `call` (from 0) of `place`. Yield a list that contains the number of calls."""
+    """Raise `error` in call number `call` (from 0) of `place`. Yield a list whose only item is the number of calls."""
     owner, name = PLACES[place](llm)
     method, calls = getattr(owner, name), [0]
 

@@ -1,4 +1,4 @@
-"""Detect operations that synchronize the host with the device."""
+"""Detect operations that make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HostSyncError(Exception):
 
 
 class NoHostSync(TorchDispatchMode):
-    """Raise HostSyncError on operations that read device values."""
+    """Dispatch mode that raises HostSyncError for operations that read device values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in READS:

@@ -1,4 +1,4 @@
-"""Create runtimes of tiny hybrid models, and prompts for them."""
+"""Create runtimes for tiny hybrid models, and prompts for these models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPARSE_DRAFTS: dict[str, Any] = {
     "policy_options": {"budget": 0.1, "sinks": 2, "recent": 8, "approximate_kv": "off"},
     "exact": {"method": "sparse", "tokens": 4, "adaptive": False},
 }
-"""Lossless mode with a budget so small that drafts are often wrong."""
+"""Options for lossless mode, with a budget so small that drafts are often wrong."""
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:
@@ -30,7 +30,7 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def rotated_pairs(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return all pairs of names and values, so that `sampled(len(values))` keeps one pair per name."""
+    """Return all pairs of names and values, ordered so that `sampled(len(values))` keeps one pair per name."""
     return [(name, values[(i + k) % len(values)]) for i, name in enumerate(names) for k in range(len(values))]
 
 
@@ -40,7 +40,7 @@ def make_llm(name: str, *, overrides: dict[str, Any] | None = None, **options: A
 
 
 def take_turn(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    """Check that the idle session has no state on the device."""
+    """Take a turn, then check that the idle session has no state on the device."""
     answer = sessions.take_turn(session, turn, params)
     states = session.kv.runner.states
     assert states is not None and states.used == 0, "an idle session holds no state on the device"

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter four times as fast, by caching values that every operation computes again."""
+"""Make Triton's interpreter four times as fast by caching values that it otherwise recomputes in every operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .interpreter_launch import install_launcher
 from .interpreter_operators import install_operators
 
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
-"""Relative rounding error of softmax weights. Outputs may differ by this fraction of the largest |v|."""
+"""Relative rounding error of softmax weights by dtype. Outputs may differ by this fraction of the largest |v|."""
 
 
 def is_compiled(device: torch.device) -> bool:
@@ -43,7 +43,7 @@ def fast_interpreter() -> Iterator[None]:
 
 @contextmanager
 def _patch_language_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Patch a kernel's module once instead of at every launch and call."""
+    """Patch a kernel's module only once, instead of at every launch and call."""
     patch_language, done = interpreter._patch_lang, {}
 
     def patched(function: Any) -> Any:
@@ -103,7 +103,7 @@ def _cache_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def _skip_no_ops(patch: pytest.MonkeyPatch) -> None:
-    """Skip casts and broadcasts without effect, and check integer overflow with one numpy operation."""
+    """Skip casts and broadcasts that have no effect, and check for integer overflow with one numpy operation."""
     from triton import language as tl
     from triton.language.semantic import TritonSemantic
 

@@ -1,8 +1,8 @@
-"""Run all programs of a launch at once in Triton's interpreter: arrays get a first axis for the programs.
+"""Run all programs of a launch at once in Triton's interpreter: arrays get a leading axis for the programs.
 
 Values that depend on the program are `Lanes`. If programs take different branches, they are split into groups, and each
-group runs the kernel from its start. Stores are then repeated, with the same values. Kernels with atomic operations run
-one program at a time.
+group runs the kernel from the start. Stores before the branch are then repeated with the same values. The programs of
+kernels with atomic operations run one by one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 
 
 class Diverged(BaseException):
-    """Raised if programs take different branches. A BaseException, because the interpreter wraps each Exception.
+    """Raised if programs take different branches. It is a BaseException because the interpreter wraps every Exception.
 
     Attributes:
-        first: Mask of the programs that take the first branch.
+        first: Mask of the programs that take the first branch
     """
 
     def __init__(self, first: np.ndarray[Any, Any]) -> None:
@@ -32,7 +32,7 @@ class OneByOne(BaseException):
 
 
 class Lanes(np.ndarray):  # type: ignore[type-arg]
-    """Values of all P programs `[P, ...]`. Scalars have the shape `[P, 1]`."""
+    """The values of all P programs, with shape `[P, ...]`. Scalars have the shape `[P, 1]`."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
         if method != "__call__":
@@ -57,7 +57,7 @@ def shape_of(data: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 
 def aligned(*arguments: Any) -> list[Any]:
-    """Return arrays that numpy can broadcast: all lanes get as many axes as the argument with the most axes."""
+    """Return arrays that numpy can broadcast. All `Lanes` get as many axes as the argument with the most axes."""
     rank = max(len(shape_of(x)) for x in arguments if isinstance(x, np.ndarray))
     return [_with_rank(x, rank) if isinstance(x, Lanes) else x for x in arguments]
 
@@ -113,11 +113,11 @@ FUNCTIONS: dict[Any, Any] = {
     **{one: _moved(one) for one in (np.expand_dims, np.cumsum)},
     **{one: _reduced(one) for one in (np.sum, np.max, np.min, np.nanmax, np.nanmin, np.argmax, np.argmin)},
 }
-"""Functions of numpy that the interpreter calls."""
+"""Replacements for the numpy functions that the interpreter calls."""
 
 
 def _common_value(values: Lanes) -> Any:
-    """Raises Diverged if the programs have different values."""
+    """Return the value that all programs have in common. Raises Diverged if their values differ."""
     first = values.reshape(-1).view(np.ndarray)[:, 0]
     if not (alike := first == first[0]).all():
         raise Diverged(alike)
@@ -125,7 +125,7 @@ def _common_value(values: Lanes) -> Any:
 
 
 def run_programs(builder: Any, function: Any, arguments: dict[str, Any], program_ids: np.ndarray[Any, Any]) -> None:
-    """Run the programs at `places` int32 `[P, 3]` in groups that take the same branches.
+    """Run the programs `program_ids`, int32 `[P, 3]`, in groups that take the same branches.
 
     Raises OneByOne if an operation does not support several programs.
     """
@@ -139,7 +139,7 @@ def run_programs(builder: Any, function: Any, arguments: dict[str, Any], program
 
 
 def lane_range(*arguments: Any) -> Iterable[Any]:
-    """Replace `range` in kernels. Programs may differ in the start, but not in the number of steps."""
+    """Replacement for `range` in kernels. The start may differ between programs, but not the number of steps."""
     if not any(hasattr(x, "handle") and isinstance(x.handle.data, Lanes) for x in arguments):
         return builtins.range(*arguments)
     return _lane_range(*(arguments if len(arguments) > 1 else (0, *arguments)))

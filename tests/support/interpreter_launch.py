@@ -1,7 +1,7 @@
 """Launch interpreted Triton kernels without copies and signature checks.
 
-The interpreter copies the storage of every argument, also of CPU tensors, and inspects the kernel's signature. For tiny
-tensors this takes longer than the kernel.
+The interpreter copies the storage of every argument, even of CPU tensors, and inspects the kernel's signature. For tiny
+tensors, this takes longer than the kernel itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .interpreter_lanes import OneByOne, lane_range, run_programs
 
 
 class Launcher:
-    """Run interpreted kernels whose arguments are CPU tensors and numbers. Triton runs all others."""
+    """Runs interpreted kernels whose arguments are all CPU tensors or numbers. Triton runs all other kernels."""
 
     def __init__(self, interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         self.interpreter, self.patch, self.original = interpreter, patch, interpreter.InterpretedFunction.run

@@ -1,7 +1,7 @@
-"""Run operators, loads and stores of Triton's interpreter as one numpy operation each.
+"""Run each operator, load and store of Triton's interpreter as a single numpy operation.
 
-The interpreter makes about thirty calls per operator to determine types and shapes. For operands of the same type or
-signed integers, numpy gives the same result. The interpreter handles all other cases, including errors.
+The interpreter makes about thirty calls per operator to determine types and shapes. If the operands have the same type
+or are signed integers, numpy gives the same result directly. The interpreter handles all other cases, including errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from .interpreter_lanes import Lanes, shape_of
 
 SIGNED = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}
-"""Bytes of signed integer types. The result of an operation has the wider type."""
+"""Sizes of the signed integer types in bytes. The result of an operation has the wider type."""
 
 FLOATS = ("fp16", "fp32", "fp64")
 """Types that numpy supports. It has no bfloat16."""
@@ -37,7 +37,7 @@ class Operators:
         self.limits = {name: (np.iinfo(name).min, np.iinfo(name).max) for name in SIGNED}
 
     def result(self, data: np.ndarray[Any, Any], dtype: Any, block: bool) -> Any:
-        """Return a block with the shape of `data`, or a scalar."""
+        """Return `data` as a block if `block` is true, and as a scalar otherwise."""
         kind = dtype
         if block:
             shape = shape_of(data)
@@ -47,13 +47,13 @@ class Operators:
         return self.tensor(self.handle(data, dtype), kind)
 
     def handle(self, data: np.ndarray[Any, Any], dtype: Any) -> Any:
-        """The interpreter's constructor would check the value range."""
+        """Create a handle without its constructor, which would check the value range."""
         made = object.__new__(self.interpreter.TensorHandle)
         made.data, made.dtype, made.attr = data, dtype, {}
         return made
 
     def operands(self, lhs: Any, rhs: Any) -> tuple[Any, Any, Any, bool] | None:
-        """Return both arrays in the result's type, this type, and whether the result is a block.
+        """Return both arrays cast to the result's type, this type, and whether the result is a block.
 
         Return None if Triton must determine the type.
         """
@@ -78,7 +78,7 @@ class Operators:
         return self.constants[value, name]
 
     def arithmetic(self, name: str, original: Callable[..., Any], compute: np.ufunc) -> Callable[..., Any]:
-        """Return an operator that raises an error at an integer overflow."""
+        """Return an operator that raises an error if an integer overflows."""
 
         def operator(lhs: Any, rhs: Any, _semantic: Any = None) -> Any:
             found = self.operands(lhs, rhs)
@@ -89,7 +89,7 @@ class Operators:
                 if dtype.name not in SIGNED or dtype.name == "int64":
                     return self.result(compute(a, b), dtype, block)
                 wide = compute(a, b, dtype=np.int64)
-            except ValueError:  # shapes do not match, and Triton reports the error
+            except ValueError:  # the shapes do not match: let Triton report the error
                 return original(lhs, rhs, _semantic=self.semantic)
             least, most = self.limits[dtype.name]
             values = np.asarray(wide)
@@ -218,13 +218,13 @@ class Operators:
         return mask.handle if shape_of(data) == shape else self.handle(np.broadcast_to(data, shape), self.tl.int1)
 
     def _masked_values(self, other: Any, element: Any, shape: tuple[int, ...]) -> Any:
-        """Return None if Triton must convert the values."""
+        """Return the values for masked elements, or None if Triton must convert them."""
         if other is None or (type(other) is int and other == 0) or (type(other) is float and element.name in FLOATS):
             return self._filled(other or 0, element, shape)
         return None
 
     def _filled(self, value: float, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a constant. It is shared and read-only."""
+        """Return a cached array filled with `value`. Callers must not write to it."""
         key = value, dtype.name, shape
         if key not in self.filled:
             self.filled[key] = self.handle(np.full(shape, value, dtype=self.numpy_types[dtype.name]), dtype)
@@ -232,7 +232,7 @@ class Operators:
 
 
 def install_operators(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Call this before the interpreter wraps the operators of `tl.tensor`."""
+    """Replace the operators of `tl.tensor`. Call this before the interpreter wraps them."""
     operators = Operators(interpreter)
     tensor, tl = operators.tensor, operators.tl
     patch.setattr(tensor, "__add__", operators.sum(tensor.__add__))

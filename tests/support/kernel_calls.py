@@ -1,8 +1,8 @@
-"""Count which code attention on a CPU runs: C kernels that read KV in place, or torch functions.
+"""Count which code runs for attention on a CPU: C kernels that read KV in place, or torch functions.
 
-Decode: `attend_in_c`, or `attention_weights` and `KVPart.mix`, with `_Scratch.gather` before them for selected KV.
-Scores, selection and approximate KV: `NativeQuery`, or `LowBitQuery`. Prefill: `causal_cpu._attend`, or `causal.py` and
-`causal_blocks.py`.
+In C or in torch, respectively: decode uses `attend_in_c`, or `attention_weights` and `KVPart.mix` (after
+`_Scratch.gather` for selected KV). Scores, selection and approximate KV use `NativeQuery` or `LowBitQuery`. Prefill
+uses `causal_cpu._attend`, or `causal.py` and `causal_blocks.py`.
 
 C kernels need a head dimension that is a multiple of 32, and float32 or bfloat16. Shared prefixes of dense layers
 (`attend_runs`) and attention weights (`group_weights`, for H2O) have no C code.
@@ -26,7 +26,7 @@ FALLBACKS = ("mix", "gather", "approximate_attention")
 
 
 def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return a counter of calls by function name, which is updated until `patch` is undone."""
+    """Return a counter of calls by function name. It is updated until `patch` is undone."""
     calls = Counter[str]()
 
     def count(owner: Any, name: str, attribute: str | None = None) -> None:
@@ -51,7 +51,7 @@ def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def assert_in_place(calls: Counter[str], *needed: str) -> None:
-    """Assert that the kernels `needed`, or else any of `IN_PLACE`, ran and that torch replaced none."""
+    """Assert that the `needed` kernels ran (by default, at least one of `IN_PLACE`) and no torch fallback did."""
     if needed:
         assert all(calls[name] for name in needed), f"{needed} must run: {dict(calls)}"
     else:

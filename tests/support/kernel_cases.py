@@ -1,4 +1,4 @@
-"""Launch each Triton kernel as in a decode step, on tensors without data, to compile it (`compiled_kernels`)."""
+"""Launch each Triton kernel as in a decode step, on tensors without data, so that `compiled_kernels` compiles it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from offload_rt.policies.infinigen.scoring import row_width
 from .low_bit import table_of
 
 KV_HEADS, D, COLUMNS, TOKENS, BATCH = 8, 128, 38, 4096, 2
-"""Shape of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
+"""Shape of an 8B Llama. The scoring keys have `COLUMNS` columns, which corresponds to partial_ratio 0.3."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of attention. `planes` is 1 if the values are keys, else 2."""
+    """Attention shape. `planes` is 1 if the values are part of the keys, and 2 otherwise."""
 
     kv_heads: int = KV_HEADS
     group: int = 4
@@ -56,7 +56,7 @@ def _gather(width: int, dtype: torch.dtype) -> None:
 
 
 def _gather_copies(width: int, dtype: torch.dtype) -> None:
-    """Blocks of this pool may have copies on the device."""
+    """Launch gathers from a pool whose blocks may have copies on the device."""
     from offload_rt.kernels import triton_gather
     from offload_rt.kernels.pool_rows import DeviceRows
 
@@ -206,7 +206,7 @@ def _packed_weights(form: PackedFormat) -> None:
 
 
 def _embedding_part(width: int) -> None:
-    """The table has embeddings for 35 layers."""
+    """Launch the copy of one layer's embeddings from a table with 35 layers."""
     from offload_rt.kernels import triton_embedding
 
     table = torch.empty(97, 35 * width, dtype=torch.bfloat16)

@@ -24,10 +24,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared after sliding": ("gemma4_e4b", {"vocab_size_per_layer_input": VOCAB}),
 }
 TWO_SHAPES = ("narrow rows", "many heads", "shared", "shared after sliding")
-"""Models whose sliding-window layers have another row shape than their full-attention layers."""
+"""Models whose sliding-window layers have a different row shape than their full-attention layers."""
 
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-4}
-"""Largest error. C kernels run in float32, which rounds values of about 10."""
+"""Largest error by dtype. C kernels run in float32, where values of about 10 are rounded."""
 
 
 def model_of(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 RUN = 4
-"""Consecutive token ids that count as a leftover."""
+"""Number of consecutive token ids that count as a leftover."""
 
 
 def runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
@@ -34,9 +34,9 @@ def contains(pattern: bytes, data: bytes) -> bool:
 def find_leftovers(
     folder: Path, deleted: Sequence[int], remaining: Iterable[Sequence[int]], texts: Iterable[str] = ()
 ) -> dict[Path, bytes]:
-    """Return files that contain deleted data in their content or name, with the matching bytes.
+    """Return the files whose content or name contains deleted data, with the matching bytes.
 
-    Deleted data are `texts`, and consecutive tokens of `deleted` that do not occur in `remaining`.
+    Deleted data are `texts`, and runs of consecutive tokens from `deleted` that do not occur in `remaining`.
     """
     wanted = runs(deleted) - {run for tokens in remaining for run in runs(tokens)}
     patterns = [spelling for run in wanted for spelling in byte_patterns(run)]

@@ -1,4 +1,4 @@
-"""Load the C code of another instruction set level."""
+"""Load the C code for another instruction set level."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CACHED = (
 
 
 def unload() -> None:
-    """Clear all caches of loaded code, so that the next call loads it for the current level."""
+    """Clear all caches of loaded C code, so that the next call loads the code for the current level."""
     native.unload()
     for function in _CACHED:
         function.cache_clear()

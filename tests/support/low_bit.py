@@ -1,4 +1,4 @@
-"""Create random low-bit KV and the lists of a batch that uses it."""
+"""Create random low-bit KV, and the arguments for a batch that uses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, Pag
 def approximate_only(
     query: LowBitQuery | NativeQuery, skip: torch.Tensor, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output `[Hkv, G, d]` and logsumexp `[Hkv, G]` of approximate KV, without the change of basis."""
+    """Return the output `[Hkv, G, d]` and logsumexp `[Hkv, G]` for approximate KV, without changing the basis."""
     q = query.q if isinstance(query, LowBitQuery) else query.inputs[0]
     nothing, identity = (torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)), torch.eye(q.shape[2])
     return query.merge(nothing, skip, (identity, identity), softcap)
@@ -49,10 +49,10 @@ def cloned_pages(pages: Pages) -> Pages:
 
 
 def ragged_lists(layout: Layout, group: int, device: torch.device) -> tuple[Any, ...]:
-    """Return arguments of `low_bit_lists.merge_approximate` for three sequences with two KV heads.
+    """Return arguments for `low_bit_lists.merge_approximate`, for three sequences with two KV heads.
 
-    The first has candidates up to the middle of a block, the second has none, and the third selected all its
-    candidates.
+    The first sequence's candidates end in the middle of a block, the second has no candidates, and for the third all
+    candidates are selected.
     """
     d, spans = layout.head_dim, ((5, 600), (4, 4), (60, 70))
     table = table_of([random_pages(layout, 2, tokens, device) for tokens in (620, 6, 130)])

@@ -1,4 +1,4 @@
-"""Reference decode step over plain lists of KV, to check a bounded pool and its windows."""
+"""Reference decode step that uses plain lists of KV, to check a bounded pool and sliding windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload_rt.engine.runner import Runner
 from offload_rt.models.adapter import ModelAdapter
 
 LayerKV = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
-"""KV left in each layer: (position, k `[Hkv, d]`, v `[Hkv, d]`). None for layers that use the KV of earlier layers."""
+"""Remaining KV per layer: (position, k `[Hkv, d]`, v `[Hkv, d]`). Layers that use earlier layers' KV have none."""
 
 
 def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kv: LayerKV) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Reference of sparse decoding: every decoded token attends to its selection by one masked softmax per layer.
+"""Reference for sparse decoding: every decoded token attends to its selection with one masked softmax per layer.
 
-The policy makes the selections. All other operations are plain: one KV tensor per layer, indexed by token and rounded
-like the pool's format. A bounded pool is simulated layer by layer with the runtime's slot table.
+The policy makes the selections. Everything else is plain: each layer has one KV tensor, indexed by token and rounded as
+in the pool's format. A bounded pool is simulated layer by layer with the runtime's slot table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offload_rt.transfer.plan import attended_tokens
 
 @dataclass(frozen=True)
 class PlainScore:
-    """Results of `plain_scores`. Fractions and missed masses are listed by position and layer."""
+    """Results of `plain_scores`. Fractions and missed attention mass are indexed by position, then by layer."""
 
     logprobs: list[float]
     is_greedy: list[bool]
@@ -39,7 +39,7 @@ class PlainScore:
 
 
 class _Slots:
-    """One layer's slots in a separate pool, and the KV `[Hkv, N, d]` of all tokens, exact and as stored."""
+    """The slots of one layer in a separate pool, and the KV `[Hkv, N, d]` of all tokens, both exact and as stored."""
 
     def __init__(
         self, geometry: ModelGeometry, layer: int, policy: Policy, config: EngineConfig, prefix: KVPart
@@ -64,7 +64,7 @@ class _Slots:
         return rows if self._format.exact else self._format.decode(self._format.encode(rows))
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
-        """Add the next token. Return (slot, victim) if the token in `slot` was first moved to the slot `victim`."""
+        """Add the next token. If the token in `slot` was first moved to the slot `victim`, return (slot, victim)."""
         token = self.exact.k.shape[1]
         self._table.begin_step(self._blocks, token)
         moved = self._table.moves.get(0)
@@ -104,7 +104,7 @@ def plain_scores(
     start: int,
     engine: Mapping[str, Any] | None = None,
 ) -> PlainScore:
-    """Score `ids[start + 1 :]`. The first `start` tokens are prefilled, all others decoded under the policy."""
+    """Score `ids[start + 1 :]`. The first `start` tokens are prefilled, and all others are decoded with the policy."""
     adapter, geometry, config = loaded.adapter, loaded.adapter.geometry, EngineConfig(**engine or {})
     made = make_policy(
         policy, options, geometry=geometry, device=adapter.device, dtype=adapter.dtype,
@@ -165,7 +165,7 @@ def _step(
 
 
 def _select(state: PolicyState, layer: int, q: torch.Tensor, guess: torch.Tensor, slots: _Slots) -> torch.Tensor:
-    """Return the slots `[Hkv, n]` selected with the predicted query `guess`, and those added for the true query."""
+    """Return the slots `[Hkv, n]` selected with the predicted query `guess`, and those added with the true query."""
     selection = state.select(layer, guess, slots.visible).known()
     slots.selected(selection.tokens)
     extra = state.repair(layer, q, slots.visible, selection)

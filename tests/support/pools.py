@@ -1,4 +1,4 @@
-"""Small pools, and KV whose values identify sequence, layer, head, token and dimension."""
+"""Small pools, and KV whose values identify their sequence, layer, head, token and dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Count the work of a prefill on the simulated device, per layer."""
+"""Count the work that a prefill does per layer on the simulated device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .tiny_models import tiny_model, tiny_prompt
 
 @dataclass(frozen=True)
 class PrefillCounts:
-    """Counts of one layer of a prefill.
+    """Counts for one layer of a prefill.
 
     Attributes:
-        kernels: Launches, including copies within the device.
+        kernels: Kernel launches, including copies within the device.
         copies: Copies between host and device.
-        allocations: Tensors that are allocated on the device.
-        waits: Waits of the host for the device.
+        allocations: Tensors allocated on the device.
+        waits: Times that the host waits for the device.
     """
 
     kernels: int
@@ -33,7 +33,7 @@ class PrefillCounts:
 
 @cache
 def count_prefill(tokens: int, **settings: Any) -> PrefillCounts:
-    """Return the counts of one layer, after a warm-up, in an `LLM` with `settings`."""
+    """Create an `LLM` with `settings`, warm it up, and return the counts for one layer."""
     one, two = (_measure(tokens, layers, settings) for layers in (1, 2))
     return PrefillCounts(*(b - a for a, b in zip(astuple(one), astuple(two), strict=True)))
 

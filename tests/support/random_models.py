@@ -1,4 +1,4 @@
-"""Random tiny models of all supported families, with valid shapes that real models do not have."""
+"""Tiny random models of all supported families, with valid shapes that no real model has."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HEAD_STEP = {
     "opt": 1,
     "gpt2": 1,
 }
-"""Required divisor of the head size: 2 with RoPE, more if only a part of each head is rotated, 1 without RoPE."""
+"""Required divisor of the head size: 1 without RoPE, 2 with RoPE, more if only a part of each head is rotated."""
 FIXED_HEADS = ("qwen2_vl", "qwen2_5_vl", "mimo_v2_flash", *LATENT)
-"""Families with other options that depend on the head size."""
+"""Families whose head size is fixed, because other options depend on it."""
 HEAD_SIZES = (8, 18, 32, 32, 64)
-"""Head sizes of half of the models. C kernels support multiples of 32."""
+"""Head sizes for half of the models. C kernels support multiples of 32."""
 PLAIN_ROPE = ("mistral", "qwen2", "qwen3", "granite", "olmo2", "starcoder2")
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
@@ -81,7 +81,7 @@ def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any
 
 
 def _layers(rng: random.Random, text: dict[str, Any]) -> dict[str, Any]:
-    if "num_kv_shared_layers" in text:  # its patterns are limited: each kind of layer must store KV before it is shared
+    if "num_kv_shared_layers" in text:  # few patterns are valid: each kind of layer must store KV before it is shared
         return {}
     count = rng.randint(1, 4)
     changes: dict[str, Any] = {"num_hidden_layers": count}

@@ -1,4 +1,4 @@
-"""Load programs of `scripts/`, which are in no package, as modules."""
+"""Load programs from `scripts/` as modules. They do not belong to a package."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def load_example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "scripts" / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[f"example_{name}"] = module  # dataclasses look up their module here
+    sys.modules[f"example_{name}"] = module  # dataclasses look up their module in sys.modules
     spec.loader.exec_module(module)
     return module

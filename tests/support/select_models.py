@@ -1,4 +1,4 @@
-"""Model shapes, artifacts and random queries and keys for tests of policies."""
+"""Model shapes, artifacts, and random queries and keys for policy tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: in
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=64,
-        # Different scales, so that tests detect the scale of a wrong layer.
+        # Different scales, so that tests notice if a layer uses another layer's scale.
         scales=tuple(head_dim**-0.5 * (1 + 0.25 * layer) for layer in range(layers)),
         windows=(None,) * layers,
         max_positions=4096,
@@ -30,7 +30,7 @@ def geometry(*, layers: int = 2, kv_heads: int = 2, group: int = 1, head_dim: in
 
 
 def artifact(shape: ModelGeometry, seed: int = 0) -> SkewArtifact:
-    """Queries and keys have the same random orthogonal bases, and all scales are 1."""
+    """Create an artifact. Queries and keys have the same random orthogonal bases, and all scales are 1."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
     basis = torch.linalg.qr(torch.randn(size, generator=generator, dtype=torch.float64))[0].float()
@@ -65,7 +65,7 @@ def no_keys(layer: int, wanted: range) -> torch.Tensor:
 
 
 def as_sets(selected: torch.Tensor) -> list[set[int]]:
-    """Fail if a head selects a token twice."""
+    """Return each head's selection as a set. Fail if a head selects a token twice."""
     rows = [set(row) for row in selected.tolist()]
     assert all(len(row) == selected.shape[1] for row in rows), "a token was selected twice"
     return rows

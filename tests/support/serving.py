@@ -1,4 +1,4 @@
-"""Run a server on a free port in a thread, with an engine that returns scripted answers."""
+"""Run a server in a thread, on a free port, with an engine that returns scripted answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEMPLATE = (
     "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}{# <think> </think> #}"
 )
-"""A chat template with tools and reasoning."""
+"""A chat template that supports tools and reasoning."""
 
 
 def reference_tokenizer() -> PreTrainedTokenizerBase:
@@ -53,12 +53,12 @@ def claude_client(url: str, key: str = "none") -> anthropic.Anthropic:
 
 
 class ScriptedEngine:
-    """Replace `AsyncLLM` in server tests.
+    """Replacement for `AsyncLLM` in server tests.
 
     Attributes:
         say: Returns the answer to a prompt.
-        pause: Seconds per token.
-        begun: Number of requests, of which `aborted` were aborted.
+        pause: Time per token in seconds.
+        begun: Number of requests that began. `aborted` is the number of those that were aborted.
         fails: Error that is raised after `fails_after` tokens.
     """
 

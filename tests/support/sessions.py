@@ -1,4 +1,4 @@
-"""Turns of sessions."""
+"""Take turns in sessions and check their integrity."""
 
 from __future__ import annotations
 

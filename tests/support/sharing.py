@@ -16,7 +16,7 @@ from .tiny_models import depth, tiny_model
 LAYERS = 2
 BLOCK_BYTES = 2 * LAYERS * 2 * 32 * BLOCK_SIZE * 4
 ROW = 2 * 2 * 32 * 4
-"""Bytes of K and V of one token in one layer, two KV heads of size 32, float32."""
+"""Bytes of K and V for one token in one layer, with two KV heads of size 32 in float32."""
 
 
 def greedy(count: int) -> SamplingParams:

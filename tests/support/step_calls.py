@@ -1,7 +1,7 @@
 """Count the Python calls of one decode step on a CPU: `python tests/support/step_calls.py [POLICY]`.
 
-Only functions of this project count. A crossing is a call from one file to another. The prompt has 700 tokens, and the
-results are means over 20 steps.
+Only calls of this project's functions count. A crossing is a call from one file to another. The prompt has 700 tokens,
+and the results are averages over 20 steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload_rt.engine.engine import Engine
 
 PROJECT = Path(__file__).resolve().parents[2]
 FIRST, LAST = 10, 30
-"""The steps that are counted. Earlier ones allocate buffers."""
+"""Range of steps that are counted. Earlier steps allocate buffers."""
 
 
 class CallCounter:
@@ -47,7 +47,7 @@ class CallCounter:
 
 
 def count_calls(policy: str) -> tuple[float, int, float]:
-    """Return calls per step, number of files, and crossings per step."""
+    """Return the calls per step, the number of files, and the crossings per step."""
     counter, steps, step = CallCounter(), 0, Engine.step
 
     def counted(engine: Engine, *args: Any, **options: Any) -> Any:

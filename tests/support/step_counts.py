@@ -1,6 +1,6 @@
-"""Count the work of a decode step on the simulated device.
+"""Count the work that a decode step does on the simulated device.
 
-`python tests/support/step_counts.py` writes the table of `CONTRIBUTING.md`. Tests compare each row with the page.
+`python tests/support/step_counts.py` writes the table for `CONTRIBUTING.md`. Tests compare each row with that page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- step counts: begin (written by tests/support/step_counts.py) -->", "<!-- step counts: end -->"
 VOCAB = 97
 WARM = 2
-"""Steps before the counted one: one is eager, and one captures the graph."""
+"""Number of steps before the counted one: one eager step, and one that captures the graph."""
 
 
 def llama(layers: int) -> PreTrainedModel:
@@ -57,7 +57,7 @@ class Case:
     Attributes:
         period: Number of layers after which the pattern of layer types repeats.
         lengths: Prompt lengths, one per request.
-        stem: Number of tokens that all prompts share.
+        stem: Length of the prefix that all prompts share.
     """
 
     name: str
@@ -91,14 +91,14 @@ CASES = [
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts of one decode step, with greedy sampling.
+    """Counts for one decode step with greedy sampling.
 
     Attributes:
         replayed: Whether a graph was replayed.
         nodes: Kernels and copies per layer.
         launches: Launches by the host.
-        allocations: Tensors that are allocated on the device outside of graphs.
-        waits: Waits of the host for the device.
+        allocations: Tensors allocated on the device outside graphs.
+        waits: Times that the host waits for the device.
     """
 
     replayed: bool
@@ -109,7 +109,7 @@ class StepCounts:
 
 
 def _measure(case: Case, layers: int) -> StepCounts:
-    """Return the counts of one engine step. `nodes` is the sum over all layers."""
+    """Return the counts for one engine step. `nodes` is the sum over all layers."""
     with simulated(Late()) as sim:
         llm = LLM(
             case.model(layers).to("cuda"), policy_options=LOW_BITS, device="cuda", host_memory="4MiB",
@@ -137,7 +137,7 @@ def _measure(case: Case, layers: int) -> StepCounts:
 
 
 def count_step(case: Case) -> StepCounts:
-    """Measure launches with two periods of layers."""
+    """Count a step of a model with two periods of layers. The nodes per layer are the difference to a single period."""
     one, two = (_measure(case, case.period * periods) for periods in (1, 2))
     assert one.replayed == two.replayed
     return replace(two, nodes=round((two.nodes - one.nodes) / case.period))

@@ -1,4 +1,4 @@
-"""Drive several engines, each in its own thread, one step at a time in a seeded order.
+"""Drive several engines, each in its own thread, one step at a time and in a seeded order.
 
 The interleaving is reproducible, and the number of rounds reveals an engine that makes no progress.
 """
@@ -17,7 +17,7 @@ from offload_rt.engine.engine import Engine
 def run_in_rounds(engines: Seq[Engine], seed: int, rounds: int, after_step: Callable[[], None] = lambda: None) -> int:
     """Step all engines once per round, in random order, until all are idle. Return the number of rounds.
 
-    Raises AssertionError after `rounds` rounds.
+    Raises AssertionError if an engine is still busy after `rounds` rounds.
     """
     order = random.Random(seed)
     with ExitStack() as ends:

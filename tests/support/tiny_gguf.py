@@ -33,13 +33,13 @@ PARTS = {
 def write_tiny_gguf(
     path: Path, kind: str = "F32", *, architecture: str = "qwen2", output: bool = False, **config: Any
 ) -> PreTrainedModel:
-    """Write the file and return its model in float32, before quantisation.
+    """Write the file and return the model in float32, as it was before quantisation.
 
     Args:
         kind: GGUF type of the matrices, such as "Q4_1".
         architecture: "qwen2" or "llama". Loaders reorder the rows of "llama" files.
-        output: Whether the head has its own weights, not tied to the embedding.
-        config: Changes of the configuration.
+        output: Whether the head has its own weights instead of being tied to the embedding.
+        config: Changes to the configuration.
     """
     tokens = [*sorted(ByteLevel.alphabet()), "he", "Ġt", END]
     model = tiny_model(

@@ -1,7 +1,7 @@
 """Tiny random models shared by all tests: `tiny_model("llama")`.
 
-Most have a head dimension of 32, which C kernels support. Norm gains, biases and QK-norms are not trivial. Attention
-scores spread by about two nats, and greedy continuations vary. There is no EOS token unless requested.
+Most models have a head dimension of 32, which the C kernels support. Norm gains, biases and QK-norms are not trivial.
+Attention scores have a spread of about two nats, and greedy continuations vary. There is no EOS token unless requested.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ NAMES = tuple(CONFIGS)
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Return a random model in eval mode, without gradients, on the CPU. `overrides` change its configuration.
+    """Return a random model on the CPU, in eval mode and without gradients. `overrides` change its configuration.
 
     The weights depend only on the arguments. They are drawn in float32 and then cast.
     """
     config_class, defaults = CONFIGS[name]
     config = config_class(**(defaults | overrides))
     with no_init_weights():  # `fill` overwrites all weights
-        # Created in its dtype, as by from_pretrained: model.to(dtype) would also round RoPE frequencies.
+        # Create it in its dtype, as from_pretrained does: model.to(dtype) would also round the RoPE frequencies.
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     fill(model, seed)
@@ -112,7 +112,7 @@ def fill(model: nn.Module, seed: int) -> None:
             noise = torch.randn(weight.shape, generator=generator)
             if kind == "bias":
                 noise *= 0.15
-            elif kind == "A_log":  # recurrent state forgets slowly: 0.6 to 0.95 of it stay per token
+            elif kind == "A_log":  # the recurrent state decays slowly: each token keeps 0.6 to 0.95 of it
                 noise = 0.4 * noise - 2
             elif weight.dim() == 1:
                 noise = (1.6 if path.endswith(("q_norm", "k_norm")) else 1.0) * (1 + 0.3 * noise)
@@ -128,7 +128,7 @@ def fill(model: nn.Module, seed: int) -> None:
 
 
 def _gain(path: str) -> float:
-    """Gains make attention uneven, and outputs large enough that a tied head does not repeat its input."""
+    """Return a gain that makes attention uneven, and outputs so large that a tied head does not repeat its input."""
     leaf = path.rsplit(".", 1)[-1]
     if leaf in ("q_proj", "k_proj", "c_attn", "q_b_proj", "kv_b_proj"):
         return 1.6
@@ -144,7 +144,7 @@ def tiny_prompt(length: int, *, seed: int = 0) -> list[int]:
 
 
 def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
-    """Compare with transformers' greedy continuation."""
+    """Check that `tokens` are transformers' greedy continuation of `prompt`."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
 

@@ -1,4 +1,4 @@
-"""A reference training run that takes seconds, with generated books and a small configuration."""
+"""A reference training run that takes only seconds, with generated books and a small configuration."""
 
 from __future__ import annotations
 

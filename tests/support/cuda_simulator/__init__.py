@@ -3,9 +3,9 @@
     with simulated(Seeded(1)) as sim:
         LLM(tiny_model("llama").to("cuda"), policy="infinigen").generate(...)
 
-The package runs unchanged. Operations of torch and interpreted Triton kernels are queued. A schedule decides how far
-each stream lags behind the host. If a wait is missing, or a block is reused too early, tokens differ or an error is
-raised. `Simulator.syncs` lists all waits of the host.
+The package runs unchanged. Torch operations and interpreted Triton kernels are queued, and a schedule decides how far
+each stream lags behind the host. If a wait is missing or a block is reused too early, the generated tokens differ or an
+error is raised. `Simulator.syncs` lists all points where the host waited.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def simulated(
     """Simulate a machine with CUDA devices for this thread. Skip the test if the simulator cannot be built.
 
     Args:
-        schedule: Decides which stream advances when.
-        limit: Memory of a device in bytes.
+        schedule: Decides when each stream advances.
+        limit: Memory per device in bytes.
         devices: Number of devices.
         in_place: Whether kernels access page-locked memory at its host address.
     """

@@ -26,7 +26,7 @@ OWN = str(Path(__file__).parent)
 
 @dataclass(frozen=True)
 class Sync:
-    """A wait of the host for the device. `place` is `file:line` in the repository."""
+    """A point where the host waited for the device. `place` is `file:line` in the repository."""
 
     what: str
     place: str
@@ -82,7 +82,7 @@ def _reason(what: str, non_blocking: bool, dense: bool) -> str:
 
 
 def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `copy_` or `_to_copy` between host and device. Return NotImplemented for other copies."""
+    """Run `copy_` or `_to_copy` if it copies between host and device. Otherwise, return NotImplemented."""
     if name == "copy_":
         into, source = args[0], args[1]
         if into.is_cuda == source.is_cuda:
@@ -113,7 +113,7 @@ def copy_between(sim: Simulator, name: str, args: Any, kwargs: dict[str, Any]) -
 
 @cache
 def register() -> None:
-    """Implement operations that bypass dispatch modes, as in `torch.tensor(..., device="cuda")`."""
+    """Register implementations of operations that bypass dispatch modes, such as `torch.tensor(..., device="cuda")`."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty_strided", _empty, "CUDA")
     library.impl("copy_", _copied, "CUDA")

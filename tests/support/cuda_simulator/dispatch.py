@@ -1,8 +1,8 @@
-"""Queue torch operations on device tensors in streams.
+"""Queue torch operations on device tensors in the simulator's streams.
 
-Views are created immediately. All other operations allocate a poisoned output, whose shape meta tensors determine, and
-are queued in the current stream. They run later on the host, with host views that do not keep memory alive. Host and
-device tensors cannot be mixed, except for host scalars.
+Views are created immediately. Every other operation allocates a poisoned output, whose shape is computed with meta
+tensors, and is queued in the current stream. It runs later on the host, on host views that do not keep memory alive.
+Except for host scalars, host and device tensors cannot be mixed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 LIKE_VIEWS = ("_unsafe_view", "lift_fresh", "detach", "alias")
 SHAPES: dict[Any, Any] = {}
-"""Results of operations as meta tensors, by operation and signature of the arguments. All simulators share them."""
+"""Cached results as meta tensors, by operation and argument signature. All simulators share the cache."""
 
 
 def _histogram(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
@@ -35,7 +35,7 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, *args: Any, **named: Any) ->
 
 
 STAND_INS: dict[Any, Any] = {aten.histc.default: _histogram, aten._grouped_mm.default: _grouped}
-"""Operations that support more dtypes on CUDA than on a CPU or for meta tensors."""
+"""Replacements for operations that support more dtypes on CUDA than on a CPU or on meta tensors."""
 
 HOST_INDICES = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 """Operations whose indices may be on the host. torch copies them to the device and waits."""
@@ -89,7 +89,7 @@ def _signature(tree: Any) -> Any:
 
 
 class DeviceMode(TorchDispatchMode):
-    """Queue device operations in the simulator's streams. Host operations run as usual."""
+    """Dispatch mode that queues device operations in the simulator's streams. Host operations run as usual."""
 
     def __init__(self, sim: Simulator) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class DeviceMode(TorchDispatchMode):
         return self._sim.new_pinned(out) if name in EMPTY else self._sim.new_pinned(out).copy_(out)
 
     def _copy_host_scalars(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Scalars are copied when an operation is queued. Raise RuntimeError for other host tensors."""
+        """Copy host scalars when the operation is queued. Raise RuntimeError for other host tensors."""
 
         def copy_scalar(x: torch.Tensor) -> torch.Tensor:
             if x.is_cuda or name in EMPTY:
@@ -200,7 +200,7 @@ class DeviceMode(TorchDispatchMode):
         return map_tensors(like, lambda x: self._sim.new(x, torch.device(device)))
 
     def _run_synchronously(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
-        """Run an operation whose number or shape of results depends on values."""
+        """Wait for the device and run an operation whose results depend on values in their number or shape."""
         sim = self._sim
         device = next(x.device for x in find_tensors(args) if x.is_cuda)
         sim.host_waits(name, device.index)

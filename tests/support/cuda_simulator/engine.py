@@ -1,4 +1,4 @@
-"""Streams as queues of work, events as points in them, and schedules that decide which stream advances."""
+"""Streams as queues of work, events as points in these queues, and schedules that decide which stream advances."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(eq=False)
 class Point:
-    """A position in a queue. It is reached when all earlier entries have run, and never if it has a `capture`."""
+    """A position in a queue, reached when all earlier entries have run. A point with a `capture` is never reached."""
 
     queue: Queue
     reached: bool = False
@@ -32,14 +32,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Wait:
-    """Entry that delays later entries of its queue until `point` is reached."""
+    """An entry that blocks its queue until `point` is reached."""
 
     point: Point
 
 
 @dataclass(frozen=True)
 class Poisoning:
-    """Entry that poisons memory. CUDA has no such work, so it may be the last entry of a captured stream."""
+    """An entry that poisons memory. CUDA does no such work, so it may come last in a captured stream."""
 
     work: Work
 
@@ -52,11 +52,11 @@ Entry = Work | Point | Wait
 
 @dataclass(eq=False)
 class Queue:
-    """The pending work of a stream.
+    """A stream with its pending work.
 
     Attributes:
-        number: Number of the stream in order of creation. 0 is the default stream.
-        capture: Captured graph that receives new entries, if any.
+        number: Index of the stream in order of creation. 0 is the default stream.
+        capture: Graph that is being captured and receives new entries, if any.
     """
 
     number: int
@@ -70,8 +70,8 @@ class Capture:
     """A captured graph.
 
     Attributes:
-        origin: Stream that began the capture.
-        pool: Memory pool of the graph.
+        origin: Stream on which the capture began.
+        pool: Id of the graph's memory pool.
         thread: Thread that must not wait for the device during the capture. None means all threads.
         queues: Entries by the stream in which they were captured.
     """
@@ -93,7 +93,7 @@ class Capture:
         )
 
     def check_joined(self) -> None:
-        """Raise CaptureError if the origin stream does not wait for the work of another captured stream."""
+        """Raise CaptureError if some captured stream does work that the origin stream does not wait for."""
         joined: set[Queue] = set()
         more = {self.origin}
         while more:
@@ -109,13 +109,13 @@ class Capture:
 
 
 class Schedule(Protocol):
-    """Decide which work runs after the host has queued an entry."""
+    """Decides which work runs after the host has queued an entry."""
 
     def advance(self, engine: Engine) -> None: ...
 
 
 class Lazy:
-    """Run work only when the host waits for it."""
+    """Runs work only when the host waits for it."""
 
     def advance(self, engine: Engine) -> None:
         pass
@@ -123,7 +123,7 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Late:
-    """Run the streams listed in `numbers` when the host waits for them, and all others as soon as possible."""
+    """Runs the streams in `numbers` only when the host waits for them, and all others as soon as possible."""
 
     numbers: tuple[int, ...] = ()
 
@@ -134,7 +134,7 @@ class Late:
 
 
 class Seeded:
-    """Run a few entries of a random stream with a probability of 1/4."""
+    """Each time the host queues an entry, runs a few entries of a random stream with probability 1/4."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -146,9 +146,9 @@ class Seeded:
 
 
 class Engine:
-    """Run queues of work in the order of a schedule. Errors are raised where an entry runs.
+    """Runs queues of work in the order that a schedule decides. Errors are raised where an entry runs.
 
-    Any thread may queue work and wait, but only one runs entries at a time.
+    Any thread may queue work and wait, but only one thread at a time runs entries.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -219,7 +219,7 @@ class Engine:
                 queue.entries.append(Wait(point))
 
     def finish(self, point: Point) -> None:
-        """Let the host wait for `point`. Run the required entries, and others as the schedule decides."""
+        """Let the host wait for `point`. Run the entries before it, and others as the schedule decides."""
         with self.lock:
             self._check_may_wait(point)
             while not point.reached:
@@ -242,7 +242,7 @@ class Engine:
             self.finish(self.record(queue))
 
     def run(self, queue: Queue, entries: int = 1 << 30, until: Point | None = None) -> bool:
-        """Run up to `entries` entries of a queue, or until a point is reached. Return whether any entry ran."""
+        """Run up to `entries` entries of a queue, but stop at the point `until`. Return whether any entry ran."""
         ran = 0
         with ExitStack() as modes:
             on_host = False
@@ -257,7 +257,7 @@ class Engine:
                     if head is until:
                         break
                 elif not isinstance(head, Wait):
-                    if not on_host:  # the classes in C, because entering these modes may take longer than most entries
+                    if not on_host:  # in C, because entering the Python context managers may take too long
                         modes.enter_context(torch._C._DisableTorchDispatch())
                         modes.enter_context(torch._C._InferenceMode(True))
                         on_host = True

@@ -1,4 +1,4 @@
-"""Build and load the compiled part of the simulator (`device.cpp`). Builds are cached by version."""
+"""Build and load the simulator's compiled part (`device.cpp`). Builds are cached by version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "offload_rt_cuda_simulator"
 
 @cache
 def load() -> Any:
-    """Return the module. Skip the test if it cannot be built or if there is a CUDA device."""
+    """Return the compiled module. Skip the test if it cannot be built or if there is a CUDA device."""
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device: no simulation is needed")
     kept = _kept()

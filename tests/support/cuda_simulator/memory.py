@@ -1,8 +1,9 @@
 """Device memory with a caching allocator, and page-locked host memory.
 
 Freed blocks are poisoned in stream order: floats with NaN, integers with a large number. A freed block returns to the
-stream of its allocation, after the pending work of the streams passed to `record_stream`. Only this stream reuses it,
-after poisoning and for the same size. A reader that did not wait therefore never finds correct old values.
+stream that allocated it, once the streams passed to `record_stream` have finished their pending work. Only that stream
+reuses the block, after poisoning it and only for allocations of the same size. A reader that did not wait therefore
+never finds correct old values.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import torch
 from .engine import Engine, Point, Poisoning, Queue
 
 POISON = np.uint16(0x7FFF)
-"""Repeated pattern that is NaN in every float type, and larger than any index as an integer."""
+"""Pattern that, when repeated, is NaN in every float type and larger than any index in every integer type."""
 
 MOST_POISONED = 1 << 26
-"""Largest part of registered memory that is poisoned, in bytes."""
+"""Maximum number of bytes that are poisoned in registered memory."""
 
 ROUND = 512
 """Block sizes are multiples of this number of bytes, as in torch's allocator."""
 
 
 _numbers = itertools.count()
-"""Numbers of blocks over all simulators of this process, because tensors may outlive their simulator."""
+"""Block numbers, unique over all simulators in this process because tensors may outlive their simulator."""
 
 
 class Region:
@@ -59,9 +60,9 @@ class Block:
     """A block of device memory.
 
     Attributes:
-        queue: Stream of the allocation.
-        pool: Memory pool of a graph, or 0.
-        users: Streams named by `record_stream`.
+        queue: Stream that allocated the block.
+        pool: Id of a graph's memory pool, or 0.
+        users: Streams passed to `record_stream`.
         free: Whether the block can be allocated again.
     """
 
@@ -76,11 +77,11 @@ class Block:
 
 @dataclass
 class Usage:
-    """Bytes in use, and their peaks.
+    """Bytes in use and their peaks.
 
     Attributes:
-        allocated: Bytes of existing tensors.
-        active: `allocated` plus blocks that a stream still uses plus all memory of graphs.
+        allocated: Bytes used by existing tensors.
+        active: `allocated`, plus blocks that a stream still uses, plus all memory owned by graphs.
     """
 
     allocated: int = 0
@@ -98,11 +99,11 @@ class Usage:
 
 
 _host_regions: list[Region] = []
-"""Kept, because a test may read host memory after its simulator is gone."""
+"""Host memory of all simulators, kept alive because a test may read it after its simulator is gone."""
 
 
 class Memory:
-    """Allocate device memory of at most `limit` bytes, and page-locked host memory."""
+    """Allocator for up to `limit` bytes of device memory, and for page-locked host memory."""
 
     def __init__(self, module: Any, engine: Engine, limit: int) -> None:
         self._module, self._engine, self.limit = module, engine, limit
@@ -110,7 +111,7 @@ class Memory:
         _host_regions.append(self.host)
         self.usage = Usage()
         self.allocations = 0
-        """Number of allocations on the device outside of graphs."""
+        """Number of device allocations outside graphs."""
         self._blocks: dict[int, Block] = {}
         self._at: dict[int, int] = {}
         self._host_blocks: dict[int, tuple[int, int]] = {}
@@ -121,7 +122,7 @@ class Memory:
         self.in_place = True
         """Whether kernels access page-locked memory at its host address."""
         self.lockable = 1 << 62
-        """Maximum number of registered bytes."""
+        """Maximum number of bytes that can be registered."""
         self.registered: list[tuple[int, int]] = []
 
     # ------------------------------------------------------------------------------------------------------ device
@@ -156,13 +157,13 @@ class Memory:
             del self._free[key]
 
     def record_stream(self, address: int, queue: Queue) -> None:
-        """The block at `address` is not reused before `queue` has finished its work."""
+        """Prevent reuse of the block at `address` until `queue` has finished its pending work."""
         block = self._blocks[self._at[address]]
         if block.queue is not queue:
             block.users.add(queue)
 
     def collect(self) -> None:
-        """Free the blocks of deleted tensors that no stream uses."""
+        """Free the blocks whose tensors were deleted and that no stream uses any more."""
         for number in self._module.take_returned():
             if (place := self._host_blocks.pop(number, None)) is not None:
                 self.host.poison(*place)
@@ -182,7 +183,7 @@ class Memory:
 
         def poison() -> None:
             self.device.poison(block.address, block.size)
-            if not block.free:  # each replay poisons the memory that its capture freed
+            if not block.free:  # each replay poisons the memory that was freed during the capture
                 block.free = True
                 self._free[block.pool, block.queue, block.size].append(block.address)
 
@@ -201,9 +202,9 @@ class Memory:
         return self._module.over(address, nbytes, number, -1)
 
     def register(self, address: int, size: int) -> bool:
-        """Implement cudaHostRegister. Poison the memory, which must be new.
+        """Register host memory like cudaHostRegister, and poison it. Callers pass memory that has no contents yet.
 
-        Return False if any of it is already registered or the total exceeds `lockable`.
+        Return False if part of the memory is already registered, or if the total would exceed `lockable`.
         """
         registered_bytes = sum(stop - start for start, stop in self.registered)
         if registered_bytes + size > self.lockable or any(

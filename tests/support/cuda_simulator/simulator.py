@@ -18,11 +18,11 @@ class Simulator:
     """A machine with simulated CUDA devices.
 
     Attributes:
-        syncs: All waits of the host for a device.
-        launched: Numbers of kernels and copies by name, without poisoning.
-        error: Error that the next launch raises, as after a failed CUDA call.
-        graphs: Number of graphs by memory pool.
-        nodes: Kernels and copies of the graph that was replayed last.
+        syncs: All points where the host waited for a device.
+        launched: Number of launched kernels and copies by name. Poisoning is not counted.
+        error: Error that the next launch raises, as CUDA does after a failed call.
+        graphs: Number of graphs in each memory pool.
+        nodes: Number of kernels and copies in the graph that was replayed last.
     """
 
     def __init__(self, schedule: Schedule, *, limit: int = 1 << 31, devices: int = 1) -> None:
@@ -69,7 +69,7 @@ class Simulator:
     # ------------------------------------------------------------------------------------------------------- work
 
     def queue_work(self, name: str, work: Work, device: int | None = None) -> None:
-        """Queue a kernel or copy in the current stream of `device`. The default is the current device."""
+        """Queue a kernel or copy in the current stream of `device` (default: the current device)."""
         if self.error is not None:
             error, self.error = self.error, None
             raise RuntimeError(f"CUDA error (simulated): {error}")
@@ -77,7 +77,7 @@ class Simulator:
         self.engine.submit(self.stream(device), work)
 
     def host_waits(self, what: str, device: int | None = None, *, point: Point | None = None) -> None:
-        """Let the host wait for `point`, or for the current stream of a device. Record the wait in `syncs`."""
+        """Let the host wait for `point` (default: the current stream of a device). Record the wait in `syncs`."""
         if self.syncs_raise:
             raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
         self.syncs.append(Sync(what, caller_location()))
@@ -99,7 +99,7 @@ class Simulator:
     def part(
         self, base: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
     ) -> torch.Tensor:
-        """Return a view of any shape and dtype of the memory of `base`. Inference tensors give inference tensors."""
+        """View the memory of `base` with a given shape and dtype. Views of inference tensors are inference tensors."""
         out: torch.Tensor
         if base.is_inference() == torch.is_inference_mode_enabled():  # entering a mode takes longer than the call
             out = self._module.part(base, dtype, list(size), list(stride), offset)
@@ -109,7 +109,7 @@ class Simulator:
         return out
 
     def host_view(self, x: torch.Tensor) -> torch.Tensor:
-        """The view does not keep the memory alive. Host tensors are returned unchanged."""
+        """Return a host view that does not keep the memory alive. Host tensors are returned unchanged."""
         if not x.is_cuda:
             return x
         out: torch.Tensor = self._module.seen(x)

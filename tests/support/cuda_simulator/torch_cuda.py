@@ -1,4 +1,4 @@
-"""Replacements for `torch.cuda` and `torch.accelerator`, as far as the package and its libraries use them."""
+"""Replacements for the parts of `torch.cuda` and `torch.accelerator` that the package and its libraries use."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Event:
         return self._point is None or self._point.reached
 
     def elapsed_time(self, other: Event) -> float:
-        """Time is not simulated."""
+        """Return a constant, because time is not simulated."""
         return 1.0
 
 
 class Stream:
-    """Replace `torch.cuda.Stream` and `torch.Stream`. As a context manager, make it the current stream."""
+    """Replacement for `torch.cuda.Stream` and `torch.Stream`. As a context manager, it becomes the current stream."""
 
     def __init__(self, sim: Simulator, device: Any = None, *, queue: Queue | None = None, **named: Any) -> None:
         self._sim = sim
@@ -132,7 +132,7 @@ class Graph:
 
 @cache
 def ignore_late_unregistration() -> None:
-    """Let runtimes that outlive their simulator unregister memory that is no longer registered."""
+    """Do not fail if a runtime that outlives its simulator unregisters memory that is no longer registered."""
     setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda address: 0))  # noqa: B010
 
 
@@ -281,7 +281,7 @@ class _Generator(torch.Generator):
 
 
 class _Bias:
-    """Replace the lower-right `CausalBias`, because dispatch modes do not support tensor subclasses."""
+    """Replacement for the lower-right `CausalBias`, because dispatch modes do not support tensor subclasses."""
 
     def __init__(self, variant: Any, queries: int, keys: int) -> None:
         assert variant is torch.nn.attention.bias.CausalVariant.LOWER_RIGHT
@@ -293,7 +293,7 @@ def _flash(params: Any, debug: bool = False) -> bool:
 
 
 def _attention(sim: Simulator, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a `scaled_dot_product_attention` that counts as one launch and allocates only its result."""
+    """Return a version of `scaled_dot_product_attention` that counts as one launch and allocates only its result."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, **named: Any) -> torch.Tensor:
         if not q.is_cuda:

@@ -1,4 +1,4 @@
-"""Queue Triton kernels in the simulated device's streams, where Triton's interpreter runs them.
+"""Queue Triton kernels in the simulated device's streams. Triton's interpreter runs them.
 
 Kernels can access only device memory and page-locked host memory.
 """
@@ -19,7 +19,7 @@ class IllegalAccessError(RuntimeError):
 
 
 def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
-    """Queue launches until `patch` is undone. Has no effect if Triton is not installed."""
+    """Queue kernel launches until `patch` is undone. Has no effect if Triton is not installed."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -40,7 +40,7 @@ def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         seen = [sim.host_view(x) if isinstance(x, torch.Tensor) else x for x in args]
         seen_named = {k: sim.host_view(x) if isinstance(x, torch.Tensor) else x for k, x in named.items()}
         if "WIDEN" in named:
-            seen_named["WIDEN"] = True  # the interpreter has no products of bfloat16
+            seen_named["WIDEN"] = True  # the interpreter cannot multiply bfloat16 matrices
         sim.queue_work(f"triton {kernel.__name__}", lambda: run(kernel, *seen, grid=grid, warmup=warmup, **seen_named))
 
     patch.setattr(interpreter.InterpretedFunction, "run", launch)
@@ -55,7 +55,7 @@ def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         for touched, mine in programs:
             at = touched if mine.all() else touched[mine.astype(bool)]
             if at.size and not sim.memory.reachable(int(at.min()), int(at.max())):
-                # A kernel may read rows of the pool and copies of rows on the device at once.
+                # A kernel may read both rows in the pool and copies of rows on the device.
                 off = at[(at < sim.memory.device.start) | (at >= sim.memory.device.stop)]
                 if not off.size or not sim.memory.reachable(int(off.min()), int(off.max())):
                     raise IllegalAccessError("a kernel touched memory that the device cannot reach")

@@ -1,4 +1,4 @@
-"""Test `offload-rt batch`: every request gets one result or error message, also after an interruption."""
+"""Test `offload-rt batch`: every request gets exactly one result or error message, even after an interruption."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_interrupted_batch_continues(llm: LLM, tmp_path: Path, monkeypatch: p
         with pytest.raises(InputError, match="another process"):
             Results(out)
         first.close()
-    # The interrupted command has written a part of a line.
+    # The interrupted command has written only part of a line.
     out.write_bytes(out.read_bytes() + b'{"id": "q5", "outp')
     again = Results(out)
     left = [request for request in requests if request.id not in again.done]

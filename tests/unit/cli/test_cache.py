@@ -17,7 +17,7 @@ SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size"
 
 @pytest.fixture
 def packed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Return two GGUF files with packed weights in the cache. The first file was used most recently."""
+    """Return two GGUF files whose packed weights are cached. The first file was used most recently."""
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
     files = tmp_path / "a.gguf", tmp_path / "b.gguf"
     for kind, file in zip(("Q4_1", "Q8_0"), files, strict=True):

@@ -1,4 +1,4 @@
-"""Test the terminal chat and the commands for stored sessions."""
+"""Test the terminal chat, and the commands for stored sessions."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_only_kv_is_deleted_after_its_time_to_live(
 def test_an_interrupt_in_a_destructor_ends_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python ignores a KeyboardInterrupt in a destructor. The chat must still stop at the next token."""
+    """Python ignores a KeyboardInterrupt raised in a destructor, but the chat must still stop at the next token."""
 
     class InterruptingDestructor:
         def __del__(self) -> None:

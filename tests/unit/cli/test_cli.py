@@ -29,7 +29,7 @@ SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
 
 @pytest.fixture
 def generate(cli: Cli, short_book: Path) -> Cli:
-    """Run `offload-rt generate` with default flags, which later flags override."""
+    """Run `offload-rt generate` with default flags, followed by the given flags, which take precedence."""
     given = ("generate", "reference", "--prompt-file", str(short_book), *SHORT, "--policy", "full")
     return lambda *flags: cli(*given, *flags)
 

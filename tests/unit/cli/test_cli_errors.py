@@ -148,7 +148,7 @@ def test_models_that_cannot_be_loaded_are_reported(cli: Cli, tmp_path: Path) -> 
 
 
 def test_a_model_is_looked_up_on_the_hub_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the hub cannot be reached, transformers would retry for half a minute."""
+    """If the hub cannot be reached, transformers on its own would retry for half a minute."""
     tried: list[str] = []
 
     def refuse(url: str, **options: Any) -> None:

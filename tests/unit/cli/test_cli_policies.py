@@ -1,4 +1,4 @@
-"""Test `offload-rt generate` with every policy, policy options and options of the KV cache."""
+"""Test `offload-rt generate` with every policy, with policy options and with KV cache options."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from support.tiny_models import tiny_checkpoint
 
 
 class Terminal:
-    """Run a command in a pseudo-terminal. The `with` block kills the command at its end."""
+    """A command that runs in a pseudo-terminal. It is killed at the end of the `with` block."""
 
     def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()

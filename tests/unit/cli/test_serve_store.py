@@ -1,4 +1,4 @@
-"""Test the store of `offload-rt serve`, and errors that are reported before the port is bound."""
+"""Test the session store of `offload-rt serve`, and errors that are reported before the port is bound."""
 
 from __future__ import annotations
 

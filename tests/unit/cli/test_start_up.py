@@ -92,7 +92,7 @@ def test_stored_files_are_listed_without_torch(tmp_path: Path) -> None:
 
 
 def test_plain_models_are_planned_without_transformers() -> None:
-    """The import of transformers would triple the duration of `offload-rt info`."""
+    """Importing transformers would make `offload-rt info` take three times as long."""
     options = ("", "--device-memory 30MiB --dtype float32", "--context 1k --policy quest")
     found = heavy_imports_of(run_all(f"info reference {each}" for each in options))
     assert "transformers" not in found and "torch" in found
@@ -115,7 +115,7 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
 
 
 def variable_after_import(name: str, given: dict[str, str], before: str) -> str:
-    """Return the environment variable `name` of a process that runs `before` and imports the package."""
+    """Return the environment variable `name` in a process that has run `before` and imported the package."""
     kept = {key: value for key, value in os.environ.items() if key != name}
     code = f"import os, sys; {before}\nimport offload_rt; print(os.environ.get({name!r}), end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | given, timeout=120)
@@ -128,7 +128,7 @@ os.sched_getaffinity = lambda _: set(range(8))
 contents = {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
 pathlib.Path.read_text = lambda path: contents.get(str(path), "max 100000")
 """
-"""A container with 1.5 of eight processors."""
+"""Code that simulates a container limited to 1.5 of eight processors."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Test `offload-rt write`: interrupted documents are continued, and changed settings are refused."""
+"""Test `offload-rt write`: an interrupted document is continued, and changed settings are refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_interrupted_documents_equal_uninterrupted_ones(
         if place == 2:
             progress = tmp_path / "parts.txt.session" / "progress.json"
             saved = json.loads(progress.read_text())
-            # as if the process was killed before the progress was saved
+            # as if the process had been killed before it saved its progress
             progress.write_text(json.dumps(saved | {"tokens": saved["tokens"][:-30]}))
     rest = {name: given[name] for name in given if name in ("max_tokens", "chapters", "policy")}
     resumed = write(model, parts, **rest)

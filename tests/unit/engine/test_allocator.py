@@ -1,4 +1,4 @@
-"""Test that `RecycledMemory` reuses only freed memory, and never allocates more than the peak use."""
+"""Test that `RecycledMemory` reuses only freed memory, and never allocates more than the peak usage."""
 
 from __future__ import annotations
 

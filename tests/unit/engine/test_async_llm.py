@@ -1,4 +1,4 @@
-"""Test `AsyncLLM`: concurrent requests get the same tokens as single ones, and aborted requests free their KV."""
+"""Test `AsyncLLM`: concurrent requests get the same tokens as single requests, and aborted requests free their KV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from offload_rt.core import BLOCK_SIZE
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LONG = SamplingParams(max_tokens=400, temperature=0)
 BLOCK_BYTES = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4
-"""Bytes of a block: K and V, two layers, two KV heads, head size 32, float32."""
+"""Size of a block in bytes: K and V, two layers, two KV heads, head size 32, float32."""
 
 
 def make_llm(blocks: int = 40, **options: Any) -> LLM:
@@ -74,7 +74,7 @@ async def aenumerate(items: Any) -> AsyncIterator[tuple[int, Any]]:
 async def generate_tokens(
     engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **more: Any
 ) -> list[list[int]]:
-    """Return the tokens of all completions. Check that every output extends the output before it."""
+    """Return the tokens of all completions. Check that every output extends the previous output."""
     before: list[list[int]] = []
     async for output in engine.generate(prompt, params, **more):
         found = [one.token_ids for one in output.outputs]
@@ -255,7 +255,7 @@ def test_a_failed_step_fails_running_requests_but_not_later_ones(generate_alone:
 
 def test_a_request_beyond_the_queue_limit_is_refused() -> None:
     async def send_requests(engine: AsyncLLM) -> None:
-        with engine.llm.runner.pool.lock:  # keeps the engine from starting requests
+        with engine.llm.runner.pool.lock:  # prevents the engine from starting requests
             tasks = [asyncio.create_task(generate_tokens(engine, tiny_prompt(70, seed=i), LONG)) for i in range(3)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match=r"the queue is full \(3 requests, max_waiting=3\)"):

@@ -1,4 +1,4 @@
-"""Test that beam search equals that of transformers, and test several completions of one prompt."""
+"""Test that beam search gives the same results as in transformers, and test several completions of one prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload_rt import LLM, InputError, PoolFullError, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 
-EOS = [3, 17, 40, 41, 42, 90]  # several tokens, so that beams end at different lengths
+EOS = [3, 17, 40, 41, 42, 90]  # several end tokens, so that beams end at different lengths
 
 
 def beams(count: int, **options: Any) -> SamplingParams:

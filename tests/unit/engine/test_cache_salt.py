@@ -85,7 +85,7 @@ def test_sessions_share_no_block_on_disk_across_salts(tmp_path: Path) -> None:
             async with AsyncLLM(llm, store=tmp_path) as engine:
                 found = []
                 for session, salt in turns:
-                    # An empty name is no session.
+                    # With an empty name, there is no session.
                     steps = engine.generate(PROMPT, greedy(3), session=session or None, cache_salt=salt)
                     found.append([output async for output in steps][-1].num_cached_tokens)
             return found
@@ -93,7 +93,7 @@ def test_sessions_share_no_block_on_disk_across_salts(tmp_path: Path) -> None:
         return asyncio.run(send_turns())
 
     assert cached_tokens_of_turns(("one", "a"), ("two", "b"), ("three", "a")) == [0, 0, 3 * BLOCK_SIZE]
-    # In another process, a session reuses its own KV whatever the request's salt.
+    # In another process, a session reuses its own KV, whatever the request's salt is.
     turns = (("one", "other"), ("four", "b"), ("", "c"), ("five", ""), ("", "a"))
     assert cached_tokens_of_turns(*turns) == [3 * BLOCK_SIZE, 3 * BLOCK_SIZE, 0, 0, 3 * BLOCK_SIZE]
 

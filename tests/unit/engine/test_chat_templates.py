@@ -1,6 +1,6 @@
 """Test multi-turn chats with the chat templates of several model families.
 
-Each turn appends the text that the template puts between two answers. KV of earlier turns stays valid.
+Each turn appends the text that the template puts between two answers, so the KV of earlier turns stays valid.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def test_sessions_continue_after_answers_of_any_length(how: str, tmp_path: Path)
 
 
 def test_the_next_turn_replaces_the_end_token(tmp_path: Path) -> None:
-    """The end token of an answer has no KV yet. The next turn can therefore replace it."""
+    """An answer's end token has no KV yet, so the next turn can replace it."""
     llm, params = make_llm("llama3"), SamplingParams(max_tokens=5, temperature=0)
     session = llm.session("s", tmp_path)
     end = [event.token_id for event in llm.session("other", tmp_path).send("U", params)][3]

@@ -1,4 +1,4 @@
-"""Test speculative decoding with a draft model (`exact={"model": ...}`): texts equal those of full attention."""
+"""Test speculative decoding with a draft model (`exact={"model": ...}`): the text equals that of full attention."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def texts_without_drafts(model: str) -> tuple[list[list[int]], list[list[int]]]:
 )
 def test_texts_equal_those_of_full_attention(model: str, draft: str, fields: dict[str, Any], folder: Path) -> None:
     llm = llm_with_draft_model(model, draft, folder, **fields)
-    # The texts can be compared, because logits of tiny float32 models have no near ties.
+    # The texts can be compared because the logits of tiny float32 models have no near ties.
     assert (texts(llm, GREEDY), texts(llm, SAMPLED)) == texts_without_drafts(model)
 
 
@@ -137,7 +137,7 @@ def test_a_sequence_without_room_in_the_draft_pool_gets_no_drafts(
 
 
 _SLIDING_MODEL = tiny_model("mistral", num_hidden_layers=2)
-"""Sliding windows: KV that a draft pushed out of the window must still exist after the draft is truncated."""
+"""A model with sliding windows. KV that drafts pushed out of the window must still exist after they are truncated."""
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_draft_logits_are_exact_after_any_drafts_and_truncations(
 
 
 def test_a_draft_model_catches_up_after_lookup_drafts(draft_and_target: tuple[LLM, LLM]) -> None:
-    """The draft model has not computed the KV of tokens that lookup drafted."""
+    """When lookup has drafted tokens, the draft model still has to compute their KV."""
     with drafted_sequence(draft_and_target, 100) as (drafter, sequence):
         for more in ([], tiny_prompt(CATCH_UP - 1)):
             sequence.tokens += more
@@ -201,7 +201,7 @@ def test_a_draft_model_catches_up_after_lookup_drafts(draft_and_target: tuple[LL
 
 
 def test_vocabularies_may_be_padded_but_tokens_must_be_the_same(tmp_path: Path) -> None:
-    """Models of one family may pad their vocabulary to different sizes."""
+    """Models of the same family may pad their vocabulary to different sizes."""
     wide, narrow, other = (tiny_checkpoint(tmp_path / name, "llama") for name in ("wide", "narrow", "other"))
     tiny_model("llama", vocab_size=2112).save_pretrained(wide)
     text, asked = "It was a dark and stormy night", SamplingParams(max_tokens=8, temperature=0.7, seed=3)
@@ -243,5 +243,5 @@ def test_snapshots_of_a_hybrid_draft_model_use_its_memory(tmp_path: Path) -> Non
     llm = LLM(model, policy="full", host_memory="1MiB", snapshot_memory="512KiB", exact=exact)
     assert llm.runner.draft is not None
     pool, draft = llm.runner.pool, llm.runner.draft.pool
-    # Snapshots take half of the draft model's memory, so its KV cache holds half of the tokens.
+    # Snapshots take half of the draft model's memory, so its KV cache holds only half of the tokens.
     assert pool.block_count // 2 - 1 <= draft.block_count <= pool.block_count // 2

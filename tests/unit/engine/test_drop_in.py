@@ -1,6 +1,6 @@
 """Test `offload`, which runs transformers' `generate` with KV in host memory.
 
-The tokens equal those of transformers with the policy `full`, and those of `LLM` with other policies.
+With the policy `full`, the tokens equal those of transformers. With other policies, they equal those of `LLM`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
     "assisted": {"do_sample": False, "num_assistant_tokens": 3},
 }
 SINGLE_SEQUENCE_MODES = ("by lookup", "by lookup, sampled", "assisted")
-"""Modes that transformers supports only for a batch size of one."""
+"""Generation modes that transformers supports only for a batch size of one."""
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ def test_bad_prompts_are_refused_before_memory_is_allocated() -> None:
 
 @pytest.mark.slow
 def test_memory_is_allocated_only_at_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning memory takes so long that it would delay all running requests."""
+    """Pinning memory takes so long that doing it early would delay all running requests."""
     fit, activate, admit = ArenaLayout.fit, Arena.activate, Scheduler.admit
     monkeypatch.setattr(
         ArenaLayout, "fit", lambda geometry, dtype, limit, _: fit(geometry, dtype, limit, slab_tokens=2 * BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Test that an unexpected exception ends only the request that caused it, and changes no tokens of other requests."""
+"""Test that an unexpected exception ends only the request that caused it and does not change other requests' tokens."""
 
 from __future__ import annotations
 
@@ -142,8 +142,6 @@ def test_generate_raises_the_error_of_its_request(llm: LLM, expected_tokens: lis
 
 
 async def run_requests_and_sessions(engine: AsyncLLM) -> list[Any]:
-    """Return the tokens or the error of each request."""
-
     async def answer(prompt: list[int], session: str | None) -> Any:
         params = SamplingParams(max_tokens=7, temperature=0)
         try:
@@ -156,7 +154,7 @@ async def run_requests_and_sessions(engine: AsyncLLM) -> list[Any]:
 
 
 async def run_twice_with_fault_first(store: Path, place: str, call: int) -> tuple[list[Any], list[Any]]:
-    """Return the results of a run with a fault, and of a second run without a fault."""
+    """Return the results of a run with a fault and of a second run without one."""
     llm = LLM(MODEL, policy="infinigen", policy_options={"recent": 8}, host_memory="8MiB", verify="off")
     async with AsyncLLM(llm, store=store) as engine:
         with fault(llm, place, call, AssertionError("an invariant is broken")):

@@ -1,6 +1,6 @@
 """Test how public functions check their arguments.
 
-Error messages contain the invalid value and the expected one. `stress/test_fuzz_api.py` passes random values.
+Error messages contain the invalid value and say what was expected. `stress/test_fuzz_api.py` passes random values.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def llm_and_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 
 def test_lone_surrogates_are_refused() -> None:
-    """A text that was cut within a character may contain a lone surrogate, which a tokenizer cannot encode."""
+    """Text that was cut in the middle of a character may contain a lone surrogate, which a tokenizer cannot encode."""
     with pytest.raises(InputError, match=r"unpaired surrogate at character 2 \('.ud83d'\)"):
         encode_rendered(AutoTokenizer.from_pretrained(find_source("reference").name_or_path), "hi\ud83d")
 

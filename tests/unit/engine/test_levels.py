@@ -70,5 +70,5 @@ def test_bfloat16_gives_likely_tokens(level: str, checkpoint: str) -> None:
     logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     lost = (logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))
-    # Rounding to bfloat16 may swap logits that differ by less than 2 % of the range of the logits.
+    # Rounding to bfloat16 may swap logits that differ by less than 2 % of the logits' range.
     assert len(tokens) == 24 and lost.max() < 0.02

@@ -1,4 +1,4 @@
-"""Test the outputs of `LLM.generate`: one output per prompt, which contains the completions of the prompt."""
+"""Test the outputs of `LLM.generate`: one output per prompt, with all completions of that prompt."""
 
 from __future__ import annotations
 

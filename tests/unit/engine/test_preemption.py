@@ -1,6 +1,6 @@
-"""Test that preempted requests generate the same tokens as without preemption.
+"""Test that preempted requests generate the same tokens as if they had not been preempted.
 
-KV and state are restored from disk. They are recomputed if that is faster, or if the disk fails.
+KV and recurrent state are restored from disk, or recomputed if that is faster or the disk fails.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_swap_files_are_unnamed_and_files_of_the_user_are_kept(tmp_path: Path) -> None:
-    """The system deletes an unnamed file when the process ends."""
+    """The operating system deletes an unnamed file when the process ends."""
     (tmp_path / "notes.kv").write_text("the user's own")
     llm, swap = small_pool(tmp_path)
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
@@ -293,7 +293,7 @@ def test_the_youngest_request_is_preempted(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_decoded_kv_is_not_shared_between_sequences(tmp_path: Path) -> None:
-    """KV of decoded tokens depends on the tokens that the policy selected."""
+    """Decoded KV depends on which tokens the policy selected for the sequence."""
     llm, swap = small_pool(tmp_path, blocks=12, policy="infinigen", policy_options={"recent": 8, "sinks": 2})
     sequence = llm.runner.new_sequence(PROMPTS[0], len(PROMPTS[0]) + BLOCK_SIZE)
     llm.runner.prefill(sequence, len(PROMPTS[0]))
@@ -308,7 +308,7 @@ def test_decoded_kv_is_not_shared_between_sequences(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", [BLOCK_SIZE + 10, BLOCK_SIZE + 11, BLOCK_SIZE + 12])
 def test_restoring_skips_blocks_outside_the_window(tmp_path: Path, position: int) -> None:
-    """The block table keeps a block for one step after the block has left the window."""
+    """The block table keeps a block for one more step after the block has left the window."""
     model = architecture("gemma3", dtype=torch.float32)
     with LLM(
         model, policy="full", dtype="float32", host_memory="4MiB", verify="off", enable_prefix_caching=False

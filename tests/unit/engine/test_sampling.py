@@ -1,4 +1,4 @@
-"""Test sampling, seeds, stop strings, and the text of incomplete characters."""
+"""Test sampling, seeds, stop strings, and text that ends in an incomplete character."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_streamed_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokeniz
 
 @pytest.fixture(scope="session")
 def llama_tokenizer() -> PreTrainedTokenizerFast:
-    """Create a tokenizer like that of Llama 2.
+    """Create a tokenizer that works like the one of Llama 2.
 
     Spaces are part of tokens, unknown characters become bytes, and decoding removes the space before the first word.
     """
@@ -116,7 +116,7 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(words, BpeTrainer(vocab_size=100, special_tokens=["<unk>", "<s>", "</s>"]))
     saved = json.loads(tokenizer.to_str())
     vocab = saved["model"]["vocab"]
-    # Not special tokens, because they have a text.
+    # These are not special tokens, because they have text.
     vocab.update({f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)})
     tokenizer = Tokenizer.from_str(json.dumps(saved))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

@@ -1,4 +1,4 @@
-"""Test `SamplingParams` against transformers' `generate` and explicit formulas."""
+"""Compare `SamplingParams` with transformers' `generate` and with explicit formulas."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_stop_token_ends_an_answer_after_min_tokens() -> None:
 
 
 class CountingProcessor(LogitsProcessor):
-    """Force the token ids 10, 11 and so on, one per call. Raise an error after `last`."""
+    """Processor that forces token ids 10, 11 and so on, one per call. It raises an error when it reaches `last`."""
 
     def __init__(self, last: int = 99) -> None:
         self.next, self.last = 10, last

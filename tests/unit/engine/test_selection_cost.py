@@ -1,4 +1,4 @@
-"""Test how the engine measures the context length up to which full attention is as fast as selection."""
+"""Test how the engine measures up to which context length full attention is as fast as selection."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_the_crossing_follows_from_two_lengths(
 
 
 def fake_clock(durations: list[float]) -> Callable[[], float]:
-    """Return a clock for successive measurements with the given durations."""
+    """Return a clock with which successive measurements take the given durations."""
     readings: Iterator[float] = iter([reading for duration in durations for reading in (0.0, duration)])
     return lambda: next(readings)
 
 
 def test_the_time_of_a_layer_is_its_fastest_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Seconds of two layers with full attention, then of two layers with selection. The first repeat is a warm-up.
+    # Times of two layers with full attention, then of two layers with selection. The first repeat is a warm-up.
     repeats = [[1, 1, 1, 1], [5, 60, 3, 3], [70, 5, 40, 2], [6, 7, 30, 30]]
     clock = fake_clock([float(each) for repeat in repeats for each in repeat])
     monkeypatch.setattr(selection_cost, "perf_counter", clock)
@@ -97,7 +97,7 @@ def test_measuring_does_not_change_random_numbers() -> None:
 
 @pytest.fixture
 def measurement_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
-    """Replace the measurement by a function that returns 1,024. Return the list of its calls."""
+    """Replace the measurement with a function that returns 1,024. Return a list that records its calls."""
     calls: list[object] = []
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     monkeypatch.setattr(selection_cost, "_measure", lambda *inputs: calls.append(inputs) or 1024)
@@ -159,7 +159,7 @@ def test_all_processes_use_the_first_stored_value(
 def test_the_pool_is_locked_during_a_measurement(
     measurement_calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of a running engine would distort the measured times."""
+    """If a running engine could execute steps, they would distort the measured times."""
     llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full", verify="off")
     entered: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Test structured outputs with a random model that samples its tokens."""
+"""Test structured outputs with sampled tokens from a random model."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def schema_with_reference_chain(length: int, **base: str) -> dict[str, Any]:
     ],
 )
 def test_structures_that_could_overflow_the_stack_are_refused(structure: dict[str, Any], message: str) -> None:
-    """Some of these structures would crash the process."""
+    """Without the refusal, some of these structures would crash the process."""
     with pytest.raises(InputError, match=message):
         generate(**structure)
 

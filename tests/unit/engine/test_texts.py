@@ -1,4 +1,4 @@
-"""Test that texts are read from plain files, tables and datasets, and that unreadable texts are reported."""
+"""Test that text is read from plain files, tables and datasets, and that unreadable text is reported."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from offload_rt.engine.thread_choice import ThreadChoice
 def run_steps(
     choice: ThreadChoice, steps: int, several_threads: float, one_thread: float, noise: float = 0.1
 ) -> list[bool]:
-    """Simulate steps with the given seconds per step. Return for each step whether it used several threads."""
+    """Simulate steps that take the given number of seconds. Return, for each step, whether it used several threads."""
     rng, modes = random.Random(1), []
     for _ in range(steps):
         mode = choice._several ^ (choice._trying > 0)
@@ -30,7 +30,7 @@ def test_the_faster_mode_is_kept() -> None:
 
 
 def test_several_threads_must_be_clearly_faster() -> None:
-    """Several threads use more processor time, and the times of their steps vary more."""
+    """With several threads, steps use more processor time and their duration varies more."""
     choice = ThreadChoice()
     assert sum(run_steps(choice, 1000, several_threads=0.049, one_thread=0.05)) < 60
 
@@ -70,7 +70,7 @@ def test_another_batch_size_is_measured_separately() -> None:
 
 def test_steps_on_a_device_are_not_measured() -> None:
     choice, before = ThreadChoice(), torch.get_num_threads()
-    torch.set_num_threads(2)  # a step on a CPU would set one thread
+    torch.set_num_threads(2)  # a step on a CPU would set the number of threads to one
     try:
         with choice.step(torch.device("meta"), 1):
             assert torch.get_num_threads() == 2

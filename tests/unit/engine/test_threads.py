@@ -1,4 +1,4 @@
-"""Test threads that share a runtime. Each thread gets the tokens that it gets without the other threads.
+"""Test threads that share a runtime. Each thread gets the same tokens as if it ran alone.
 
 `tests/adversary/interleavings.py` runs random requests on engines that share a pool.
 """
@@ -33,7 +33,7 @@ def make_llm(**options: Any) -> LLM:
 
 
 def results_of_calls(llm: LLM, folder: Path, number: int) -> list[Any]:
-    """Call `generate`, `stream`, `score` and a session. Each `number` has prompts of its own."""
+    """Return results of `generate`, `stream`, `score` and a session. The prompts depend on `number`."""
     prompts = [tiny_prompt(90 + 7 * number + i, seed=10 * number + i) for i in range(2)]
     found: list[Any] = [completion.token_ids for completion in completed(llm.generate(prompts, SHORT))]
     found.append([event.token_id for event in llm.stream(prompts[1], SHORT)])
@@ -72,7 +72,7 @@ def test_threads_wait_for_memory_of_other_threads() -> None:
 
 
 def test_no_thread_waits_long_for_a_paused_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused stream keeps its KV. Requests of its thread fail at once, those of other threads after `PATIENCE`."""
+    """A paused stream keeps its KV. Other requests fail: from its own thread at once, from others after `PATIENCE`."""
     llm = llm_with_blocks(3)
     stream = llm.stream(tiny_prompt(100), SHORT)
     next(stream)
@@ -102,12 +102,12 @@ def test_a_forked_process_cannot_use_the_runtime(tmp_path: Path) -> None:
     ]  # fmt: skip
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # A fork with running threads warns. The test is about the child's own check.
+        # Forking with running threads causes a warning. This test is about the check in the child.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # otherwise the child could wait forever for a saver thread that does not exist
+        signal.alarm(20)  # otherwise the child could wait forever for a saver thread that it does not have
         try:
             for call in calls:
                 try:
@@ -142,7 +142,7 @@ def test_the_younger_of_two_requests_is_preempted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_beam_searches_of_two_threads_end_in_a_small_pool() -> None:
-    """Regression test: both searches preempted themselves and restarted forever."""
+    """Regression test: both searches used to preempt themselves and restart forever."""
     model, params = architecture("gemma3"), SamplingParams(max_tokens=12, temperature=0, num_beams=3)
     prompts = [[token % 90 + 1 for token in tiny_prompt(count, seed=count)] for count in (63, 64)]
     llm = LLM(model, policy="full", host_memory=27 * 12_288, verify="off")

@@ -1,7 +1,7 @@
-"""Test that a sequence with sliding windows fits into a pool of its size even if its prefix is cached.
+"""Test that a sequence with sliding windows fits into a pool of its own size, even if its prefix is cached.
 
-A prefill needs the KV in the windows of its first and last token. A prefill of all new tokens would need three blocks
-of sliding layers, and the pool has two. The engine must therefore split the prefill.
+A prefill needs the KV in the windows of both its first and its last token. Prefilling all new tokens at once would need
+three blocks for sliding layers, but the pool has only two. The engine must therefore split the prefill.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREFIX = 2 * BLOCK_SIZE + 2
 
 
 def make_llm(tokens: int | None = None, spare: int = 0) -> LLM:
-    """Create a runtime whose pool has room for `tokens` tokens and `spare` more blocks."""
+    """Create a runtime whose pool has room for `tokens` tokens and `spare` additional blocks."""
     options: dict[str, Any] = {"policy": "full", "dtype": "float32", "verify": "off"}
     model = architecture("gemma3", dtype=torch.float32)
     llm = LLM(model, host_memory="4MiB", **options)
@@ -95,7 +95,7 @@ def test_a_second_turn_fits_into_the_pool(restarts: bool, tmp_path: Path) -> Non
 
 
 def test_a_swapped_sequence_fits_after_a_cached_prefix(tmp_path: Path) -> None:
-    """A restored sequence needs the windows at its own end, but not those at the end of the prefix."""
+    """A restored sequence needs the KV in the windows at its own end, but not at the end of the prefix."""
     llm = make_llm(len(PROMPT) + 1)
     swap = Swap(llm.runner, tmp_path)
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
@@ -158,6 +158,6 @@ def test_later_prefill_ends_need_fewer_window_blocks(start: int) -> None:
         needed = [len(groups.window_indices(start, end)) for end in ends]
         assert needed == sorted(set(needed), reverse=True) and needed[-1] <= groups.window_blocks < needed[-2]
         assert ends[0] == stop and start < ends[-1] <= start + 1024 + BLOCK_SIZE
-    # Ends of whole prefill chunks come first.
+    # Whole prefill chunks come first.
     chunks = [(end - start) % chunk == 0 for end in ends]
     assert chunks[1] and chunks == sorted(chunks, reverse=True)

@@ -1,6 +1,4 @@
-"""Test the speed benchmark without time measurements: planted tokens are selected, and all baselines decode the same
-context.
-"""
+"""Test the speed benchmark, except its timing: planted tokens are selected, and all baselines use the same context."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def inputs(request: pytest.FixtureRequest) -> BenchInputs:
 
 @pytest.fixture(params=SHAPES, scope="module")
 def uneven_inputs(request: pytest.FixtureRequest) -> BenchInputs:
-    """Heads have 50 % to 150 % of the mean number of planted tokens."""
+    """Return inputs in which the number of planted tokens per head is 50 % to 150 % of the mean."""
     model = SHAPES[request.param].model(LENGTH + 256, torch.device("cpu"))
     return make_inputs(model, LENGTH, LENGTH + 128, FRACTION, spread=0.5, batch=2)
 
@@ -59,7 +57,7 @@ def make_filled(inputs: BenchInputs, name: str) -> Any:
 
 
 def record_selections(ours: OffloadBaseline, steps: int) -> list[tuple[int, torch.Tensor]]:
-    """Return (layer, tokens) of every selection."""
+    """Return (layer, tokens) for every selection."""
     found: list[tuple[int, torch.Tensor]] = []
     state: Any = ours._batch[0].state
     select = state.select
@@ -96,9 +94,9 @@ def test_the_largest_fraction_of_planted_tokens_is_selected(name: str) -> None:
 
 
 def test_each_head_selects_its_planted_tokens_first(uneven_inputs: BenchInputs) -> None:
-    """All heads of a layer select the mean number of planted tokens.
+    """All heads of a layer select the same number of tokens, the mean number of planted tokens.
 
-    A head with fewer own tokens adds tokens of other heads.
+    A head with fewer planted tokens fills up with tokens planted for other heads.
     """
     for layer, tokens in record_selections(make_filled(uneven_inputs, "infinigen"), 2):
         planted = [set(rows.tolist()) for rows in uneven_inputs.synthetic.tokens[layer]]
@@ -164,7 +162,7 @@ def test_batch_logits_equal_those_of_single_sequences(inputs: BenchInputs, uneve
     for name in ("full", "infinigen"):
         rows = decode_logits(make_filled(uneven_inputs, name))
         assert rows.shape[0] == 2
-        # Products over a batch sum in another order than over one sequence.
+        # Matrix products sum in a different order for a batch than for one sequence.
         assert (rows[0] - rows[1]).abs().max() / rows.abs().max() < 1e-5
     peer: TransformersBaseline = make_filled(uneven_inputs, "static")
     peer.step()

@@ -147,7 +147,7 @@ def test_missing_benchmark_name_lists_all_benchmarks(capsys: pytest.CaptureFixtu
 
 
 def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """Regression test: a percent sign in a list of names raised an error in the help."""
+    """Regression test: a percent sign in a list of names caused an error when the help was shown."""
     assert main(["eval"]) == 2
     for name in MEASURES:
         with pytest.raises(SystemExit) as ended:

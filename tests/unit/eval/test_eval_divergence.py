@@ -1,4 +1,4 @@
-"""Test the divergence from full attention: its definition, the compared distributions, and resumed measurements."""
+"""Test the divergence from full attention: its definition, the distributions it compares, and resumed measurements."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ with warnings.catch_warnings():
     )
     from offload_rt.models.source import find_source
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its data sets warn about themselves
+pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its data sets emit warnings of their own
 
 DATA = Path(os.environ.get("OFFLOAD_RT_DATA", Path(__file__).parents[4] / "shared" / "data"))
 LOCAL = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
@@ -56,7 +56,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def only_our_tasks() -> Iterator[None]:
-    """Skip the harness's own task files and its queries of system information, which take seconds."""
+    """Skip loading the harness's own task files and querying system information, which takes seconds."""
     whole = TaskManager.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TaskManager, "__init__", functools.partialmethod(whole, include_defaults=False))
@@ -89,7 +89,7 @@ def task_requests(name: str, documents: int, fewshot: int) -> list[Instance]:
 @needs_data
 @pytest.mark.parametrize("name", LOCAL)
 def test_log_likelihoods_equal_hflm(our_lm: OffloadLM, harness_lm: Any, name: str) -> None:
-    """Rounding errors are about 1e-6 per log-probability. Tens of them are added."""
+    """The tolerance allows for sums of tens of log-probabilities, each with a rounding error of about 1e-6."""
     requested = task_requests(name, 3, 1)
     expected = harness_lm.loglikelihood(requested, disable_tqdm=True)
     found = our_lm.loglikelihood(requested, disable_tqdm=True)
@@ -275,7 +275,7 @@ def test_ruler_documents_are_reproducible(monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("wonderwords", reason="the extra lm_eval[ruler] is not installed")
     from wonderwords import random_word
 
-    # RULER builds and sorts every pair of all words: millions.
+    # RULER builds and sorts all pairs of words, which are millions.
     limited = {kind: words[:300] for kind, words in random_word._DEFAULT_CATEGORIES.items()}
     monkeypatch.setattr(random_word, "_DEFAULT_CATEGORIES", limited)
     ruler = Path(str(importlib.resources.files("lm_eval"))) / "tasks" / "ruler"

@@ -1,4 +1,4 @@
-"""Test `make paper` with small settings: it draws every figure with its data, and a second run measures nothing."""
+"""Test `make paper` with small settings: it writes every figure and its data, and a second run measures nothing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_steps_run_in_separate_processes(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="no/such/model"):
         run_jobs(jobs, 2)
     rows = json.loads((tmp_path / "reference-opt" / "perplexity_by_context.json").read_text())["rows"]
-    assert [row["policy"] for row in rows] == ["full", *POLICIES]  # the one context that fits
+    assert [row["policy"] for row in rows] == ["full", *POLICIES]  # the only context that fits
     assert {row["fingerprint"] for row in rows} == {load_model("reference-opt").fingerprint}
     assert {row["context"] for row in rows} == {CONTEXTS[0]}
     data = json.loads((tmp_path / "reference-opt" / "perplexity_by_context_with_64_tokens.json").read_text())["data"]

@@ -152,7 +152,7 @@ def test_report_is_complete_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_row_is_identified_by_its_option_values() -> None:
-    """Rows that were measured with other defaults must be measured again."""
+    """Rows that were measured with different default values must be measured again."""
     tested = ModelUnderTest("reference")
     plain, recent = (tested.key(Variant("infinigen", options)) for options in ({}, {"recent": 5}))
     named = tested.key(Variant("infinigen", {"recent": InfiniGenOptions().recent}))

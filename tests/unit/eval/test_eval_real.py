@@ -1,4 +1,4 @@
-"""Test `offload-rt eval real`: tables from existing rows, resumed runs, the time limit, and RULER's haystack."""
+"""Test `offload-rt eval real`: tables built from existing rows, resumed runs, the time limit, and RULER's haystack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the comparison of a trained model's speed with transformers and llama.cpp."""
+"""Test the benchmark that compares a trained model's speed with transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATIC, LLAMA = "transformers, StaticCache", "llama.cpp, 16-bit KV"
 
 
 class ScriptedCompetitor:
-    """Report 1 s per prompt and 0.25 s per token, and record the prompts."""
+    """Competitor that reports 1 s per prompt and 0.25 s per token, and records the prompts."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
         if name == LLAMA:
@@ -50,7 +50,7 @@ CREATED: dict[str, ScriptedCompetitor] = {}
 
 
 def test_all_competitors_get_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The float32 reference runs once for each length. Competitors that cannot start are left out."""
+    """The float32 reference runs once per prompt length. Competitors that cannot start are left out."""
     messages: list[str] = []
     config = SpeedConfig((40, 64), 3, 2, "float32", 1, (STATIC, LLAMA, "full", FLOAT32))
     monkeypatch.setattr(real_speed, "SubprocessCompetitor", ScriptedCompetitor)
@@ -92,7 +92,7 @@ def test_competitor_runs_in_a_process() -> None:
 
 
 class FakeLlama:
-    """Replace llama-cpp-python's class by a model that doubles its last token."""
+    """Replacement for llama-cpp-python's class: a model that predicts twice the last token."""
 
     def __init__(self, path: str, **options: Any) -> None:
         assert path == "model.gguf" and options["n_ctx"] > 64 and options["type_k"] == options["type_v"] == "q8"

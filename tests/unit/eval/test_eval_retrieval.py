@@ -1,4 +1,4 @@
-"""Test the retrieval of needles: their positions, separate names for training, and accuracies."""
+"""Test the retrieval of needles: their positions, accuracies, and names that do not occur in training."""
 
 from __future__ import annotations
 
@@ -176,9 +176,9 @@ def test_chains_are_in_any_order_and_followed_to_their_end(haystack: Haystack, r
 
 @pytest.mark.slow
 def test_policies_that_discard_tokens_miss_needles(reference: ModelUnderTest, tmp_path: Path) -> None:
-    """`streaming` attends to 4 sinks and 16 recent tokens, none of them a needle.
+    """`streaming` attends to 4 sinks and 16 recent tokens, and no needle is among them.
 
-    `infinigen` selects 20 % of the tokens.
+    `infinigen` selects 20 % of all tokens.
     """
     options = {"budget": 0.2, "recent": 16}
     variants = [Variant("full"), Variant("infinigen", options), Variant("streaming", options)]

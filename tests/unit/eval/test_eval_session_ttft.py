@@ -1,4 +1,4 @@
-"""Test the time to first token of resumed sessions: each repetition loads KV from its tier and computes the turn."""
+"""Test the measured time to first token of resumed sessions: each run loads KV from its tier and computes the turn."""
 
 from __future__ import annotations
 

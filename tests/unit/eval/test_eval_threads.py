@@ -1,4 +1,4 @@
-"""Test the measurement of thread counts: each case has a row, with ratios to policy "full" and to one thread."""
+"""Test the benchmark of thread counts: each case has a row with ratios to policy "full" and to one thread."""
 
 from __future__ import annotations
 

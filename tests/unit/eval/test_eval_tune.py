@@ -1,4 +1,4 @@
-"""Test tuning: the choice is the cheapest trial within the limit, and `LLM` loads it."""
+"""Test tuning: it chooses the cheapest trial within the limit, and `LLM` loads this choice."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def test_damaged_or_foreign_choice_is_refused(tmp_path: Path) -> None:
 def estimated_missed_mass(
     state: InfiniGenState, layer: int, q: torch.Tensor, visible: VisibleTokens, tokens: torch.Tensor
 ) -> float:
-    """Estimate the missed attention mass from scoring keys, averaged over query heads.
+    """Estimate the missed attention mass from the scoring keys, averaged over query heads.
 
-    Attended tokens are `tokens` `[Hkv, n]` and the resident tokens.
+    The attended tokens are `tokens` `[Hkv, n]` and the resident tokens.
     """
     scores = state._keys.scores(layer, q, visible.all).double()  # [Hkv, G, N]
     mask = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool)
@@ -132,7 +132,7 @@ def estimated_missed_mass(
 def test_repair_keeps_the_estimated_missed_mass_within_the_limit(
     scorer: str, slack: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scoring keys give the estimate. With exact keys, it is the true missed mass."""
+    """The missed mass is estimated from the scoring keys. If these are exact, the estimate is the true missed mass."""
     limit, after, before = 0.02, [], []
     repair = InfiniGenState.repair
 
@@ -152,7 +152,7 @@ def test_repair_keeps_the_estimated_missed_mass_within_the_limit(
     (score,) = llm.score([prompt[:150]], [prompt[150:]])
     assert len(after) == 20 * 2
     assert max(after) <= limit + 1e-6
-    assert max(before) > 2 * limit  # there was something to repair
+    assert max(before) > 2 * limit  # there was a selection to repair
     true = max(mass for _, masses in score.stats.missed_by_step for mass in masses)
     print(f"{scorer}: estimated {max(after):.4f}, true {true:.4f}, limit {limit}")
-    assert true <= limit + slack  # cost of rounding the scoring keys: measured 0.003 (int4) and 0.025 (int2)
+    assert true <= limit + slack  # measured error from rounding the scoring keys: 0.003 (int4) and 0.025 (int2)

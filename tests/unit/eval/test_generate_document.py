@@ -1,4 +1,4 @@
-"""Test the script that writes a long document. `tests/unit/cli/test_write.py` tests the function that it calls."""
+"""Test the script that writes a long document. `tests/unit/cli/test_write.py` tests the function it calls."""
 
 from __future__ import annotations
 

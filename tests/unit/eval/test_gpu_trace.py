@@ -1,4 +1,4 @@
-"""Test the summary of a profiler trace of a CUDA device."""
+"""Test how a profiler trace from a CUDA device is summarised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the documents and scores of tasks with long outputs, without a model."""
+"""Test the documents and scores of the tasks with long outputs. No model is used."""
 
 from __future__ import annotations
 

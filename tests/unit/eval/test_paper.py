@@ -1,4 +1,4 @@
-"""Test preset "paper" against a plain implementation of the published method with dense matrices, masks and loops."""
+"""Compare preset "paper" with a plain implementation of the published method that uses dense matrices and loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATIO, CAP = 0.3, 0.2
 
 
 class PlainInfiniGen:
-    """InfiniGen with dense matrices: it keeps K and V of every token, and a selection is a mask."""
+    """InfiniGen with dense matrices. It keeps the K and V of every token, and selections are masks."""
 
     def __init__(self, adapter: ModelAdapter, artifact: SkewArtifact, prompt: list[int]) -> None:
         self.adapter, self.geometry = adapter, adapter.geometry
@@ -43,7 +43,7 @@ class PlainInfiniGen:
         self.last = adapter.logits(x[-1:])[0]
 
     def _choose_columns(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Return the columns `[Hkv, r]` with the largest sum of |Q~| + |K~| over the prompt."""
+        """Return the columns `[Hkv, r]` for which the sum of |Q~| + |K~| over the prompt is largest."""
         count = max(1, int(RATIO * self.geometry.head_dim))
         chosen = []
         for head in range(self.geometry.kv_heads):
@@ -54,7 +54,7 @@ class PlainInfiniGen:
         return torch.stack(chosen)
 
     def _attention(self, layer: int, q: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Attend `q` `[H, T, d]` to the tokens in `seen` (bool `[H, T, N]`). Return `[H, T, d]`."""
+        """Return the attention `[H, T, d]` of `q` `[H, T, d]` to the tokens in `seen` (bool `[H, T, N]`)."""
         k, v = (x.repeat_interleave(self.geometry.group, 0) for x in (self.k[layer], self.v[layer]))
         scores = (q @ k.transpose(1, 2) * self.geometry.scales[layer]).masked_fill(~seen, -math.inf)
         return torch.softmax(scores, -1) @ v
@@ -89,7 +89,7 @@ class PlainInfiniGen:
         return adapter.logits(x)[0]
 
     def _select(self, layer: int, q: torch.Tensor, candidates: range) -> list[torch.Tensor]:
-        """Return the tokens of each KV head, selected with the predicted query `q` `[H, d]`."""
+        """Return the tokens that each KV head selects with the predicted query `q` `[H, d]`."""
         group, scores = self.geometry.group, []
         for head in range(self.geometry.heads):
             kv = head // group
@@ -109,7 +109,7 @@ class PlainInfiniGen:
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_preset_paper_equals_the_published_method(name: str) -> None:
-    """Compute in float64. RMSNorm computes in float32, which causes errors of up to 1e-6."""
+    """Everything is computed in float64, except RMSNorm, whose float32 computation causes errors of up to 1e-6."""
     tokens = tiny_prompt(160)
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy_options={"preset": "paper"}, dtype="float64", host_memory="16MiB")

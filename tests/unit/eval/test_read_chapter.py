@@ -1,4 +1,4 @@
-"""Test the demo that finds a chapter in a book, computes it once, answers questions about it and continues it."""
+"""Test the demo that finds a chapter in a book, prefills it once, answers questions about it and continues it."""
 
 from __future__ import annotations
 

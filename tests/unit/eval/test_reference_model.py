@@ -69,7 +69,7 @@ def test_scores_equal_the_measured_scores(name):
     # the text or one layer's weights rounded again moves the score by more than 1e-4.
     assert found.bits_per_byte == pytest.approx(pinned["bits_per_byte"], abs=2e-5)
     assert found.asked == pinned["asked"]
-    assert abs(found.right - pinned["right"]) <= 1  # a question whose two best tokens tie within rounding
+    assert abs(found.right - pinned["right"]) <= 1  # a question whose two best tokens are tied, up to rounding
 
 
 @pytest.mark.sampled(2)
@@ -93,9 +93,9 @@ def test_card_states_the_measurements(name):
 
 
 def test_long_context_helps_the_reference_model(name):
-    """The reference model predicts text better from 2,048 tokens than from 512, and finds facts.
+    """The reference model predicts text better with 2,048 tokens of context than with 512, and it finds facts.
 
-    The OPT checkpoint was trained for a shorter time and does neither, as its card states.
+    The OPT checkpoint was trained for a shorter time and can do neither, as its card states.
     """
     found = measured_scores(name)
     _, low, high = found["bits_per_byte"]["difference_from_512"]["2048"]

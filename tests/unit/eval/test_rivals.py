@@ -1,4 +1,4 @@
-"""Test the selection rules of other published systems against their definitions, alone and in a batch."""
+"""Compare the selection rules of other published systems with their definitions, for one sequence and for a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test a benchmark that is registered by one file outside the package."""
+"""Test that a single file outside the package can register a benchmark."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_invalid_arguments_are_reported_in_one_line(
 
 
 def test_listing_benchmarks_imports_no_heavy_module() -> None:
-    """Modules that `import offload_rt` imports are allowed."""
+    """Modules that `import offload_rt` already loads are allowed."""
     code = (
         "import sys; import offload_rt; before = set(sys.modules);"
         "from offload_rt.eval.cli import listing; assert 'perplexity' in listing();"

@@ -1,4 +1,4 @@
-"""Test the training of the reference model on small inputs: data, loss weights and refused arguments.
+"""Test how the reference model is trained, with small inputs: data, loss weights and refused arguments.
 
 `test_train_reference.py` is slow and runs with `make test-training`.
 """
@@ -60,7 +60,7 @@ def test_batches_contain_no_held_out_name(tokenizer, corpus):
         seen.update(word for row in ids for word in tokenizer.decode(row.tolist()).replace("'s", "").split())
     words = {word.strip(".") for word in seen}
     assert not words & set(names(True))
-    assert len(words & set(names(False))) > 50  # the check above saw names at all
+    assert len(words & set(names(False))) > 50  # check that the assertion above saw any names
 
 
 def test_learning_rate_warms_up_and_decays():

@@ -1,4 +1,4 @@
-"""Test the training of the reference model: held-out data, passages with their answers, and resumed runs."""
+"""Test how the reference model is trained: held-out data, passages with their answers, and resumed runs."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_passages_state_every_answer_before_its_question(seed, length, count, mi
 
 
 def test_a_question_has_several_answers():
-    """If a question had the same answer in every passage, the weights could store it."""
+    """If a question had the same answer in every passage, the model could memorise the answer."""
     answers: dict[str, set[str]] = {}
     rng = np.random.default_rng(2)
     for _ in range(3000):
@@ -301,7 +301,7 @@ def test_blocked_attention_is_causal_attention(architecture):
         loss = weighted_loss(model, ids, weights)
         loss.backward()
         found[name] = (loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]))
-    # float32 sums in another order: rounding only
+    # float32 sums are in another order, so only rounding differs
     torch.testing.assert_close(found["sdpa"][0], found["blocked_causal"][0], rtol=1e-6, atol=0)
     torch.testing.assert_close(found["sdpa"][1], found["blocked_causal"][1], rtol=0, atol=2e-6)
 

@@ -1,4 +1,4 @@
-"""Test attention of prefill chunks, and attention to several parts of KV, against a softmax in float64."""
+"""Compare attention in prefill chunks, and attention to several parts of KV, with a softmax in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reference_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention in float64, with q `[H, m, d]`, k and v `[Hkv, n, d]` and mask `[m, n]`."""
+    """Compute attention in float64 for q `[H, m, d]`, k and v `[Hkv, n, d]`, and mask `[m, n]`."""
     k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0).double() for x in (k, v))
     scores = q.double() @ k.mT * scale
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -123,7 +123,7 @@ def test_attention_to_blocks_in_c_and_torch_equals_float64(
 ) -> None:
     n = edges[-1] + 7 + m  # blocks, 7 earlier tokens, and the tokens of the queries
     q, k, v = random_qkv(n, 2, 3, m, n, d, dtype)
-    # The first block has nearly all attention weight of some queries, and almost none of others.
+    # The first block gets nearly all attention weight from some queries, and almost none from others.
     q = q * torch.linspace(0.1, 4, m).to(q.dtype).view(1, m, 1)
     sinks, outputs = torch.linspace(-1, 9, 6), []
     expected = reference_attention(q, k, v, 0.3, torch.arange(n - m, n)[:, None] >= torch.arange(n), cap, sinks)
@@ -186,7 +186,7 @@ def test_scores_do_not_depend_on_the_size_of_the_cpu_cache(group: int, monkeypat
 
     q, k = torch.randn(2, group, 32), torch.randn(2, 100, 40)[:, :, :32]
     expected = (q.double() @ k.double().mT).float()
-    for cache_bytes in (0, 1 << 30):  # one order of the product for each
+    for cache_bytes in (0, 1 << 30):  # each uses a different order of the product
         monkeypatch.setattr(reference, "CACHE_BYTES", cache_bytes)
         scores = reference.scaled_scores(q, k, 1.0)
         assert scores.is_contiguous()

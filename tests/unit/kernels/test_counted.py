@@ -1,4 +1,4 @@
-"""Test selection with token counts on the device, as on CUDA, against selection with token counts on the host.
+"""Compare selection with token counts on the device, as CUDA uses, with selection with token counts on the host.
 
 These tests run on a CPU, with torch and with interpreted Triton kernels.
 """
@@ -124,6 +124,6 @@ def test_sparse_decode_step_never_waits_for_the_gpu() -> None:
     names = [event.name for event in trace.events()]
     runner.free(sequence)
     assert any("Launch" in name for name in names), "the profiler saw no kernels"
-    # Ignore the profiler's own wait for the whole device at its end.
+    # Ignore the final wait for the whole device, which the profiler itself causes.
     waiting = ("cudaStreamSynchronize", "cudaEventSynchronize", "_local_scalar_dense", "nonzero")
     assert not [name for name in names if any(word in name for word in waiting)]

@@ -1,4 +1,4 @@
-"""Test decode attention in C against a softmax in float64 at every instruction set level."""
+"""Compare decode attention in C with a softmax in float64, at every instruction set level."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.skipif(library(32, torch.float32) is None, reason="ther
 
 SHAPES = [(32, 1, 1), (64, 3, 130), (64, 7, 64), (96, 2, 63), (128, 4, 517), (256, 9, 40), (64, 120, 70)]
 """Head dimension, queries of a KV head, and tokens. A block has 64 tokens, and 4 queries are computed together.
-Levels below the highest run two head dimensions, because the code of each is compiled."""
+Levels below the highest run only two head dimensions, because each needs its own compilation."""
 
 LEVELS = available_levels()
 
 
 def random_qkv(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q `[2, G, d]`, and k and v `[2, n, d]`, which are not contiguous. Later queries have larger scores."""
+    """Return q `[2, G, d]`, and non-contiguous k and v `[2, n, d]`. Later queries have larger scores."""
     generator = torch.Generator().manual_seed(n)
     q = torch.randn(2, group, d, generator=generator) * torch.linspace(0.1, 4, group)[:, None]
     k, v = (torch.randn(2, 2 * n, d, generator=generator).to(dtype)[:, ::2] for _ in range(2))
@@ -33,7 +33,7 @@ def random_qkv(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Te
 def paged_part(k: torch.Tensor, v: torch.Tensor) -> PagedPart:
     """Return k and v `[2, n, d]` as entries of a pool with shuffled blocks. Unused slots contain NaN.
 
-    The first tokens and the last two are resident. The others are at random positions.
+    The first tokens and the last two are resident. All other tokens are at random positions.
     """
     (heads, n, d), generator = k.shape, torch.Generator().manual_seed(0)
     first = 150 if n > 200 else min(3, n - 1)

@@ -1,4 +1,4 @@
-"""Test the fast interpreter for Triton kernels: results and errors."""
+"""Test the results and errors of the fast interpreter for Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test which tensors are passed to Triton kernels and which to torch, with and without CUDA."""
+"""Test which tensors Triton kernels process and which ones torch processes, with and without CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test low-bit KV and attention to it against reference implementations."""
+"""Compare low-bit KV, and attention to it, with reference implementations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_are_dequantised_within_half_a_step(bits: int) -> None:
 def reference_attention(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention to dequantised KV in float64. The query is quantised as in the kernels."""
+    """Compute attention to dequantised KV in float64, with the query quantised as in the kernels."""
     weights, scale = quantise_query(q)
     keys, values = (
         dequantise_rows(*(part.flatten(1, 2) for part in parts), bits, torch.float64)
@@ -153,7 +153,7 @@ def test_rows_of_a_batch_are_appended_to_each_sequence() -> None:
 
 @pytest.fixture(params=["torch", *native_code.available_levels()])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Compute with torch, and with C code of each level that this processor supports."""
+    """Run a test with torch, and with C code for each instruction set level that this processor supports."""
     if request.param == "torch":
         monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     else:
@@ -247,7 +247,7 @@ def test_cpu_selection_and_storage_equal_the_definition(
 
 
 def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a long context, the system allocator might not reuse freed memory."""
+    """The system allocator might not reuse memory that is freed after a long context."""
     monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
     layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
     pages, q, mean = random_pages(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
@@ -262,7 +262,7 @@ def test_scores_of_a_layer_reuse_the_memory_of_the_previous_layer(monkeypatch: p
 
 
 def test_instruction_set_levels_give_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of codes are exact and added in the same order. So all levels with FMA instructions give equal bits."""
+    """Products of codes are exact and are added in the same order, so all levels with FMA give the same bits."""
     layout, tokens, results = Layout(64, 4), range(7, 3000), {}
     pages, q, mean = random_pages(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
     for level in native_code.available_levels():

@@ -1,4 +1,4 @@
-"""Test C code: compilation at first use, the cache of compiled code, and torch as the replacement."""
+"""Test C code: compilation on first use, the cache of compiled code, and torch as the fallback."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRESS = "OFFLOAD_RT_STRESS" in os.environ
 
 @pytest.fixture(autouse=True)
 def native_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Use an empty cache folder and a compiler without optimisation. Unload all libraries."""
+    """Use an empty cache folder and a compiler that does not optimise, and unload all libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (compiler := native_code.find_compiler()) is not None:
         monkeypatch.setenv("CC", str(unoptimised_compiler(compiler, tmp_path / "quick")))
@@ -67,7 +67,7 @@ def test_code_is_compiled_once_for_all_processes(native_cache: Path, monkeypatch
 
 @pytest.mark.slow
 def test_each_level_is_compiled_to_its_own_file(native_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines with different processors may share a home folder."""
+    """Machines with different processors may share a home folder and thus the cache."""
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     for level in native_code.available_levels():
@@ -172,7 +172,7 @@ def test_all_value_bits_page_sizes_and_c_files_are_prebuilt() -> None:
 
 
 def test_process_without_a_home_folder_has_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container, the user id may have no home folder."""
+    """In a container, the user may have no home folder."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("OFFLOAD_RT_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())

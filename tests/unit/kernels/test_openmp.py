@@ -1,4 +1,4 @@
-"""Test that threads of torch's OpenMP library sleep while they wait, after `stop_spinning`."""
+"""Test that, after `stop_spinning`, the threads of torch's OpenMP library sleep while they wait."""
 
 from __future__ import annotations
 

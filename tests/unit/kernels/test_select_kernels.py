@@ -1,4 +1,4 @@
-"""Test token selection and integer scores in C against their torch definitions, including ties."""
+"""Compare token selection and integer scores in C with their torch definitions, including ties."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from offload_rt.kernels.selection import (
 
 @st.composite
 def score_tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Draw scores `[Hkv, G, N]`: continuous, with few distinct values, all equal, or partly -inf."""
+    """Draw scores `[Hkv, G, N]` that are continuous, have few distinct values, are all equal, or are partly -inf."""
     shape = (draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 600)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
     scores = torch.randn(shape, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64]))) * 4

@@ -39,7 +39,7 @@ class _Call(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def count_function(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """C function that counts how often each part is computed."""
+    """Return a C function that counts how often each part is computed."""
     source = tmp_path_factory.mktemp("team") / "count.c"
     source.write_text(SOURCE, encoding="utf-8")
     library = native_code.load_library(source, ("-O1", "-std=gnu11"), "no test")

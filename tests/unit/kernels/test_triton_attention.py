@@ -1,4 +1,4 @@
-"""Test sparse decode attention and the LSE merge in Triton against float64."""
+"""Compare sparse decode attention and the LSE merge in Triton with float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = [(64, 1), (80, 4), (96, 7), (128, 16), (128, 8), (256, 2), (576, 20), (
 def random_inputs(
     device: torch.device, d: int, group: int, dtype: torch.dtype, counts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q `[P, G, d]`, k and v `[P, n, d]`, and counts `[P]`. KV after a count is NaN."""
+    """Return q `[P, G, d]`, k and v `[P, n, d]`, and counts `[P]`. In each list, KV beyond the count is NaN."""
     listed = max(counts) + 3
     q = torch.randn(len(counts), group, d, device=device).to(dtype)
     kv = torch.randn(2, len(counts), listed + 1, d, device=device).to(dtype)[:, :, :listed]
@@ -82,7 +82,7 @@ def test_merge_equals_float64(kernel_device: torch.device, parts: int) -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("d", [40, 128, 256, 320, 512, 576])
 def test_block_has_at_least_16_rows(d: int, itemsize: int) -> None:
-    """Matrix products need 16 rows. Only the compiler checks this, not the interpreter."""
+    """Matrix products need at least 16 rows. The compiler checks this, but the interpreter does not."""
     from offload_rt.kernels.triton_attention import sizes
 
     assert all(sizes(d, itemsize, 4, same=same)["BLOCK"] >= 16 for same in (False, True))

@@ -1,4 +1,4 @@
-"""Test that every Triton kernel compiles for GPUs within their resource limits. No GPU is needed."""
+"""Test that every Triton kernel can be compiled within the resource limits of GPUs. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SHARED = {
     "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024,
     "sm_120": 99 * 1024,
 }  # fmt: skip
-"""Shared memory limit of one program, in bytes."""
+"""Shared memory limit per program, in bytes."""
 
 SPILLED = 8
-"""Largest register spill of a thread, in bytes: one value, on one architecture."""
+"""Maximum register spill per thread, in bytes. One value is spilled, on one architecture."""
 
 REGISTERS = {
     ("attend, bf16", "triton_resident._attend"): 96,
@@ -35,8 +35,8 @@ REGISTERS = {
     ("packed, 4 bits with zeros", "triton_packed._linear"): 128,
     ("packed, 8 bits", "triton_packed._linear"): 96,
 }
-"""Register limits of a thread on every GPU. Programs of `triton_low_bit._attend` have two warps instead of four, so
-each thread holds more values."""
+"""Register limits per thread on every GPU. Programs of `triton_low_bit._attend` have two warps instead of four, so each
+thread holds more values."""
 
 AT_RISK = [
     "model",
@@ -48,7 +48,7 @@ AT_RISK = [
     "packed, 4 bits",
     "latent, attend, 128 heads",
 ]
-"""Cases of `make test`. `make stress PART=kernels` covers all cases and architectures."""
+"""Cases that `make test` compiles. `make stress PART=kernels` covers all cases and architectures."""
 
 ALL = "OFFLOAD_RT_STRESS" in os.environ
 pytestmark = pytest.mark.slow
@@ -56,9 +56,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def kernel_results(pytestconfig: pytest.Config) -> list[dict[str, Any]]:
-    """Results of `support/compiled_kernels.py`, which runs in a new process.
+    """Return the results of `support/compiled_kernels.py`, which runs in a new process.
 
-    The Triton interpreter cannot be switched off in this process.
+    A new process is needed because the Triton interpreter cannot be switched off in this one.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -93,13 +93,13 @@ def test_limits_name_existing_kernels() -> None:
 
 
 def test_rotations_are_rounded_after_each_product(kernel_results: list[dict[str, Any]]) -> None:
-    """Fused multiply-adds round only once. With Qwen's large keys, results then differ from transformers."""
+    """Fused multiply-adds round only once, so with Qwen's large keys, the results would differ from transformers."""
     fused = [row["fused"] for row in kernel_results if row["kernel"] == "triton_rotary._rotate"]
     assert fused and not any(fused)
 
 
 def test_bulk_data_is_read_with_wide_loads(kernel_results: list[dict[str, Any]]) -> None:
-    """KV, scoring keys and sortable scores are read 16 bytes at once. Only scalars have narrower loads."""
+    """KV, scoring keys and sortable scores are read in loads of 16 bytes. Only scalars use narrower loads."""
     for row in kernel_results:
         if row["kernel"] in WIDE:
             narrow = row.get("load_1", 0) + row.get("load_2", 0)
@@ -121,8 +121,8 @@ WIDE = {
     "triton_low_bit._attend": 8,
     "triton_packed._linear": 48,
 }
-"""Allowed loads of one or two bytes for each kernel. They read queries of one head, steps and validity of low-bit KV,
-and scales and fifth bits of packed weights."""
+"""Allowed number of loads of one or two bytes in each kernel. They read queries of one head, the steps and validity of
+low-bit KV, and the scales and fifth bits of packed weights."""
 
 LOADS_OF_8_BYTES = ("triton_low_bit._attend", "triton_packed._linear")
 """Kernels that use 8-byte loads: low-bit blocks pass through shared memory, and packed weights have the layout of the

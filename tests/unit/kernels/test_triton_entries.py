@@ -1,4 +1,4 @@
-"""Test the Triton kernels that read, write and append entries through pointer tables, against torch."""
+"""Compare the Triton kernels that read, write and append entries through pointer tables with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNTS = (0, 70, 200)  # no entries, fewer than ROWS, more than ROWS
 
 
 def random_tables(device: torch.device, w: int, dtype: torch.dtype) -> tuple[PointerTable, PointerTable]:
-    """Return pointer tables of three sequences with different capacity, and a copy."""
+    """Return a pointer table for three sequences with different capacities, and a table of copies."""
     torch.manual_seed(w)
     tensors = [torch.randn(HEADS, max(count, 1) + 3, w, device=device).to(dtype) for count in COUNTS]
     return PointerTable.of(tensors), PointerTable.of([x.clone() for x in tensors])

@@ -1,4 +1,4 @@
-"""Test Triton kernels that copy requested KV: bytes do not change, and other memory is not written."""
+"""Test Triton kernels that copy requested KV: the bytes do not change, and no other memory is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = [  # dtype and row width: native rows, and quantised rows of even and odd
 
 
 def random_rows(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return random bytes, which include NaN and subnormal numbers."""
+    """Return rows of random bytes, which include NaN and subnormal numbers."""
     return torch.randint(0, 256, (count, width * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
@@ -35,7 +35,7 @@ def test_rows_are_copied_unchanged(kernel_device: torch.device, dtype: torch.dty
     rows = rows.pin_memory() if cuda and pinned else rows.to(kernel_device)
     counts = torch.tensor([listed, 0, 1, 13], dtype=torch.int32, device=kernel_device)
     ids = torch.randint(0, total, (4, listed), device=kernel_device)
-    ids[3, 13:] = 1 << 60  # after the count: an invalid address
+    ids[3, 13:] = 1 << 60  # beyond the count: an invalid address
     ids[0, 5:9] = -1  # not requested
     out = torch.full((4, listed, width), 7, dtype=dtype, device=kernel_device)
     expected = out.clone()
@@ -64,7 +64,7 @@ def test_rows_are_copied_within_one_tensor(kernel_device: torch.device) -> None:
 def block_table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `bases` `[3, 2]` and `planes` `[2, 2]` for three sequences with two blocks and two heads.
 
-    `bases` contains the first row of each block. `planes` contains the offset of K and of V of each head in a block.
+    `bases` contains the first row of each block. `planes` contains the offsets of each head's K and V within a block.
     """
     bases = torch.randperm(6).view(3, 2) * (4 * BLOCK_SIZE)
     planes = torch.arange(4).view(2, 2) * BLOCK_SIZE
@@ -96,7 +96,7 @@ def test_keys_and_values_of_tokens_are_gathered(
     tokens = torch.randint(0, 2 * BLOCK_SIZE, (6, 150), device=kernel_device)
     counts = torch.tensor([150, 0, 1, 130, 33, 64], dtype=torch.int32, device=kernel_device)
     if counted:
-        tokens[2, 1:] = 1 << 40  # after the count: in no block
+        tokens[2, 1:] = 1 << 40  # beyond the count: in no block
     out = torch.full((kv_count, 6, 150, width), 7, dtype=dtype, device=kernel_device)
     triton_gather.gather_tokens(rows, tokens, counts if counted else None, bases, planes, out)
     for kv in range(kv_count):
@@ -144,9 +144,9 @@ SLOTS = 2
 
 
 def device_rows(pool: torch.Tensor, bases: torch.Tensor, planes: torch.Tensor) -> DeviceRows:
-    """Copy one block of the first and one of the last sequence to the device: `[K or V, head, slot, token]`.
+    """Copy one block of the first sequence and one of the last to the device: `[K or V, head, slot, token]`.
 
-    The copied rows in the pool are set to zero, and `bases` refers to the copies.
+    The copied rows are then zeroed in the pool, and `bases` is changed to refer to the copies.
     """
     (kv_count, heads), first = planes.shape, len(pool)
     copies = pool.new_empty(kv_count * heads * SLOTS * BLOCK_SIZE, pool.shape[1])

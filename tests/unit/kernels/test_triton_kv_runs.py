@@ -1,4 +1,4 @@
-"""Test attention to shared and private runs of KV in Triton against float64."""
+"""Compare Triton's attention to shared and private runs of KV with float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload_rt.kernels.kv_runs import Run
 def random_kv(
     device: torch.device, n: int, kv_heads: int, d: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return k and v `[Hkv, n, d]` as views of a wider buffer. The buffer contains NaN around them."""
+    """Return k and v `[Hkv, n, d]` as views of a wider buffer that contains NaN around them."""
     buffer = torch.full((2, kv_heads, n + 5, d), torch.nan, device=device, dtype=dtype)
     buffer[:, :, 2 : n + 2] = torch.randn(2, kv_heads, n, d, device=device).to(dtype)
     return buffer[0, :, 2 : n + 2], buffer[1, :, 2 : n + 2]
@@ -36,7 +36,7 @@ SHARED_RUNS = [
     (3, 4, 0),
     (3, 4, 2),
 ]
-"""First sequence, stop sequence and tokens of each run. Seven sequences share runs at three levels.
+"""First sequence, stop sequence and number of tokens of each run. Seven sequences share runs at three levels.
 
 One run is empty."""
 
@@ -45,7 +45,7 @@ SHAPES = [(64, 1), (80, 4), (96, 3), (128, 16), (128, 4), (20, 2), (576, 20)]
 """Head dimension and group."""
 
 HALF_PRECISION_SHAPES = SHAPES if torch.cuda.is_available() else SHAPES[:2]
-"""Shapes for half precision. Under the interpreter only the loads differ, so fewer are tested."""
+"""Shapes for half precision. With the interpreter, only the loads differ, so fewer shapes are tested."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Test Triton kernels that store, score and attend to low-bit KV, against their definitions."""
+"""Compare the Triton kernels that store, score and attend to low-bit KV with their definitions."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, 
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages
 
 SHAPES = [(64, 3, 4), (80, 1, 2), (10, 2, 4), (192, 20, 2), (576, 20, 4)]
-"""Head dimension, group, bits of a value. Tiles of 192 and 576 are split, and groups of 20 heads need two programs."""
+"""Head dimension, group size, bits per value. Tiles of 192 and 576 are split. Groups of 20 heads need two programs."""
 
 
 def largest_value(layout: Layout, pages: Pages, tokens: int) -> float:
-    """Return the largest absolute value of the first `tokens` tokens. Later tokens are uninitialised."""
+    """Return the largest absolute element of the first `tokens` values. Later tokens are uninitialised."""
     packed, steps = (part.flatten(1, 2)[:, :tokens] for part in layout.values(concatenated_pages(pages)))
     return float(dequantise_rows(packed, steps, layout.value_bits, torch.float32).abs().max())
 
 
 def rounding(device: torch.device) -> float:
-    """Return the relative rounding error of a value's weight: bfloat16 (8 bits) on CUDA, float32 in the interpreter."""
+    """Return the relative rounding error of attention weights: that of bfloat16 on CUDA, of float32 otherwise."""
     return 2**-8 if device.type == "cuda" else 4e-6
 
 
 def single_sequence_arguments(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
 ) -> tuple[Any, ...]:
-    """Return arguments of `merge_approximate` for one sequence without exact attention. Values are not mixed."""
+    """Return arguments for `merge_approximate`, for one sequence without exact attention. Values are not mixed."""
     bounds = torch.tensor([tokens.start, tokens.stop, skip.shape[1]], dtype=torch.int32, device=q.device)
     starts, stops, counts = bounds.unsqueeze(1).repeat(1, len(q))
     no_exact_attention = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)

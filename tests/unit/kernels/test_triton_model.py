@@ -1,4 +1,4 @@
-"""Test Triton kernels for norms and rotary embeddings against their definitions."""
+"""Compare the Triton kernels for norms and rotary embeddings with their definitions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from offload_rt.kernels import reference
 
 ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
-"""Relative error against float64: two roundings. The interpreter truncates bfloat16."""
+"""Relative error compared with float64, from rounding twice. The interpreter truncates bfloat16."""
 
 
 @pytest.mark.parametrize(("tokens", "d"), [(1, 64), (3, 72), (2, 1024), (70, 72)])
@@ -43,9 +43,9 @@ def test_rotations_equal_the_definition(
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_rotations_are_rounded_like_transformers(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    """With a single rounding, the load-time verification of Qwen failed on an H100.
+    """When results were rounded only once, the load-time verification of Qwen failed on an H100.
 
-    Tables of the same dtype give equal bits. The interpreter truncates bfloat16.
+    With tables of the same dtype, all bits are equal. The interpreter truncates bfloat16.
     """
     from offload_rt.kernels.triton_rotary import rotate_halves
 

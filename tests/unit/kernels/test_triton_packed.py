@@ -1,4 +1,4 @@
-"""Test Triton kernels for packed weights: products against float64, and unpacked weights against torch."""
+"""Test Triton kernels for packed weights: compare products with float64, and unpacked weights with torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_each_row_uses_the_weight_of_its_expert(kernel_device: torch.device) -> 
 
 @pytest.mark.parametrize(("bits", "half"), [(4, 0), (4, 1), (8, 0)])
 def test_assembly_unpacks_codes_into_mantissas(bits: int, half: int) -> None:
-    """The interpreter cannot run assembly code, so Python computes its three instructions."""
+    """The interpreter cannot run assembly code, so the test computes its three instructions in Python."""
     from offload_rt.kernels import triton_packed
 
     packed = [0x00, 0xFF, 0x3A, 0xC5]

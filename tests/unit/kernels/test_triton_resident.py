@@ -1,4 +1,4 @@
-"""Test attention to resident and fetched KV through pointer tables, and appending of resident KV, against torch."""
+"""Compare attention to resident and fetched KV through pointer tables, and appending resident KV, with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS, CAPACITY = 2, 300
 
 
 def resident_rows(device: torch.device, d: int, dtype: torch.dtype, planes: int = 2) -> PointerTable:
-    """Return resident KV of three sequences in separate memory, one of them part of a larger tensor.
+    """Return resident KV for three sequences in separate memory. One of them is part of a larger tensor.
 
     The first and the last slot are NaN and must not be read. With `planes=1`, the keys are also the values.
     """

@@ -1,4 +1,4 @@
-"""Test scores of compressed keys with their maxima and LSE, and the compression of a new key, against float64."""
+"""Compare scores of compressed keys, their maxima and LSE, and the compression of a new key with float64."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ HEADS = 2
 
 
 def ragged_ranges(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return starts and stops `[P]`, and the number of stored tokens. The second of two sequences has no tokens."""
+    """Return starts and stops `[P]` for two sequences, and the number of stored tokens. The second range is empty."""
     stored = 131_072 if is_compiled(device) else 520
     stops = torch.tensor([stored - 13, stored - 13, 4, 4], dtype=torch.int32, device=device)
     return torch.tensor([5, 5, 4, 4], dtype=torch.int32, device=device), stops, stored
 
 
 def separate_tensors(lists_: torch.Tensor) -> PointerTable:
-    """Split `[P, a, c]` into two sequences in separate memory. The second has more capacity than the first."""
+    """Split `[P, a, c]` into two sequences in separate memory. The second one has more capacity."""
     wider = torch.nn.functional.pad(lists_[HEADS:], (0, 0, 0, 3))
     return PointerTable.of([lists_[:HEADS], wider[:, : lists_.shape[1]]])
 
 
 def check_scores(actual: lists.Scores, expected: lists.Scores, tolerance: torch.Tensor) -> None:
-    """Compare scores within `tolerance` `[P, G, 1]`, and maximum and LSE with the returned scores."""
+    """Compare scores with a `tolerance` `[P, G, 1]`. Check that maximum and LSE match the actual scores."""
     finite = expected.scores.isfinite()
     assert torch.equal(actual.scores.isfinite(), finite)
     error = torch.where(finite, actual.scores.double() - expected.scores, 0).abs()
@@ -63,7 +63,7 @@ def check_scores(actual: lists.Scores, expected: lists.Scores, tolerance: torch.
 def test_partial_scores_equal_float64(
     kernel_device: torch.device, r: int, group: int, dtype: torch.dtype, capacity: int
 ) -> None:
-    """Unaligned columns are read one element at a time. Aligned columns have wide loads, also past the last token."""
+    """Unaligned columns are read one element at a time. For aligned columns, wide loads may go past the last token."""
     from offload_rt.kernels.triton_scores import partial_scores
 
     torch.manual_seed(r)
@@ -105,7 +105,7 @@ def test_quantised_scores_equal_integer_products(kernel_device: torch.device, d:
 
 
 def test_quantised_scores_equal_the_torch_definition(kernel_device: torch.device) -> None:
-    """Integer sums are exact. Later rounding changes scores below 64 by one unit in the last place."""
+    """Integer sums are exact. Rounding after them changes scores below 64 by at most one unit in the last place."""
     from offload_rt.kernels.triton_scores import quantised_scores
 
     torch.manual_seed(3)
@@ -149,7 +149,7 @@ def test_appended_column_equals_the_skewed_key(kernel_device: torch.device, d: i
 def test_appended_code_equals_the_quantised_key(
     kernel_device: torch.device, d: int, r: int, dtype: torch.dtype, bits: int
 ) -> None:
-    """A code is within half a step of the key. Codes of other tokens do not change."""
+    """The code is within half a step of the key. The codes of other tokens do not change."""
     from offload_rt.kernels.triton_append import append_quantised
 
     torch.manual_seed(d + bits)

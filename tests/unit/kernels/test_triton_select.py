@@ -1,4 +1,4 @@
-"""Test the Triton kernel that selects tokens against its definition, with ties and without host synchronisation."""
+"""Compare the Triton kernel that selects tokens with its definition, including ties, and check for host waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny"
 
 
 def random_scores(kind: str, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-    """Return scores `[P, G, N]`."""
     scores = torch.randn(shape, device=device) * 4
     if kind == "ties":
         return (scores / 3).round()
@@ -51,7 +50,7 @@ def test_selected_tokens_equal_the_definition(
 
     torch.manual_seed(group)
     tokens, first = (131_072, 64) if is_compiled(kernel_device) else (1100, 9)
-    stop = [tokens - 5, tokens // 2, first, first + 1]  # a batch: long, short, without candidates, with one
+    stop = [tokens - 5, tokens // 2, first, first + 1]  # long, short, no candidates, one candidate
     starts = torch.full((4 * heads,), first, dtype=torch.int32, device=kernel_device)
     stops = torch.tensor(stop, dtype=torch.int32, device=kernel_device).repeat_interleave(heads)
     masked = lists.mask_scores(random_scores(kind, (4 * heads, group, tokens), kernel_device), starts, stops)

@@ -1,4 +1,4 @@
-"""Test the Triton kernel that skews the queries of a batch against its definition."""
+"""Compare the Triton kernel that skews the queries of a batch with its definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the allocator of physical blocks against a plain list of reference counts."""
+"""Compare the allocator for physical blocks with a plain list of reference counts."""
 
 from __future__ import annotations
 

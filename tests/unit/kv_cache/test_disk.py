@@ -1,4 +1,4 @@
-"""Test the block store on disk against a plain model, with damaged files, and with failing system calls."""
+"""Test the block store on disk: compare it with a plain model, damage its files, and let system calls fail."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from offload_rt.storage.options import LIVE_POLICIES
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Compare a store with a plain model of its eviction order.
+    """Compares a store with a plain model of its eviction order.
 
-    The least recently used block is evicted first. Blocks that waiting turns need are evicted last, in reverse order of
-    need.
+    The least recently used block is evicted first. Blocks that waiting turns need are evicted last, the ones needed
+    latest before those needed soonest.
     """
 
     limited = False
@@ -53,7 +53,7 @@ class StoreMachine(RuleBasedStateMachine):
         import tempfile
 
         self.home = tempfile.TemporaryDirectory()
-        # The model knows no recomputation costs. `touch` would keep a block longer than `save` without a cost.
+        # The model ignores recomputation costs. With a cost, `touch` would keep a block longer than `save` without one.
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(index, "NS_PER_TOKEN", 0)
         self.now = 10**18
@@ -133,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Reopen the store. It keeps the ages of blocks, but not the list of blocks that waiting turns need."""
+        """Reopen the store. It remembers the ages of its blocks, but not which blocks waiting turns need."""
         self.store.close()
         self.reopen()
         self.unneeded, self.needed, self.window = sorted(self.stamps, key=self.stamps.__getitem__), [], []
@@ -162,7 +162,7 @@ TestLimitedStore.settings = _settings
 
 
 def test_restart_discards_ranks_from_a_clock_that_moved_back() -> None:
-    """With such ranks, blocks stored after the restart would be evicted before older blocks."""
+    """With these ranks, blocks stored after the restart would be evicted before older blocks."""
     model = LimitedStoreMachine()
     model.start(policy="lookahead")
     try:
@@ -324,7 +324,7 @@ def test_file_in_place_of_a_store_is_refused(tmp_path: Path) -> None:
 
 
 def test_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power failure, the old or the new document must be complete."""
+    """After a power failure, either the old or the new document must be complete."""
     store, calls = open_store(tmp_path), []
     fsync, replace = os.fsync, os.replace
 

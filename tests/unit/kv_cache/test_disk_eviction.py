@@ -41,7 +41,7 @@ def test_pinned_blocks_and_documents_are_not_evicted(tmp_path: Path) -> None:
 
 
 def test_documents_may_evict_pinned_blocks(tmp_path: Path) -> None:
-    """If the blocks of a session fill the store, the history must still be saved."""
+    """The history must be saved even if the session's blocks fill the store."""
     store = open_store(tmp_path, 2 * FILE_BYTES)
     keys = [block_name(store, n).key for n in (0, 1)]
     store.pin(keys)

@@ -1,6 +1,6 @@
 """Test a KV pool on disk that shares block files with the session store, so that each block is stored once.
 
-Reads return the written KV, and sessions give the same tokens as in memory, also after overwrites, eviction and disk
+Reads return the written KV, and sessions give the same tokens as in memory, even after overwrites, eviction and disk
 errors. Files in the store never change.
 """
 
@@ -38,7 +38,7 @@ OFFSET = 8192
 
 
 class BlockFiles:
-    """Create block files. Record writes of incomplete or repeated layers in `invalid`."""
+    """Test double that creates block files and records in `invalid` every write of an incomplete or repeated layer."""
 
     def __init__(self, folder: Path, file_arena: FileArena) -> None:
         self._folder, self._layer = folder, file_arena.file_layout.layer_bytes
@@ -57,7 +57,7 @@ class BlockFiles:
         return StoredExtent(file, OFFSET, self._layer, once)
 
     def stored(self, rows: torch.Tensor) -> StoredExtent:
-        """Return the file of a block with KV `[layers, Hkv, 64, width]`."""
+        """Return a block file that contains the KV `rows` `[layers, Hkv, 64, width]`."""
         extent = self.new()
         data = aligned(LAYOUT.layers * self._layer)
         blocks = data.view(LAYOUT.layers, -1)
@@ -68,7 +68,7 @@ class BlockFiles:
 
 
 class ArenaModel:
-    """Expected contents of an arena, and a mask of the KV entries written since their block was allocated."""
+    """Expected contents of an arena, and a mask of the KV entries that were written since their block was allocated."""
 
     def __init__(self, file_arena: FileArena, blocks: BlockFiles) -> None:
         self.file_arena, self.blocks = file_arena, blocks
@@ -89,9 +89,9 @@ class ArenaModel:
             each[:, target, :, :tokens] = each[:, source, :, :tokens]
 
     def extent(self, kind: int, block: int, number: int) -> None:
-        """Assign a file to a block, if allowed.
+        """Assign a file to a block, if the block allows it.
 
-        Kind 0: an empty file. Kind 1: an empty file for a block with buffered KV. Kind 2: a file with stored KV.
+        Kind 0 is an empty file, kind 1 an empty file for a block with buffered KV, and kind 2 a file with stored KV.
         """
         if kind == 1 and self.file_arena.is_buffered(block):
             self.file_arena.move_to(block, self.blocks.new(), LAYOUT.layers)
@@ -194,13 +194,13 @@ TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, see
 
 
 def make_llm(folder: Path | None, **named: Any) -> LLM:
-    """With a folder, host memory is a quarter of the context's KV."""
+    """Create a runtime. If `folder` is given, host memory has room for only a quarter of the context's KV."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     return LLM(MODEL, **{"dtype": "float32", "policy": "full", **limits, **named})
 
 
 def answer(session: Session, turn: list[int]) -> list[int]:
-    """Return the generated tokens. Check the integrity of session and runner."""
+    """Return the generated tokens. Check the integrity of the session and the runner."""
     tokens = [event.token_id for event in session.send(turn, GREEDY)]
     session.context.saver.flush()
     session.check_integrity()
@@ -239,13 +239,13 @@ def changed_block_files(store: Path, before: dict[Path, bytes]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def expected_tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]]]:
-    """Return tokens of runs in host memory. The key is True if the store has a size limit."""
+    """Return the tokens of runs in host memory. The key tells whether the store has a size limit."""
     folders = tmp_path_factory.mktemp("room"), tmp_path_factory.mktemp("limit")
     return {False: run_session(None, folders[0]), True: run_session(None, folders[1], limit=1 << 30)}
 
 
 BLOCK_BYTES = MODEL.config.num_hidden_layers * 2 * BLOCK_SIZE * MODEL.config.hidden_size // 2 * 8
-"""K and V of a block in all layers. The model has half as many KV heads as query heads."""
+"""Size of a block's K and V in all layers. The model has half as many KV heads as query heads."""
 
 
 def test_session_tokens_equal_a_run_in_memory(expected_tokens: dict[bool, list[list[int]]], tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_blocks_without_a_stored_extent_give_the_same_tokens(
 
 
 def failing_allocate(real: Any) -> Any:
-    """Return an `allocate` that fails for all files except the pool's own."""
+    """Return a version of `allocate` that fails for every file except the pool's own."""
 
     def allocate(file: BlockFile, offset: int, size: int) -> None:
         if not isinstance(file, DirectFile):
@@ -346,7 +346,7 @@ def test_damaged_stored_extent_is_recomputed(tmp_path: Path) -> None:
 
 
 def test_block_that_is_being_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
-    """A block that is being loaded looks empty, but must not get another file."""
+    """A block that is being loaded looks empty, but must not be assigned another file."""
     with make_llm(tmp_path / "rows") as llm:
         session, pool = llm.session("s", tmp_path / "store"), llm.runner.pool
         answer(session, TURNS[0])

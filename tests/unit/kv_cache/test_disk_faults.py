@@ -1,9 +1,9 @@
-"""Test contexts on disk with failing writes and killed processes.
+"""Test contexts on disk when writes fail or processes are killed.
 
-The KV file is deleted with its process, but tokens of sessions are durable. A disk error ends only the requests that
-need the lost KV.
+The KV file is deleted when its process ends, but the tokens of sessions are durable. A disk error ends only the
+requests that need the lost KV.
 
-`make stress PART=disk` fails every write, and kills a hundred processes.
+`make stress PART=disk` simulates a failure at every write and kills a hundred processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
 def make_llm(folder: Path | None, policy: str = "infinigen", **options: Any) -> LLM:
-    """With a folder, host memory is a quarter of the context's KV."""
+    """Create a runtime. If `folder` is given, host memory has room for only a quarter of the context's KV."""
     limits = {} if folder is None else {"disk": folder, "host_memory": "128KiB", "disk_limit": "1MiB"}
     chosen = {"recent": 8, "budget": 0.2} if policy == "infinigen" else {}
     return LLM(MODEL, dtype="float32", prefill_chunk_size=32, policy=policy, policy_options=chosen, **limits, **options)
@@ -55,7 +55,7 @@ def send(session: Session, turn: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def expected_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """Return the tokens of a session in host memory after all turns."""
+    """Return the tokens of a session after all turns, computed in host memory."""
     with make_llm(None) as llm:
         session = llm.session("s", tmp_path_factory.mktemp("right"))
         for turn in TURNS:
@@ -67,16 +67,16 @@ def expected_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 
 def completed_turns(session: Session) -> int:
-    """Return the number of turns. Fail if a turn is incomplete."""
+    """Return the number of completed turns. Fail if a turn is incomplete."""
     turns, rest = divmod(len(session.tokens), len(TURNS[0]) + 12)
     assert not rest
     return turns
 
 
 def fork_session(rows: Path, store: Path) -> tuple[int, int]:
-    """Fork a process that runs the remaining turns of a session. Return its id and a pipe that reports its progress.
+    """Fork a process that runs a session's remaining turns. Return the process id, and a pipe that reports progress.
 
-    The process writes "p" for a prompt, "d" for a token, and "t" for the end of a turn.
+    The process writes "p" when it begins a prompt, "d" for each token, and "t" at the end of a turn.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -97,7 +97,10 @@ def fork_session(rows: Path, store: Path) -> tuple[int, int]:
 
 
 def kill_in_phase(child: int, pipe: int, phase: str, steps: int, seconds: float) -> str:
-    """Wait until `steps` or more reports end with `phase`, wait `seconds`, and kill the process. Return all reports."""
+    """Wait for at least `steps` reports, the last one equal to `phase`. Kill the process after `seconds` more.
+
+    Return all reports.
+    """
     reports = os.read(pipe, 1).decode()
     while len(reports) < steps or not reports.endswith(phase):
         if not (more := os.read(pipe, 1).decode()):
@@ -143,7 +146,7 @@ def test_complete_turns_survive_kills_during_prefill_and_decoding(
 
 
 class FullDisk:
-    """Simulate a disk whose writes of KV fail after the first `at` writes, until `free` is called."""
+    """Disk on which KV writes fail after the first `at` writes, until `free` is called."""
 
     def __init__(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at, self.writes = at, 0

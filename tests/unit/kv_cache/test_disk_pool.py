@@ -36,7 +36,7 @@ from offload_rt.model_runner.prefill import Prefill
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 MODEL_IN_FLOAT64 = tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, head_dim=16)
 LIMITS: dict[str, Any] = {"host_memory": "128KiB", "disk_limit": "1MiB"}
-"""Host memory for a quarter of the context's KV. Buffers take most of it, so few KV entries are cached."""
+"""Host memory for a quarter of the context's KV. Buffers use most of this memory, so few KV entries are cached."""
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [tiny_prompt(300, seed=1), tiny_prompt(260, seed=2)]
@@ -174,7 +174,7 @@ def test_prefill_in_segments_equals_prefill_in_memory(
 
 
 class FailingReader(ThreadReader):
-    """Fail all reads after the first `at` reads."""
+    """Reader whose reads fail after the first `at` reads."""
 
     def __init__(self, at: int, code: int = errno.EIO) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def test_kv_that_could_not_be_written_is_never_read(
 def test_failed_write_does_not_affect_the_next_owner_of_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write of the previous owner may fail after the block was freed."""
+    """The previous owner's write may fail after the block was freed."""
     file_arena, released = arena(tmp_path, 2_000_000), threading.Event()
     rows = torch.randn(2, LAYOUT.kv_heads, 128, LAYOUT.head_dim)
     for late in (False, True):

@@ -228,7 +228,7 @@ def test_range_reader_reads_one_block_ahead_and_frees_earlier_ones() -> None:
 
 
 def test_each_block_of_a_range_reader_is_contiguous(tmp_path: Path) -> None:
-    """Concatenating parts of several slabs would allocate hundreds of MB."""
+    """Concatenating the parts of several slabs would allocate hundreds of MB."""
     geometry = LLM(MODEL, dtype="float32").geometry
     pool = HostPool(geometry, torch.float32, 16 << 20, slab_tokens=2 * BLOCK_SIZE, disk=DiskTier(tmp_path, 2 << 20))
     blocks = pool.new_block_table(1000)

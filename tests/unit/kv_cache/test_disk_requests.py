@@ -1,4 +1,4 @@
-"""Test reads with io_uring if a system call fails during pending reads."""
+"""Test io_uring reads when a system call fails while reads are pending."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ static long flaky(long number, long a, long b, long c, long d, void *e, long f) 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Return `requests.c` compiled so that one call of io_uring_enter fails."""
+    """Return `requests.c`, compiled so that one call to io_uring_enter fails."""
     compiler, folder = shutil.which("cc"), tmp_path_factory.mktemp("ring")
     if compiler is None or RingReader.open() is None:
         pytest.skip("no compiler or no io_uring")
@@ -54,7 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def test_failed_call_waits_for_pending_reads(library: ctypes.CDLL, tmp_path: Path) -> None:
-    """A read from an empty pipe is pending when the call fails. After the error, no read may write to its buffer."""
+    """A read from an empty pipe is pending when the call fails. After the error, it must not write to its buffer."""
     (tmp_path / "file").write_bytes(bytes(range(256)) * 64)
     file, (reading, writing) = os.open(tmp_path / "file", os.O_RDONLY), os.pipe()
     handles = np.asarray([file, reading], np.int32)

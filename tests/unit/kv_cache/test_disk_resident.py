@@ -1,4 +1,4 @@
-"""Test that contexts on disk use at most 64 MiB of resident memory more than `host_memory`."""
+"""Test that with contexts on disk, resident memory exceeds `host_memory` by at most 64 MiB."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from offload_rt.utils.allocator import give_back
 
 SINKS, RECENT, KV_HEADS, D = 4, 64, 2, 64
 HOST = 0.25
-"""Host memory as a fraction of the KV of the context."""
+"""Host memory as a fraction of the context's KV."""
 
 
 def peak_resident_bytes(reset: bool) -> int:
-    """Return the peak resident memory. With `reset`, the peak is first set to the present memory."""
+    """Return the peak resident memory in bytes. If `reset` is true, first reset the peak to the current usage."""
     if reset:
         gc.collect()
         give_back()
@@ -35,7 +35,7 @@ def peak_resident_bytes(reset: bool) -> int:
 
 
 def random_selections(layers: int, context: int, steps: int) -> list[list[torch.Tensor]]:
-    """Draw 5 % of the context as pairs of tokens, per step and layer. Four of five pairs are those of the last step."""
+    """For each step and layer, draw 5 % of the context as pairs of tokens. Four fifths are from the previous step."""
     generator = torch.Generator().manual_seed(0)
     count, pair_count = context // 40, (context - SINKS - RECENT) // 2
     chosen = [torch.randperm(pair_count, generator=generator)[:count] for _ in range(layers * KV_HEADS)]
@@ -52,7 +52,7 @@ def random_selections(layers: int, context: int, steps: int) -> list[list[torch.
 
 @torch.inference_mode()
 def bytes_over_limit(folder: Path, context: int, layers: int, steps: int, selects: bool) -> int:
-    """Decode `steps` tokens. Return by how many bytes the peak resident memory exceeds `host_memory`."""
+    """Decode `steps` tokens. Return how many bytes the peak resident memory is above `host_memory`."""
     geometry = ModelGeometry(
         layers, 14 * D, 14, KV_HEADS, D, vocab=2, scales=(D**-0.5,) * layers, windows=(None,) * layers,
         max_positions=1 << 30, absolute_positions=False, default_alpha=4.0,
@@ -87,7 +87,7 @@ def bytes_over_limit(folder: Path, context: int, layers: int, steps: int, select
 
 
 def measure_excess(folder: Path, context: int, layers: int) -> dict[str, int]:
-    """Return the excess for full attention and for selection, after a small run that loads the libraries."""
+    """Return the bytes over the limit with full attention and with selection. A small first run loads the libraries."""
     bytes_over_limit(folder, 8192, 1, 2, True)
     steps = {"full": (2, False), "selected": (24, True)}
     return {kind: bytes_over_limit(folder, context, layers, *args) for kind, args in steps.items()}
@@ -104,5 +104,5 @@ def test_resident_memory_stays_within_64_mib_of_the_limit(context: int, layers: 
 
 
 def test_small_context_stays_within_the_limit(tmp_path: Path) -> None:
-    """Without OFFLOAD_RT_STRESS, only this test runs the measurement."""
+    """This is the only test of the limit that also runs without OFFLOAD_RT_STRESS."""
     assert bytes_over_limit(tmp_path, 16_384, 1, 3, True) < 64 << 20

@@ -1,4 +1,4 @@
-"""Test a bounded pool: memory stays below the limit, and the same tokens are evicted as in a plain model."""
+"""Test a bounded pool: memory stays below the limit, and a plain model evicts the same tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload_rt.model_runner.slot_table import InPlaceEviction
 from offload_rt.models.shape import load_shape
 
 BLOCK_BYTES = 2 * 2 * 32 * BLOCK_SIZE * 4
-"""K and V of a block in one layer with two KV heads, float32."""
+"""Size of a block's K and V in one layer, with two KV heads in float32."""
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
@@ -89,7 +89,7 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(
 ) -> None:
     """Policy `full` protects one recent token and no sinks, so FIFO keeps the newest tokens.
 
-    K and V of these tokens still depend on evicted tokens.
+    The K and V of these tokens still depend on evicted tokens.
     """
     runner = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name, dtype=dtype).runner
     assert_evicts_oldest(runner, tiny_prompt(150), 120, partial(torch.testing.assert_close, rtol=0, atol=bound))

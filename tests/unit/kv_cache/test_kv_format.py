@@ -1,4 +1,4 @@
-"""Test quantised KV: sizes, error bounds, and tokens of models that use it."""
+"""Test quantised KV: its size, its error bounds, and the tokens of models that use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_sizes_of_encoded_vectors(head_dim: int, bits: int) -> None:
-    """With d = 128, an int4 vector takes 64 bytes of codes and 4 bytes for each of its two groups."""
+    """With d = 128, an int4 vector takes 64 bytes for codes, plus 4 bytes for each of its two groups."""
     fmt = make_kv_format(f"int{bits}", torch.float32, head_dim)  # type: ignore[arg-type]
     rows = torch.randn(3, 5, head_dim)
     assert fmt.encode(rows).shape == (3, 5, fmt.width) and fmt.storage == torch.uint8
@@ -89,7 +89,7 @@ def test_fewer_bits_give_fewer_bytes_and_a_larger_error() -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
 def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: str) -> None:
-    """Resident KV is not quantised, so selection equals `full` only with a budget of 1.0 and the same window."""
+    """Resident KV is not quantised, so selection equals `full` only if the budget is 1.0 and the windows are equal."""
     params = SamplingParams(max_tokens=8, temperature=0)
     prompts = [tiny_prompt(length, seed=length) for length in (1, 70, 124)]
     full = [c.token_ids for c in completed(make_llm(kv_cache_dtype).generate(prompts, params))]
@@ -111,7 +111,7 @@ def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: 
 
 
 def test_quantised_prefix_is_not_reused() -> None:
-    """Prefill attends to KV before quantisation."""
+    """Prefill attends to KV that is not yet quantised, so reusing quantised KV would change the result."""
     llm, params = make_llm("int4"), SamplingParams(max_tokens=20, temperature=0)
     first, second = (completed(llm.generate([tiny_prompt(150)], params))[0] for _ in range(2))
     assert first.token_ids == second.token_ids and second.stats.reused_tokens == 0

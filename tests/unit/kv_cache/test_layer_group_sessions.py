@@ -90,7 +90,7 @@ def test_fork_of_a_session_is_independent(kind: str, tmp_path: Path) -> None:
 
 
 def test_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A partly filled last block may be replaced while a slow disk still writes it."""
+    """A partly filled last block may be replaced while a slow disk is still writing it."""
 
     def slow(*args: Any) -> memoryview:
         time.sleep(0.02)
@@ -206,7 +206,7 @@ def test_loader_restores_kv_of_each_layer_group(tmp_path: Path) -> None:
 
 
 def _visible_kv(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor:
-    """Return K and V `[2, Hkv, n, d]` that `layer` attends to for the token at position `length`."""
+    """Return the K and V `[2, Hkv, n, d]` that the token at position `length` attends to in `layer`."""
     pool = llm.runner.pool
     first = pool.groups.first_seen(length) if pool.groups.group[layer] else 0
     parts = pool.runs(blocks, layer, range(first, length))

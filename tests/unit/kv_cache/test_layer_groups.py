@@ -1,4 +1,4 @@
-"""Test models with sliding-window layers.
+"""Test models that have sliding-window layers.
 
 These layers keep only the KV of their windows. Prefix sharing, forks and eviction work as in other models.
 """
@@ -29,7 +29,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def max_window_blocks(llm: LLM) -> int:
-    """Return the largest number of window blocks of an open sequence."""
+    """Return the largest number of window blocks that any open sequence has."""
     return max((len(sequence.blocks.windows) for sequence in llm.runner._open.values()), default=0)
 
 
@@ -191,7 +191,7 @@ def test_generation_continues_far_past_the_limit(kind: str, eviction: str) -> No
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_scoring_in_a_small_pool_equals_scoring_in_a_large_one(name: str) -> None:
-    """Scored sequences allocate window blocks as their windows move, without a reservation."""
+    """While they are scored, sequences allocate window blocks as their windows move, without reserving them first."""
     more = {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}
     model = tiny_model(name, num_hidden_layers=2, **more)
     prompts, continuations = (

@@ -19,7 +19,7 @@ from offload_rt.utils.control_groups import processor_limit
 
 
 def gather_kv(pool: HostPool, blocks: BlockTable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V `[Hkv, length, d]` of a layer, gathered by row index."""
+    """Return a layer's K and V `[Hkv, length, d]`, gathered by row index."""
     tokens = torch.arange(blocks.length)
     base = pool.row_base(blocks)[tokens // BLOCK_SIZE] + tokens % BLOCK_SIZE
     rows = torch.tensor([[pool.layout.row(layer, head, side) for head in range(2)] for side in range(2)])
@@ -57,7 +57,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not report the memory of a process")
 def test_short_prompt_uses_only_its_pages_of_a_slab() -> None:
-    """K or V of a head and layer takes 2 MiB of a slab. Clearing a huge page for each would take 64 MiB."""
+    """In a slab, K and V of each head and layer take 2 MiB each. Clearing a huge page for each would take 64 MiB."""
     pool = HostPool(geometry(8, 2, 64), torch.bfloat16, 1 << 27)
     before, (k, v) = resident_bytes(), torch.ones(2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
     blocks = pool.new_block_table(BLOCK_SIZE)
@@ -286,7 +286,7 @@ def test_slabs_are_pinned_on_demand() -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 def test_slabs_are_activated_on_demand() -> None:
-    """Only two slabs are checked, because an H100's driver reports a mapping as pinned if any part of it is."""
+    """Only two slabs are checked, because an H100's driver reports a mapping as pinned if any part of it is pinned."""
     shape = geometry(head_dim=512)
     pool = HostPool(
         shape, torch.float32, 3 * shape.kv_bytes(4 * BLOCK_SIZE, torch.float32), pin=True, slab_tokens=4 * BLOCK_SIZE
@@ -299,7 +299,7 @@ def test_slabs_are_activated_on_demand() -> None:
 @pytest.mark.gpu
 @pytest.mark.simulated
 def test_memory_that_cannot_be_pinned_raises_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next kernel must not raise the error of the driver again."""
+    """The next kernel must not raise the driver's error again."""
     pool = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
     again = HostPool(geometry(), torch.float32, 12 * BLOCK_BYTES, pin=True, slab_tokens=4 * BLOCK_SIZE)
     pool.prepare(1)

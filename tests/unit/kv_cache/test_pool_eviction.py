@@ -1,4 +1,4 @@
-"""Test the choice of evicted tokens against a plain model of the policies in InfiniGen, §4.4."""
+"""Compare the choice of evicted tokens with a plain model of the policies in InfiniGen, §4.4."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_victims_equal_those_of_the_plain_model(
 
 
 def test_counter_policy_does_not_evict_new_tokens_for_low_counts() -> None:
-    """Counts are relative to the number of steps since the token left the recent window."""
+    """A token's count is compared with the number of steps since it left the recent window."""
     state = SlotState.empty(1, 2)
     state.fill(range(1), 8, 8)
     for step in (10, 11):

@@ -1,4 +1,4 @@
-"""Test the host pool, with and without sliding-window layers, against a plain model of all written values."""
+"""Compare the host pool, with and without sliding-window layers, with a plain model of all written values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def geometry(
 
 @dataclass(eq=False)
 class SequenceModel:
-    """Expected tokens of a sequence, and one number per token that determines its K and V.
+    """The expected tokens of a sequence, and one number per token from which its K and V are computed.
 
     As in real KV, the number depends on the token and on all earlier tokens.
     """
@@ -71,7 +71,7 @@ class SequenceModel:
 
 
 def kv_from(values: list[int], layer: int, rows: RowShape) -> torch.Tensor:
-    """Return distinct K and V `[Hkv, planes, n, d]` of one layer."""
+    """Return K and V `[Hkv, planes, n, d]` for one layer, all distinct."""
     shape = rows.kv_heads, rows.planes, 1, rows.head_dim
     inner = torch.arange(rows.bytes(torch.int8), dtype=torch.float32).view(shape)
     inner = inner + 8 * layer
@@ -100,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
         return used_blocks | {block for model in self.live if self.groups.full for block in model.blocks.ids}
 
     def missing_blocks(self, model: SequenceModel, stop: int) -> int:
-        """Return how many blocks are missing for `stop` tokens, in models without sliding layers."""
+        """Return how many blocks are missing to store `stop` tokens. Not valid for models with sliding layers."""
         blocks = model.blocks
         others = {block for other in self.live if other is not model for block in other.blocks.ids}
         tail = blocks.ids[blocks.length // BLOCK_SIZE :]
@@ -198,7 +198,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.groups.sliding)
     @rule(model=sequences, share=st.floats(0, 1, exclude_max=True))
     def overwrite(self, model: SequenceModel, share: float) -> None:
-        """Overwrite a slot of a full block, as eviction does."""
+        """Overwrite a slot in a full block, as eviction does."""
         if model.blocks.length < BLOCK_SIZE:
             return
         token = int(model.blocks.length // BLOCK_SIZE * BLOCK_SIZE * share)
@@ -264,7 +264,7 @@ class AllSlideMachine(PoolMachine):
 
 
 class NarrowWindowMachine(PoolMachine):
-    """Sliding layers have more heads of half the width, and each takes two storage layers (Gemma 4)."""
+    """Sliding layers have more heads of half the width, so each layer takes two storage layers (Gemma 4)."""
 
     windows = (None, 100, 70, None)
     window_rows = RowShape(6, 1)
@@ -272,7 +272,7 @@ class NarrowWindowMachine(PoolMachine):
 
 
 class ManyHeadsMachine(PoolMachine):
-    """Sliding layers have more heads of the same width, and a storage layer has unused memory (MiMo-V2)."""
+    """Sliding layers have more heads of the same width, so a storage layer has unused memory (MiMo-V2)."""
 
     windows = (70, None, 100)
     window_rows = RowShape(3, 2)
@@ -280,7 +280,7 @@ class ManyHeadsMachine(PoolMachine):
 
 
 class LatentMachine(PoolMachine):
-    """Keys contain the values, so that only keys are stored (latent attention)."""
+    """Keys contain the values, so only keys are stored (latent attention)."""
 
     value_dim = 1
 

@@ -17,7 +17,7 @@ from offload_rt.kv_cache.prefix_tree import PrefixTree, block_key, pack_tokens, 
 
 
 def token_blocks(*letters: int) -> list[int]:
-    """Return one block of equal tokens per letter."""
+    """Return the tokens of one block per letter. Each block repeats its letter."""
     return [letter for letter in letters for _ in range(BLOCK_SIZE)]
 
 

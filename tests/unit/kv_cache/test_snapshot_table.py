@@ -1,4 +1,4 @@
-"""Test the table of snapshots of recurrent state against a plain model, and the rule for which snapshots are kept."""
+"""Compare the table of recurrent-state snapshots with a plain model, and test which snapshots are kept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ PATHS = st.lists(BLOCKS, unique=True, max_size=6)
 
 
 class SnapshotMachine(RuleBasedStateMachine):
-    """Compare a table of four slots with a list of (block, slot) pairs in order of last use, and a set of pending
-    slots.
+    """Compares a table of four slots with a plain model.
+
+    The model is a list of (block, slot) pairs in order of last use, and a set of pending slots.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ TestSnapshotTable = SnapshotMachine.TestCase
 
 
 def assert_covers(tokens: int, positions: list[int]) -> None:
-    """Assert that an edit d tokens before the end recomputes at most 2 d + 64 tokens, for every d."""
+    """Assert that, for every d, an edit d tokens before the end recomputes at most 2 d + 64 tokens."""
     for d in range(1, tokens + 1):
         nearest = max((position for position in positions if position <= tokens - d), default=0)
         assert tokens - nearest <= 2 * d + BLOCK_SIZE, (tokens, d, nearest)

@@ -45,7 +45,7 @@ from offload_rt.transfer.row_lists import RowLists
 def test_batched_kernels_equal_single_sequences_without_host_syncs(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The CPU kernel quantises attention weights of approximate values; the others do not.
+    # The CPU kernel quantises the attention weights of approximate values; other kernels do not.
     monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     lengths = (30, 63, 127)  # the steps cross the ends of a block and of a bucket
     runner = make_runner(False, **options)
@@ -68,9 +68,9 @@ def test_batched_kernels_equal_single_sequences_without_host_syncs(
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Record each operation: arguments, shapes, strides, and the addresses of tensors from before the step.
+    """Records each operation's arguments: shapes, strides, and the addresses of tensors that existed before the step.
 
-    A Triton launch is one operation. A new tensor with values from the host is one as well.
+    A Triton launch counts as one operation. So does a new tensor whose values come from the host.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class OperationRecorder(TorchDispatchMode):
         return x
 
     def launch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of a kernel's method `run` that records each launch as one operation."""
+        """Return a wrapper for a kernel's method `run` that records each launch as one operation."""
 
         def record_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
             self._write(kernel.fn.__qualname__, grid, [self._describe(x) for x in (*args, *named.values())])
@@ -194,7 +194,7 @@ def test_lists_are_rebuilt_only_for_a_new_batch_size_or_bucket() -> None:
     runner.decode(batch[:1])
     assert list(runner.eager.inputs) == [StepShape(2, 64), StepShape(2, 128), StepShape(1, 128)]
     runner.free(batch[0])
-    for lists in runner.eager.inputs.values():  # otherwise KV of a finished sequence stays
+    for lists in runner.eager.inputs.values():  # otherwise the KV of a finished sequence stays
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
@@ -254,7 +254,7 @@ def test_truncated_window_that_wraps_around_is_not_adjacent(floor: int) -> None:
 
 
 def test_plan_counts_slots_of_a_batch_on_a_gpu() -> None:
-    """On CUDA, each sequence has as many slots as the longest one."""
+    """On CUDA, each sequence has as many slots as the longest sequence."""
     shape = load_shape(tiny_model("llama"))
     demand = memory_demand("infinigen", {}, shape.geometry, shape.dtype)
     single = DeviceCosts(shape, demand, 512)
@@ -273,9 +273,9 @@ def test_plan_counts_slots_of_a_batch_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("batched", [True, False])
 def test_missed_mass_is_measured_after_the_newest_write_back(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missed mass is computed from the KV in the pool, so it must wait for pending write-backs.
+    """Missed attention mass is computed from KV in the pool, so it must wait for pending write-backs.
 
-    On a GPU, a missing wait is a race that would not change the numbers of this test.
+    On a GPU, a missing wait would be a race that this test could not detect from the numbers.
     """
     runner = make_runner(batched)
     batch = [prefilled_sequence(runner, length, seed=length) for length in (30, 90)]

@@ -1,7 +1,7 @@
 """Test combinations of policy, KV format, eviction, sharing, restart, fork and truncation.
 
-Each combination gives the tokens of the same conversation without eviction, sharing, restart and fork, or a clear
-error. `eval/results/store/composition.md` contains this matrix.
+Each combination gives the same tokens as the conversation without eviction, sharing, restart and fork, or raises a
+clear error. `eval/results/store/composition.md` contains this matrix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 SLIDING = ", sliding"
 POLICIES |= {name + SLIDING: POLICIES[name] for name in ("full", "infinigen", "infinigen, tail", "oracle")}
-"""Names with this suffix run on a model whose last layer slides."""
+"""Policies whose names end with this suffix run on a model whose last layer is a sliding layer."""
 
 LEARNS_FROM_QUERIES = ("infinigen, paper", "h2o")
 POSITION_DEPENDENT = ("streaming", "quest", "h2o")
@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def expected_error(self) -> str:
-        """Text of the expected error. If empty, tokens must equal the reference."""
+        """Text of the expected error. If it is empty, the tokens must equal the reference."""
         if self.eviction and self.policy in POSITION_DEPENDENT:
             return "does not support eviction"
         if self.session and self.policy in LEARNS_FROM_QUERIES:
@@ -92,7 +92,7 @@ SLIDING_MODEL = tiny_model(
 STEP = int(os.environ.get("OFFLOAD_RT_CELLS", "11"))
 VALID = [cell for cell in CELLS if not cell.expected_error]
 CASES = [cell for cell in VALID if not cell.slides][::STEP] + [cell for cell in VALID if cell.slides][:: 4 * STEP - 3]
-"""A sample of the cells, with fewer cells of the sliding model. `make stress` tests all."""
+"""A sample of the cells, with fewer cells of the sliding model. `make stress` tests all cells."""
 
 
 def make_llm(cell: Cell) -> LLM:
@@ -103,7 +103,6 @@ def make_llm(cell: Cell) -> LLM:
 
 
 def converse(cell: Cell, folder: Path) -> list[list[int]]:
-    """Return the tokens of each answer."""
     llm = make_llm(cell)
     if cell.sharing:
         llm.generate([TURNS[0] + [3]], SHORT)
@@ -131,7 +130,7 @@ def converse(cell: Cell, folder: Path) -> list[list[int]]:
 
 @functools.cache
 def reference(cell: Cell) -> list[list[int]]:
-    """Return the answers of the same conversation without restart, fork or sharing."""
+    """Return the answers of the same conversation with no restart, fork or sharing."""
     with tempfile.TemporaryDirectory() as folder:
         if cell.policy in LEARNS_FROM_QUERIES:
             return [completed(make_llm(cell).generate([TURNS[0]], SHORT))[0].token_ids]
@@ -158,14 +157,14 @@ def test_unsupported_cell_is_an_error(cell: Cell, tmp_path: Path) -> None:
 
 
 def test_matrix_file_is_up_to_date() -> None:
-    """Set `OFFLOAD_RT_PRINT=1` to write the file."""
+    """To update the file, run this test with `OFFLOAD_RT_PRINT=1`."""
     if os.environ.get("OFFLOAD_RT_PRINT"):
         MATRIX_FILE.write_text(matrix(), encoding="utf-8")
     assert MATRIX_FILE.read_text(encoding="utf-8") == matrix()
 
 
 def matrix() -> str:
-    """Return the matrix. Rows are policy, KV format and eviction. Columns are operations on the sequence."""
+    """Return the matrix. Each row is a policy, KV format and eviction. Columns are operations on the sequence."""
     columns = [Cell("full", restart=r, fork=f, overflow=o) for r, f, o in itertools.product((False, True), repeat=3)]
     heads = [
         "prompt" if not column.session else str(column).removeprefix("full-auto-").replace("-", " + ")

@@ -28,7 +28,7 @@ from offload_rt.model_runner import verification_pass
 from offload_rt.model_runner.sequence import Sequence
 
 SMALL_BUDGET: dict[str, Any] = {"budget": 0.1, "sinks": 2, "recent": 8, "approximate_kv": "off"}
-"""With this budget, drafts are often wrong."""
+"""Options with a budget so small that drafts are often wrong."""
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
@@ -49,7 +49,7 @@ PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
 
 @pytest.mark.parametrize("policy", ["quest", "h2o", "streaming"])
 def test_lookup_works_with_policies_that_cannot_discard_tokens(policy: str) -> None:
-    """Rejected draft tokens leave entries in the policy's state. The next pass overwrites these entries."""
+    """Rejected draft tokens leave entries in the policy's state. The next pass overwrites them."""
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=1, ignore_eos=True, allowed_token_ids=[3, 50])
     prompts = [[3, 50, 3, 3, 50, 50, 3, 50] * 8]
     llm = make_llm(tiny_model("llama"), policy, exact={"method": "lookup", "adaptive": False})
@@ -61,7 +61,7 @@ SAMPLED = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True
 
 @functools.cache
 def full_attention_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Return greedy and sampled tokens of full attention."""
+    """Return the greedy and the sampled tokens of full attention."""
     full = make_llm(tiny_model(name), "full")
     return generate(full, PROMPTS, GREEDY), generate(full, PROMPTS, SAMPLED)
 
@@ -241,7 +241,7 @@ def test_completions_beams_and_scores_equal_full_attention() -> None:
 
 
 def test_lack_of_memory_for_draft_tokens_is_no_error() -> None:
-    """Two sliding sequences share three blocks. These suffice for the next token, but not for drafts."""
+    """Two sequences with sliding windows have three blocks. That is enough for the next token, but not for drafts."""
     model, prompts = tiny_model("mistral", num_hidden_layers=2), [tiny_prompt(n, seed=1) for n in (50, 51)]
     exact = {"method": "sparse", "adaptive": False}
     small_pool = LLM(model, policy_options=SMALL_BUDGET, exact=exact, host_memory="192KiB", enable_prefix_caching=False)
@@ -253,7 +253,7 @@ _LLAMA = tiny_model("llama")
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4))
 def test_lookup_equals_an_exhaustive_search(tokens: list[int], longest: int, max_drafts: int) -> None:
-    """Drafts continue the last occurrence of the longest n-gram."""
+    """The draft is what follows the last occurrence of the longest n-gram."""
     lookup, drafts = Lookup(longest), []
     for stop in range(1, len(tokens) + 1):
         drafts = lookup.propose(tokens[:stop], max_drafts)

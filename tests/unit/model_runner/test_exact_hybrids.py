@@ -1,4 +1,4 @@
-"""Test lossless mode (`exact=...`) of hybrid models: rejected draft tokens do not change the recurrent state."""
+"""Test lossless mode (`exact=...`) with hybrid models: rejected draft tokens do not change the recurrent state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from offload_rt.planning.device_plan import costs_for
 from offload_rt.utils.progress import Progress
 
 FAMILIES = ("qwen3_5", "granite_hybrid", "kimi_linear", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
-"""One family of each kind of state, and one with latent attention."""
+"""One family for each kind of recurrent state, and one with latent attention."""
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 LOOKUP: dict[str, Any] = {"exact": {"method": "lookup", "tokens": 4, "adaptive": False}}
@@ -45,10 +45,10 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[l
 
 
 class ControlledDrafts:
-    """Replace prompt lookup by drafts with a given number of correct tokens, followed by wrong tokens."""
+    """Replacement for prompt lookup whose drafts have a given number of correct tokens, followed by wrong tokens."""
 
     def __init__(self, texts: list[list[int]], correct_counts: list[int]) -> None:
-        """`texts` are prompts with their expected answers. `correct_counts` repeats from round to round."""
+        """`texts` are prompts followed by their expected answers. Rounds cycle through `correct_counts`."""
         self._texts, self._correct_counts = texts, itertools.cycle(correct_counts)
         self.rounds: list[tuple[int, int]] = []
 
@@ -155,7 +155,7 @@ def _draft_and_verify(data: st.DataObject, runner: Any, pairs: list[tuple[Sequen
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that continues an answer starts at a snapshot within the answer."""
+    """The prefill of a prompt that continues an answer starts at a snapshot within this answer."""
     prompt, params = random_prompt(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
     model, full = make_llm(name)
     [text] = generate(full, [prompt], params)
@@ -171,7 +171,7 @@ def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytes
 
 
 def test_approximate_drafts_leave_no_snapshots() -> None:
-    """At the end of a block, the state of a sparse draft is approximate and must not be shared."""
+    """When a sparse draft reaches the end of a block, its state is approximate and must not be shared."""
     model, llm = make_llm("qwen3_5", **SPARSE)
     prompt = random_prompt(60)
     [text] = generate(llm, [prompt], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
@@ -184,7 +184,7 @@ def test_approximate_drafts_leave_no_snapshots() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "kimi_linear"])
 def test_session_with_drafts_equals_full_attention(name: str, tmp_path: Path) -> None:
-    """The session is reopened from disk for each turn. Each answer fills a block."""
+    """The session is reopened from disk for each turn, and each answer fills a block."""
     conversations, params = [], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     for options in (SPARSE, {}):
         answers = []
@@ -273,7 +273,7 @@ def test_failed_replay_restarts_only_requests_with_rejected_drafts(monkeypatch: 
 def test_draft_models_give_the_tokens_of_full_attention(
     target: str, draft: str, same_weights: bool, tmp_path: Path
 ) -> None:
-    """The draft model, the target model or both are hybrids. With other weights, nearly all drafts are rejected."""
+    """The draft model, the target or both are hybrids. If their weights differ, nearly all drafts are rejected."""
     draft_model = architecture(draft) if same_weights else architecture(draft, num_attention_heads=2)
     draft_model.save_pretrained(tmp_path / "draft")
     exact = {"model": str(tmp_path / "draft"), "tokens": 3, "adaptive": False}

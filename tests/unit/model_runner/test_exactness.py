@@ -25,7 +25,7 @@ IDS = [f"{name}{'-' if options else ''}{'-'.join(options)}" for name, options in
 
 
 def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
-    """Return logits from token `prefilled - 1` on. The first are from prefill, the others from decode steps."""
+    """Return logits from token `prefilled - 1` on. The first ones are from prefill, all others from decode steps."""
     runner = llm.runner
     sequence = runner.new_sequence(tokens, len(tokens))
     first = runner.prefill(sequence, prefilled, want_logits=True)
@@ -66,8 +66,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 SCORERS = list(itertools.product(["attention_input", "normed_input", "residual"], ["partial", "int4"]))
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
-"""Test all policies and scorers with each model. Otherwise, each model has the default policy, a few others and two
-scorers."""
+"""Whether to test every policy and scorer with each model. Otherwise, each model is tested with the default policy, a
+few other policies, and two scorers."""
 
 
 @pytest.mark.sampled(3)
@@ -107,7 +107,7 @@ def test_infinigen_with_full_budget_equals_full(name: str, source: str, scorer: 
     )
     assert_greedy(model, prompt, sparse.token_ids)  # equals transformers, like full
     assert sparse.stats.exact_fraction == 1.0
-    if name == "mistral":  # all layers slide, so none selects tokens
+    if name == "mistral":  # all layers are sliding layers, so no layer selects tokens
         assert sparse.stats.missed_mass is None
     else:
         assert sparse.stats.missed_mass == pytest.approx(0, abs=1e-6)
@@ -115,7 +115,7 @@ def test_infinigen_with_full_budget_equals_full(name: str, source: str, scorer: 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_close_to_float32(dtype: str) -> None:
-    """Rounding to 8 bits changes logits by a few hundredths. Wrong KV would change them by whole units."""
+    """Rounding to 8 bits changes logits by a few hundredths, but wrong KV would change them by whole units."""
     tokens = tiny_prompt(60)
     exact = LLM(tiny_model("llama"), policy="full", host_memory="8MiB")
     half = LLM(tiny_model("llama", dtype=getattr(torch, dtype)), policy="full", host_memory="8MiB", dtype=dtype)

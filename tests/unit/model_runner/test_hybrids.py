@@ -1,4 +1,4 @@
-"""Test recurrent state of hybrid models in prefill chunks, batches, forks, preemption and streaming.
+"""Test the recurrent state of hybrid models in prefill chunks, batches, forks, preemption and streaming.
 
 `unit/models/test_architectures.py` compares every family with transformers, alone and in ragged batches.
 """
@@ -48,7 +48,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[l
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "disk"), rotated_pairs(FAMILIES, (False, True)))
 def test_prefill_in_chunks_of_7_tokens_equals_transformers(name: str, disk: bool, tmp_path: Path) -> None:
-    """With KV on disk, each segment passes all layers before the next segment begins."""
+    """With KV on disk, each segment passes through all layers before the next segment begins."""
     options = {"disk": tmp_path, "host_memory": "4MiB"} if disk else {}
     model, llm = make_llm(name, prefill_chunk_size=7, **options)
     for length in (75, 8):
@@ -56,7 +56,7 @@ def test_prefill_in_chunks_of_7_tokens_equals_transformers(name: str, disk: bool
         assert_greedy(model, prompt, generate(llm, [prompt])[0])
 
 
-@pytest.mark.sampled(7)  # half of the families, with each policy
+@pytest.mark.sampled(7)  # each policy runs with half of the families
 @pytest.mark.parametrize(("name", "policy"), rotated_pairs(FAMILIES, list(POLICIES)))
 def test_slot_of_a_finished_sequence_is_reused(name: str, policy: str) -> None:
     _, llm = make_llm(name, max_num_seqs=3, policy=policy, policy_options=POLICIES[policy])
@@ -107,7 +107,7 @@ def test_samples_and_beams_equal_transformers(name: str) -> None:
 def test_preempted_requests_give_the_same_tokens(
     options: dict[str, Any], reference: dict[str, Any], slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three growing prompts do not fit together.
+    """Three growing sequences do not fit into the pool together.
 
     If there is memory for snapshots, KV and the exact state are swapped. Otherwise, they are recomputed.
     """
@@ -191,7 +191,7 @@ def costs_without_states(costs: Any) -> int:
 
 
 class TestFaults:
-    """Inject faults that must be detected."""
+    """Faults that the checks must detect."""
 
     def test_layer_that_misses_tokens_is_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _, llm = make_llm("qwen3_5")

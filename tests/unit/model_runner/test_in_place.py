@@ -1,7 +1,7 @@
-"""Test requests whose attention reads the pool in place, for the head dimensions and types of the C kernels.
+"""Test requests whose attention reads the pool in place, for the head dimensions and dtypes of the C kernels.
 
-The reference is transformers in float32 with the same weights. With a full budget, all tokens are selected, so that
-selected KV is read as well. `support.kernel_calls` checks that the kernels ran.
+The reference is transformers in float32 with the same weights. Sparse policies have a full budget: they select all
+tokens, so the code for selected KV runs too. `support.kernel_calls` checks that the kernels ran.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Case:
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> Answers:
-    """Yield each prompt and its tokens."""
+    """Yield each prompt with its generated tokens."""
     outputs = completed(llm.generate(prompts, params))
     repeated_prompts = itertools.chain.from_iterable([prompt] * params.n for prompt in prompts)
     yield from ((prompt, output.token_ids) for prompt, output in zip(repeated_prompts, outputs, strict=True))
@@ -119,7 +119,7 @@ def swapping(case: Case) -> Answers:
 
 
 def eviction(case: Case) -> Answers:
-    """Enable eviction, but finish before any token is evicted."""
+    """Enable eviction, but end before any token is evicted."""
     yield from generate(case.make(blocks=4, eviction="counter"), [tiny_prompt(150)])
 
 
@@ -129,7 +129,7 @@ def drafts(case: Case) -> Answers:
 
 
 def sessions(case: Case) -> Answers:
-    """Run turns of a session before and after it is reopened, and a turn of a fork."""
+    """Run turns of a session before and after reopening it, and a turn of its fork."""
     turns = [tiny_prompt(150), tiny_prompt(60, seed=1), tiny_prompt(30, seed=2)]
 
     def send_turn(session: Any, turn: list[int]) -> tuple[list[int], list[int]]:
@@ -198,7 +198,7 @@ CASES = [
     for policy in (("full", "infinigen")[(i // 2 + j) % 2],)
     if ((i + j) % 3 == 0 or i == 0 if ALL else j == 2 * i % len(SCENARIOS))
 ]
-"""`make stress PART=composition` runs a third of all cases. Otherwise, each model and each scenario runs."""
+"""Cases to run. `make stress PART=composition` runs a third of them. Otherwise, each model and each scenario runs."""
 
 
 @pytest.mark.parametrize(

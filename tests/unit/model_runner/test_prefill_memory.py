@@ -1,4 +1,4 @@
-"""Test that prefill memory is linear in the length of the prompt."""
+"""Test that the memory of a prefill grows linearly with the prompt length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test shared runs of a batch: they are found from block ids, and attention equals that of single sequences."""
+"""Test shared runs in a batch: they are found from block ids, and attention equals that of single sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_rt.model_runner.batch import SharedPrefixes, SharedRun, Sharing
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[BlockTable]:
-    """Draw block tables that share prefixes, from a random trie of blocks, in random order."""
+    """Draw block tables that share prefixes. They come from a random trie of blocks and are in random order."""
     block_tables = [[0]]
     fresh = 1
     for _ in range(draw(st.integers(1, 9))):
@@ -30,9 +30,9 @@ def batches(draw: st.DrawFn) -> list[BlockTable]:
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(0, 6))
 def test_runs_contain_exactly_the_shared_blocks(block_tables: list[BlockTable], min_saved_blocks: int) -> None:
-    """Each shared run saves at least `min_saved_blocks` blocks.
+    """Each shared run must save at least `min_saved_blocks` blocks.
 
-    Runs of a sequence are consecutive, from slot 0 to its private part.
+    The runs of a sequence must be consecutive, from slot 0 to the sequence's private part.
     """
     sharing = Sharing.find(block_tables, 1, min_saved_blocks * BLOCK_SIZE)
     ordered = [block_tables[i].ids for i in sharing.order]
@@ -101,7 +101,7 @@ def test_attention_over_runs_equals_attention_over_sequences(
 
 
 def test_half_precision_is_merged_in_float32() -> None:
-    """Each part is rounded, so the mean error may be twice that of a single bfloat16 product."""
+    """Each part is rounded separately, so the mean error may be twice that of a single bfloat16 product."""
     generator = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(s, generator=generator).bfloat16() for s in ((2, 256, 16), (2, 256, 16), (4, 3, 16)))
     tails = [Run(b, b + 1, k[:, 192:], v[:, 192:]) for b in range(3)]

@@ -1,4 +1,4 @@
-"""Test requests that share prefixes: tokens equal those of single requests, and shared work is done once."""
+"""Test requests that share prefixes: tokens equal those of single requests, and shared work is done only once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.model_runner.batch import NEVER_SHARE, SharedPrefixes
 
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
-"""Run each policy with KV in place and with staged KV. Otherwise each policy runs in one of the two modes."""
+"""Whether to run each policy both with KV in place and with staged KV. Otherwise, each policy runs in one mode."""
 
 REQUESTS = 500 if STRESS else 40
 
@@ -27,7 +27,7 @@ REQUESTS = 500 if STRESS else 40
 def tokens_without_sharing(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], name: str = "llama"
 ) -> list[list[int]]:
-    """Return the tokens of single requests without prefix caching."""
+    """Run each request alone, without prefix caching, and return the tokens."""
     model = tiny_model(name, dtype=torch.float32, **depth(name, LAYERS))
     separate = LLM(model, policy="full", dtype="float32", host_memory="16MiB", enable_prefix_caching=False)
     separate.runner.policy = llm.runner.policy
@@ -44,7 +44,6 @@ def drain(engine: Engine) -> None:
 
 
 def branching_prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Return random prompts with common prefixes."""
     prompts = [tiny_prompt(rng.randint(1, 200), seed=rng.randint(0, 1000))]
     for _ in range(count - 1):
         parent = rng.choice(prompts)
@@ -114,7 +113,7 @@ def test_samples_and_beams_share_a_pool_with_other_requests() -> None:
 
 @pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8")])
 def test_preempted_requests_give_the_same_tokens(policy: str, kv_cache_dtype: str) -> None:
-    """With quantised KV or selection, decoded tokens must be decoded again instead of prefilled."""
+    """With quantised KV or selection, tokens that were decoded must be decoded again, not prefilled."""
     large_pool = make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     memory = 5 * large_pool.runner.pool.block_bytes  # four requests need three blocks each
     small_pool = make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
@@ -195,7 +194,7 @@ def test_equal_selections_are_copied_once(staged: bool) -> None:
     runner = llm.runner
     first = runner.new_sequence(tiny_prompt(4 * BLOCK_SIZE + 1), 5 * BLOCK_SIZE)
     runner.prefill(first, 4 * BLOCK_SIZE)
-    # Equal forks select the same KV entries.
+    # Identical forks select the same KV entries.
     batch = [first, *(runner.fork(first, 5 * BLOCK_SIZE) for _ in range(3))]
     start = [s.trace.bytes_to_device for s in batch]
     runner.decode(batch)

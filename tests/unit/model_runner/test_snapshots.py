@@ -1,6 +1,6 @@
-"""Test snapshots of recurrent state. A prompt with a known prefix continues at the nearest snapshot.
+"""Test snapshots of recurrent state. The prefill of a prompt with a known prefix starts at the nearest snapshot.
 
-Tokens must equal those of single prompts.
+Tokens must equal those of prompts that run alone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_edit_recomputes_at_most_twice_its_distance_to_the_end() -> None:
 
 
 def test_third_prompt_continues_where_earlier_prompts_diverge() -> None:
-    """The second prompt creates a snapshot where it diverges from the first. Later prompts start there."""
+    """The second prompt creates a snapshot where it diverges from the first, and later prompts start there."""
     _, llm = make_llm("qwen3_5")
     system = random_prompt(6 * BLOCK_SIZE)
     outputs = [generate(llm, system + random_prompt(500, seed)) for seed in (1, 2, 3)]
@@ -83,7 +83,7 @@ def test_third_prompt_continues_where_earlier_prompts_diverge() -> None:
 
 
 def test_approximate_states_are_not_shared() -> None:
-    """Tokens decoded by a sparse policy have an approximate state. The same tokens in a prompt have an exact state."""
+    """After decoding with a sparse policy, the state is approximate. After prefilling the same tokens, it is exact."""
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
     _, llm = make_llm("qwen3_5", **options)
     prompt = random_prompt(200)
@@ -95,7 +95,7 @@ def test_approximate_states_are_not_shared() -> None:
 
 
 def random_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Return requests whose prompts continue, edit or truncate earlier texts. Some are samples or beams."""
+    """Return requests whose prompts continue, edit or truncate earlier texts. Some request several samples or beams."""
     texts, requests = [random_prompt(rng.randrange(1, 300), rng.randrange(1 << 30))], []
     for _ in range(8 if STRESS else 4):
         text = list(rng.choice(texts))
@@ -208,7 +208,7 @@ def test_preempted_request_continues_at_a_snapshot() -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("failing", range(6))
 def test_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One page lock fails, in prefill or in a decode step of two requests. Only this snapshot is missing."""
+    """One page lock fails, in the prefill or a decode step of two requests. Only the affected snapshot is missing."""
     prompts = [random_prompt(180, seed) for seed in (1, 2)]
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     expected = [completion.token_ids for completion in completed(make_llm("qwen3_5")[1].generate(prompts, params))]
@@ -251,7 +251,7 @@ def test_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_host_waits_for_copies_of_a_snapshot() -> None:
-    """The device is late. A snapshot must be read after it was saved, and overwritten after it was restored."""
+    """The device lags behind. A snapshot must not be read before it is saved, nor overwritten before it is restored."""
     with simulated(Late((0,))):
         llm = LLM(architecture("lfm2").to("cuda"), policy="full", host_memory="8MiB", verify="off")
         states, slots = llm.runner.pool.states, llm.runner.states
@@ -268,7 +268,7 @@ def test_host_waits_for_copies_of_a_snapshot() -> None:
 
 
 class TestFaults:
-    """Inject faults that the tests above must detect."""
+    """Faults that the tests above must detect."""
 
     def test_snapshot_that_is_one_block_late_is_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, llm = make_llm("qwen3_5")

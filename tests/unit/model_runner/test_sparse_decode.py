@@ -1,4 +1,4 @@
-"""Test decode steps with any policy and pool against a reference: each token attends to its selection."""
+"""Compare decode steps, with every policy and kind of pool, with a reference in which tokens attend to selections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = [
     for j, architecture in enumerate(ARCHITECTURES)
     if "OFFLOAD_RT_STRESS" in os.environ or j == 0 or (i + j) % 5 == 0
 ]
-"""A sample of all pairs. `make stress PART=composition` runs all."""
+"""A sample of all pairs. `make stress PART=composition` runs all of them."""
 
 
 def random_tokens(count: int, vocab: int = 199) -> list[int]:
@@ -58,7 +58,7 @@ def reference_and_actual(
 
 @pytest.mark.parametrize(("name", "architecture"), CASES)
 def test_decode_step_attends_to_its_selection(architecture: str, name: str) -> None:
-    # In float64, only rounding differs from the reference. A single wrong token changes more than 1e-9.
+    # In float64, only rounding differs from the reference. A single wrong token causes a difference above 1e-9.
     reference, steps = reference_and_actual(tiny_model(architecture).double(), name, random_tokens(130), 116)
     assert steps.logprobs == pytest.approx(reference.logprobs, abs=1e-9)
     assert steps.is_greedy == reference.is_greedy
@@ -121,7 +121,7 @@ def test_decode_steps_with_eviction(name: str, eviction: Any, start: int, option
     assert steps.stats.kv_bytes_host == limit
     if eviction == "counter" and name in ("full", "default"):
         unlimited = plain_scores(load_model(model), *VARIANTS[name], ids, start, options)
-        unaffected = 128 - start  # the token at 128 is the first to overwrite, and predicts the next one
+        unaffected = 128 - start  # the token at 128 is the first that overwrites another, and it predicts the next
         assert reference.logprobs[: unaffected - 1] == unlimited.logprobs[: unaffected - 1]
         assert reference.logprobs[unaffected:] != unlimited.logprobs[unaffected:]
 

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 @cache
 def novel_tokens() -> list[int]:
-    """Tokens of a novel that the model did not see in training."""
+    """Return tokens of a novel that the model did not see in training."""
     tokenizer: Any = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
     tokens: list[int] = tokenizer.encode((ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8"))
     return tokens
@@ -61,7 +61,7 @@ def test_edited_prompt_continues_at_a_snapshot(policy: str) -> None:
 
 
 def test_wrong_snapshot_changes_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zero state ten tokens before the end must exceed the tolerance of the test above."""
+    """With a zero state ten tokens before the end, the error must exceed the tolerance of the test above."""
     prompt = novel_tokens()[:650]
     llm, params = make(), SamplingParams(max_tokens=1, temperature=0, logprobs=0)
     [expected] = llm.generate([prompt], params)
@@ -78,7 +78,7 @@ def test_wrong_snapshot_changes_logprobs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def score(llm: LLM) -> torch.Tensor:
-    """Return the log-probabilities of 40 tokens after a prompt of 1,000 tokens."""
+    """Return the log-probabilities of the 40 tokens after a prompt of 1,000 tokens."""
     return torch.tensor(llm.score([novel_tokens()[:1000]], [novel_tokens()[1000:1040]], decode_from=1000)[0].logprobs)
 
 
@@ -89,7 +89,7 @@ def full_scores() -> torch.Tensor:
 
 @pytest.mark.parametrize("ahead", [None, 3])
 def test_logprobs_of_sparse_attention_are_close_to_full_attention(ahead: int | None, full_scores: torch.Tensor) -> None:
-    """2 % of the tokens are selected. Approximate KV is used for all others."""
+    """2 % of the tokens are selected, and approximate KV is used for all others."""
     options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}
     difference = (full_scores - score(make("infinigen", policy_options=options))).abs()
     assert 0 < difference.mean() < 0.1

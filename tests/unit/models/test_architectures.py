@@ -1,4 +1,4 @@
-"""Test every architecture against transformers with tiny random models.
+"""Compare every architecture with transformers, with tiny random models.
 
 `make stress PART=architectures` combines every policy with every architecture.
 """
@@ -43,7 +43,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Policies configured to attend to all tokens."""
 
 STRESS = os.environ.get("OFFLOAD_RT_CELLS") == "1"
-"""Whether to run every policy with every architecture. By default each architecture runs with one, in rotation."""
+"""Whether to run every policy with every architecture. By default, architectures take turns with the policies."""
 
 TOLERANCES = {"qwen3_next": 1e-4}
 """With AVX2, transformers and this runtime both differ from float64 by 2e-5 of the largest logit in one position."""
@@ -64,9 +64,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return logits `[T, V]` of one sequence, computed layer by layer with the adapter.
+    """Return the logits `[T, V]` of one sequence, computed layer by layer with the adapter.
 
-    Recurrent layers process it in three pieces of odd lengths.
+    Recurrent layers process the sequence in three pieces of odd lengths.
     """
     adapter, pieces = adapter.for_new_sequence(), [slice(0, 7), slice(7, 20), slice(20, None)]
     x, shared = adapter.embed(tokens, positions), dict[int, KVPart]()
@@ -94,7 +94,7 @@ def test_logits_equal_transformers(name: str) -> None:
 @pytest.mark.parametrize(("name", "policy"), cells())
 def test_ragged_batch_generates_the_tokens_of_transformers(name: str, policy: str) -> None:
     model = architecture(name)
-    # the third prompt outgrows the windows during decode
+    # the third sequence outgrows the windows while decoding
     prompts = [prompt_of(length, seed=length) for length in (3 * WINDOW, 1, WINDOW - 2)]
     chosen, options = POLICIES[policy]
     llm = LLM(model, policy=chosen, policy_options=options, host_memory="8MiB", verify="always")
@@ -183,7 +183,7 @@ class TestCapsAndSinks:
     def reference(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, cap: float | None, sinks: Any
     ) -> Any:
-        """Attend q `[H, m, d]` to k and v `[H, n, d]`, with seen bool `[m, n]` and sinks `[H]` or None."""
+        """Return attention of q `[H, m, d]` to k and v `[H, n, d]`. `seen` is bool `[m, n]`, `sinks` `[H]` or None."""
         scores = q @ k.mT * 0.5
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         scores = scores.masked_fill(~seen, -math.inf)
@@ -221,7 +221,7 @@ class TestCapsAndSinks:
 
     @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
     def test_prompts_with_a_common_prefix_equal_transformers(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One product computes the attention of all requests to the prefix, except with a cap. Sinks count once."""
+        """Without a cap, one product computes all requests' attention to the prefix. Sinks must count only once."""
         monkeypatch.setattr("offload_rt.engine.runner.MIN_SAVED_BYTES", 1)
         model = architecture(name)
         stem = prompt_of(70)
@@ -254,7 +254,7 @@ class TestCapsAndSinks:
 
     @pytest.mark.parametrize(("name", "tolerance"), [("gemma2", 0.02), ("gpt_oss", 0.1)])
     def test_approximate_kv_uses_cap_and_sinks(self, name: str, tolerance: float) -> None:
-        """Without the cap or the sinks, the error would be much larger than that of 4-bit KV (a few percent)."""
+        """If cap or sinks were ignored, the error would be much larger than that of 4-bit KV (a few percent)."""
         model = architecture(name, **({"attn_logit_softcapping": 0.5} if name == "gemma2" else {}))
         for layer in model.model.layers if name == "gpt_oss" else ():
             layer.self_attn.sinks.fill_(3.0)

@@ -1,4 +1,4 @@
-"""Test cached fingerprints and shapes of checkpoints: they are used unless a file, option or package changed."""
+"""Test cached fingerprints and shapes of checkpoints: they are used unless a file, option or package has changed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load(folder: Path, **options: Any) -> LoadedModel:
 
 
 def edit_embedding(folder: Path) -> None:
-    """Change one element in place, with the same size, inode and mtime."""
+    """Change one element in place, so that the file keeps its size, inode and mtime."""
     path = folder / "model.safetensors"
     before, tensors = path.stat(), load_file(path)
     tensors["model.embed_tokens.weight"][-1, -1] += 0.5
@@ -132,7 +132,7 @@ def test_files_that_change_during_a_load_are_not_cached(
 def test_files_that_have_just_been_written_are_not_cached(
     folder: Path, counter: FingerprintCounter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later change within the resolution of the clock may leave all timestamps unchanged."""
+    """If such a file changes again within the clock's resolution, all its timestamps may stay the same."""
     monkeypatch.setattr(checkpoint_cache, "SETTLED_SECONDS", 60.0)
     load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
@@ -162,7 +162,7 @@ def test_unwritable_cache_is_no_error(folder: Path, counter: FingerprintCounter,
 
 @pytest.fixture
 def built_skeletons(counter: FingerprintCounter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the checkpoints for which `load_shape` builds a model without weights."""
+    """Record the names of checkpoints for which `load_shape` builds a model without weights."""
     built: list[str] = []
     original = shape.build_skeleton
 
@@ -207,7 +207,7 @@ def test_damaged_shape_is_replaced(folder: Path, built_skeletons: list[str], tmp
 def test_fingerprint_of_a_loaded_model_is_not_cached(
     counter: FingerprintCounter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files of a loaded model are unknown and may have changed."""
+    """It is unknown from which files the model was loaded, and they may have changed."""
     monkeypatch.setattr(loading, "fingerprint", counter)
     model = tiny_model("llama", dtype=torch.float32)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Test that damaged and foreign weight files are refused before torch is imported, with a cause and a remedy."""
+"""Test that damaged or foreign weight files are refused before torch is imported, and that errors suggest a remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_refused(model: Path, message: str) -> None:
 
 
 def edit_header(folder: Path, **changes: Any) -> None:
-    """Change entries of the first tensor in the header of model.safetensors."""
+    """Change entries for the first tensor in the header of model.safetensors."""
     path = folder / "model.safetensors"
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -88,7 +88,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tokenizer's page": (write("tokenizer.json", b"<html>"), "tokenizer.json is damaged or incomplete; download it"),
     "head": (lambda folder: edit_config(folder, tie_word_embeddings=True), ""),
 }
-"""Damage to a checkpoint folder, and the error. The surplus head of the last case is no error."""
+"""Damage to a checkpoint folder, and the expected error. The surplus head in the last case is not an error."""
 
 
 @pytest.mark.parametrize("change", DAMAGES)
@@ -102,7 +102,7 @@ def test_damaged_folders_are_refused_before_loading(change: str, folder: Path) -
 
 
 def test_other_weight_names_are_left_to_transformers(folder: Path) -> None:
-    """transformers also loads checkpoints of a decoder without a head."""
+    """transformers can also load checkpoints of a decoder that has no head."""
     path = folder / "model.safetensors"
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -112,7 +112,7 @@ def test_other_weight_names_are_left_to_transformers(folder: Path) -> None:
 
 
 def gguf_bytes(fields: dict[str, str], tensors: int = 1) -> bytes:
-    """Return a GGUF file with string metadata and float32 tensors of one element."""
+    """Return the bytes of a GGUF file with string metadata, and float32 tensors with one element each."""
 
     def string(text: str) -> bytes:
         return struct.pack("<Q", len(text)) + text.encode()

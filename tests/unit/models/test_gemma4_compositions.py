@@ -1,4 +1,4 @@
-"""Test Gemma 4 E2B (KV shared by layers, per-layer embeddings) with other features, against transformers."""
+"""Test Gemma 4 E2B (layers that share KV, per-layer embeddings) with other features. The reference is transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64, "hidden_size_per_layer_input": 64, "head_dim": 32,
     "global_head_dim": 64,
 }  # fmt: skip
-"""Dimensions that can be packed."""
+"""Dimensions with which weights can be packed."""
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_preempted_requests_equal_transformers(
     engine, prompts = llm.make_engine(), [prompt_of(50), prompt_of(62, 1)]
     requests = [engine.add(prompt, greedy(72)) for prompt in prompts]
     while not engine.idle:
-        if llm._swap is not None:  # The disk counts as infinitely fast.
+        if llm._swap is not None:  # The disk is treated as infinitely fast.
             llm._swap._write_seconds_per_byte = llm._swap._read_seconds_per_byte = 0.0
         engine.step()
     assert [request.new_tokens for request in requests] == [

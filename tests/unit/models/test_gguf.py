@@ -1,4 +1,4 @@
-"""Test models in GGUF files, and the default dtype on a CPU."""
+"""Test models from GGUF files, and the default dtype on a CPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_loaded_file_equals_the_written_model(gguf_and_model: tuple[Path, Any], 
 
 
 def test_gguf_blocks_are_dequantised_with_a_warning(gguf_and_model: tuple[Path, Any], loaded_model: Any) -> None:
-    """transformers dequantises this architecture without a warning."""
+    """transformers dequantises this architecture without warning about it."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
     path = gguf_and_model[0]
     gguf_config = transformers.GgufConfig(dequantize=False)

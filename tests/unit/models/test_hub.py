@@ -1,4 +1,4 @@
-"""Test hub downloads, the local hub cache, and checkpoints with custom code."""
+"""Test downloads from the hub, the local hub cache, and checkpoints with custom code."""
 
 from __future__ import annotations
 

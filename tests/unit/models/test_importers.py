@@ -1,6 +1,6 @@
-"""Test importers of packed checkpoints: weights equal the dequantisation of each format bit by bit.
+"""Test importers of packed checkpoints: all bits of the weights equal the dequantisation that each format defines.
 
-Tensors are written according to the description of each layout. compressed-tensors 0.20 was compared by hand.
+The tests write tensors as each layout's description says. A manual comparison with compressed-tensors 0.20 agreed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 GROUP = 32
 Tensors = dict[str, torch.Tensor]
 Layer = tuple[Tensors, torch.Tensor]
-"""Tensors of a layer in the checkpoint, and its weight `[out, in]`."""
+"""A layer's tensors in the checkpoint, and its weight `[out, in]`."""
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes `[n, m]` into int32 words along the last axis, the first code in the lowest bits."""
+    """Pack codes `[n, m]` into int32 words along the last axis, with the first code in the lowest bits."""
     each, numbers = 32 // bits, codes.numpy().astype(np.uint32)
     packed = np.zeros((len(numbers), numbers.shape[1] // each), np.uint32)
     for place in range(each):
@@ -41,7 +41,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def random_codes(outs: int, ins: int, bits: int, groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return random codes `[out, in]`, zeros and scales `[out, groups]`."""
+    """Return random codes `[out, in]`, and random zeros and scales, both `[out, groups]`."""
     codes = torch.randint(1 << bits, (outs, ins))
     zeros = torch.randint((1 << bits - 1) - 2, (1 << bits - 1) + 3, (outs, groups))
     return codes, zeros, ((torch.rand(outs, groups) + 0.5) * 0.3 / (1 << bits)).to(dtype)
@@ -67,7 +67,7 @@ def gptq(bits: int, layout: str = "gptq", desc_act: bool = False) -> Callable[[i
 
 
 def awq(outs: int, ins: int) -> Layer:
-    """Write an AWQ layer: `(weight - zeros) * scales` in float16, with the outputs of a word in AWQ's order.
+    """Write an AWQ layer: `(weight - zeros) * scales` in float16. The outputs within a word are in AWQ's order.
 
     See AutoAWQ, awq/utils/packing_utils.py.
     """
@@ -128,7 +128,7 @@ VARIANTS: dict[str, tuple[Callable[[int, int], Layer], dict[str, Any]]] = {
 
 
 def write_folders(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write the same weights unpacked and packed. Return both folders."""
+    """Write the same weights in unpacked and in packed form. Return both folders."""
     write, options = VARIANTS[name]
     dense, packed = (Path(tiny_checkpoint(folder / each, "llama", **SHAPE)) for each in ("dense", "packed"))
     state = load_file(dense / "model.safetensors")

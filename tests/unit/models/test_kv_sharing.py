@@ -1,4 +1,4 @@
-"""Test layers that use the KV of an earlier layer, and token embeddings of every layer (Gemma 4 E2B)."""
+"""Test layers that use an earlier layer's KV, and token embeddings in every layer (Gemma 4 E2B)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from offload_rt.transfer.streams import InlineStream
 from offload_rt.transfer.weights.streamed import StreamedAdapter, WeightStream
 
 PATTERNS = {"after full": "sf|sfsf", "after sliding": "fs|fssf", "one after the other": "sf|ffff", "unused": "sffs|sf"}
-"""Types of layers (f: full, s: sliding). Those after the bar use the KV of the last layer of their type before it."""
+"""Layer types (f: full, s: sliding). Layers after the bar use the KV of the last layer before it with their type."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SPARSE: dict[str, Any] = {"sinks": 2, "recent": 6, "preset": "rows", "budget": 0.4, "dense_layers": ()}
 

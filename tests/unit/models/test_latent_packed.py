@@ -1,4 +1,4 @@
-"""Test packed weights of latent attention: `kv_b_proj` is unpacked once, at its first use, and plans count the copy."""
+"""Test packed weights with latent attention: `kv_b_proj` is unpacked once, on first use, and plans count the copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from offload_rt.planning.device_plan import plan_for
 PROMPTS = [random_prompt(70), random_prompt(40, seed=1)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 COPY = 4 * (10 + 12) * 64 * 4
-"""Size in bytes of the weights of 4 heads (10 + 12 outputs, 64 inputs) in float32."""
+"""Size in bytes of the weights for 4 heads (10 + 12 outputs, 64 inputs) in float32."""
 
 
 def generate_tokens(llm: LLM) -> list[list[int]]:
@@ -72,7 +72,7 @@ def test_quantize_does_not_pack_kv_b_proj() -> None:
 
 
 class CastingLinear(nn.Linear):
-    """Linear layer whose weight has a narrower dtype than its input, as in FP8 checkpoints."""
+    """A linear layer whose weight has a narrower dtype than its input, as in FP8 checkpoints."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight.to(x.dtype))

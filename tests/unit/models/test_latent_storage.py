@@ -1,4 +1,4 @@
-"""Test that models with latent attention store and copy one vector per token and layer, which is both key and value."""
+"""Test that latent attention stores and copies one vector per token and layer, which serves as both key and value."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PREFIX = torch.randint(1, VOCAB, (130,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [PREFIX, [*PREFIX[:128], 7, 8, 9], PREFIX[:3]]
-"""Two prompts share two blocks. Another one is shorter than the window of recent tokens."""
+"""Two prompts that share two blocks, and one that is shorter than the window of recent tokens."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 
 
@@ -57,7 +57,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", LATENT)
 def test_bytes_per_token(name: str) -> None:
-    """Memory, plan and file need (rank + rotated) numbers per token and layer."""
+    """In memory, in plans and in files, each token has (rank + rotated) numbers per layer."""
     model = architecture(name)
     config, geometry = model.config.get_text_config(), adapter_for(model).geometry
     per_token = geometry.layers * (config.kv_lora_rank + config.qk_rope_head_dim) * torch.float32.itemsize
@@ -126,7 +126,7 @@ def test_window_and_working_set_store_one_vector_per_token() -> None:
 
 
 def test_approximate_values_exclude_the_rotated_part() -> None:
-    """The rotated part would enlarge the quantisation steps of the values."""
+    """The rotated part would make the values' quantisation steps larger."""
     keys = make_llm("tail").runner.new_sequence(PREFIX, len(PREFIX)).state.scoring_keys
     assert isinstance(keys, ApproximateKV) and len(keys.bases) == LAYERS
     rows = torch.randn(1, 9, RANK + ROTATED, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Test the C code of linear layers for few rows, against float64 at every instruction set level."""
+"""Compare the C code for linear layers with few rows with float64, at every instruction set level."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_products_equal_float64(outs: int, ins: int, bias: bool, dtype: torch.dt
         fewer = [layer(x[:rows]) for rows in range(1, dense.MAX_ROWS)]
     assert few.dtype == dtype and few.shape == expected.shape
     torch.testing.assert_close(few.double(), expected, **ERRORS[dtype])
-    # the result of a row does not depend on the number of rows
+    # a row's result does not depend on the number of rows
     assert all(few[: len(rows)].equal(rows) for rows in fewer)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If torch has no bfloat16 instructions, the weight is converted and multiplied tile by tile."""
+    """If torch cannot use bfloat16 instructions, the weight is converted and multiplied tile by tile."""
     monkeypatch.setattr(dense, "TILE_BYTES", 4 * 96 * 3)
     monkeypatch.setattr(dense, "torch_multiplies_bfloat16", lambda: False)
     layer = nn.Linear(96, 7, bias=bias).bfloat16()

@@ -1,4 +1,4 @@
-"""Test that one class adds a weight format to loading, planning, streaming, verification and fingerprints."""
+"""Test that a single class adds a weight format to loading, planning, streaming, verification and fingerprints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RowInt8Linear(BackendLinear):
 
 
 class RowInt8(LinearBackend):
-    """Weight format with int8 codes and a scale per output."""
+    """Weight format with int8 codes and one scale per output."""
 
     layer_class = RowInt8Linear
 
@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def rounded_model(folder: Path) -> Any:
-    """Return the model in transformers, with weights rounded to int8 codes."""
+    """Return the transformers model with weights rounded to int8 codes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for layer in (each for each in model.modules() if isinstance(each, nn.Linear)):
         scale = layer.weight.data.abs().amax(1, keepdim=True) / 127

@@ -1,4 +1,4 @@
-"""Test weights that change in place during the life of an `LLM` or drop-in: KV of old weights is never reused."""
+"""Test weights that change in place while an `LLM` or drop-in uses them: KV from old weights is never reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def optimizer_step(model: PreTrainedModel) -> None:
 
 
 def merge_through_data(model: PreTrainedModel) -> None:
-    """Change a weight as PEFT merges an adapter. The version counter of the weight does not change."""
+    """Change a weight the way PEFT merges an adapter, which does not change the weight's version counter."""
     weight = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
     weight.data += torch.full((len(weight), 1), 0.3) @ torch.full((1, weight.shape[1]), 0.3)
 
@@ -60,7 +60,7 @@ def test_kv_of_old_weights_is_not_reused(change: Callable[[PreTrainedModel], Non
 
 
 def test_buffers_of_the_checkpoint_count_as_weights() -> None:
-    """Gemma 4 multiplies each layer's output by a buffer of the checkpoint. RoPE buffers are not in the checkpoint."""
+    """Gemma 4 multiplies each layer's output by a buffer from the checkpoint. RoPE buffers are not stored there."""
     model = architecture("gemma4")
     before, live = fingerprint(model), WeightChangeDetector(model)
     for name, buffer in model.named_buffers():

@@ -53,7 +53,7 @@ def build(variant: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return logits `[T, V]` of one sequence, computed with the adapter and a plain masked softmax."""
+    """Return the logits `[T, V]` of one sequence, computed with the adapter and a plain masked softmax."""
     geometry = adapter.geometry
     x = adapter.embed(tokens, positions)
     distance = positions[:, None] - positions[None, :]
@@ -68,7 +68,7 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
 
 
 def assert_logits_equal_transformers(model: Any, start: int, tolerance: float) -> None:
-    """`tolerance` is relative to the largest logit, and positions begin at `start`."""
+    """Compare logits at positions from `start` on. `tolerance` is relative to the largest logit."""
     tokens = torch.tensor(tiny_prompt(LENGTH))
     positions = torch.arange(start, start + LENGTH)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]
@@ -79,7 +79,7 @@ def assert_logits_equal_transformers(model: Any, start: int, tolerance: float) -
 
 
 def widen_norms(model: nn.Module) -> None:
-    """Replace transformers' RMSNorm, which rounds to float32, with torch's."""
+    """Replace transformers' RMSNorm, which rounds to float32, with torch's in float64."""
     for path, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
@@ -101,7 +101,7 @@ class TestAgainstTransformers:
         model = build(variant, dtype)
         adapter = adapter_for(model)
         tokens, positions = torch.tensor(tiny_prompt(LENGTH)), torch.arange(LENGTH)
-        # The cache of a sliding-window layer holds one token less than its window.
+        # A sliding-window layer's cache holds one token less than the window.
         held = (adapter.geometry.windows[0] or LENGTH + 1) - 1
         cached = model(tokens[None], use_cache=True).past_key_values.layers[0]
         _, k, v = adapter.qkv(0, adapter.attention_input(0, adapter.embed(tokens, positions)), positions)
@@ -109,7 +109,7 @@ class TestAgainstTransformers:
         assert torch.equal(v[:, -held:], cached.values[0])
 
     def test_yarn_attention_factor_is_not_one(self) -> None:
-        """With a factor of 1, the variant "llama-yarn" would not test the factor."""
+        """If the factor were 1, the variant "llama-yarn" would not test it."""
         assert build("llama-yarn").model.rotary_emb.attention_scaling > 1.1
 
 
@@ -160,7 +160,7 @@ class TestAdapterMethods:
     def test_rotation_follows_the_positions(self) -> None:
         """Cached cos and sin must not be used for other positions.
 
-        A tensor of positions that was changed in place takes effect from layer 0 on.
+        If a tensor of positions was changed in place, the change takes effect from layer 0 on.
         """
         adapter, fresh = adapter_for(build("llama")), adapter_for(build("llama"))
         a = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
@@ -339,7 +339,7 @@ class TestFingerprint:
         assert len(set(prints)) == len(prints)
 
     def test_does_not_depend_on_the_dtype_of_equal_values(self) -> None:
-        """A bfloat16 checkpoint may be calibrated in float32 on a CPU and run in bfloat16 on a GPU."""
+        """A bfloat16 checkpoint may be calibrated in float32 on a CPU, and then run in bfloat16 on a GPU."""
         exact = fingerprint(tiny_model("llama"))
         half = tiny_model("llama", dtype=torch.bfloat16)
         expected = fingerprint(half)

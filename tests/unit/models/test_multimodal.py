@@ -1,6 +1,6 @@
-"""Test the language model of multimodal checkpoints: tokens, loaded weights, and fingerprints.
+"""Test the language models of multimodal checkpoints: tokens, loaded weights, and fingerprints.
 
-`test_architectures.py` covers loaded multimodal models.
+`test_architectures.py` covers multimodal models that are already loaded.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_session_continues_with_the_loaded_multimodal_model(saved_model: Any, tm
 
 
 def test_packed_language_models_run(tmp_path: Path) -> None:
-    """bitsandbytes does not pack the vision tower, so plans count only the language model as packed."""
+    """bitsandbytes does not pack the vision tower, so in plans, only the language model counts as packed."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 

@@ -1,4 +1,4 @@
-"""Test the importer of gpt-oss: packed experts equal transformers' dequantisation bit by bit."""
+"""Test the importer for gpt-oss: all bits of packed experts equal transformers' dequantisation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPTS = [torch.randint(1, VOCAB, (length,), generator=GENERATOR).tolist() for 
 
 
 def write_folders(folder: Path) -> tuple[Path, Path]:
-    """Write the same weights dequantised and in MXFP4. Return both folders."""
+    """Write the same weights in dequantised form and in MXFP4. Return both folders."""
     dense, packed = folder / "dense", folder / "packed"
     model = architecture("gpt_oss", **SIZES)
     for each in (dense, packed):
@@ -91,7 +91,7 @@ def test_tokens_on_a_simulated_device_equal_the_cpu_path(tmp_path: Path, monkeyp
 
 
 def test_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop over experts would read the chosen experts on the host, which ends the capture."""
+    """A loop over experts would read on the host which experts are chosen, and that would end the capture."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr("offload_rt.models.linear.packed.MAX_BATCHED_PAIRS", 1)
     folder, few = write_folders(tmp_path)[1], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

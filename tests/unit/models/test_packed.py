@@ -1,6 +1,6 @@
-"""Test quantised weights that stay packed in memory, and plans with their packed size.
+"""Test quantised weights that stay packed in memory, and plans that use their packed size.
 
-bitsandbytes nf4 and torchao int8 run on a CPU. For formats that need a GPU, only the refusal is tested.
+bitsandbytes nf4 and torchao int8 run on a CPU. Formats that need a GPU are only tested for being refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def int8(folder: Path) -> Any:
 
 
 PACKERS: dict[str, tuple[Callable[[Path], Any], float]] = {"bitsandbytes": (nf4, 0.6), "torchao": (int8, 1.1)}
-"""How to pack a checkpoint, and the largest number of bytes per weight in a layer's matrices, scales included."""
+"""How to pack a checkpoint, and the maximum bytes per weight in a layer's matrices, including scales."""
 
 
 @pytest.fixture(scope="module", params=list(PACKERS))
@@ -105,7 +105,7 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
 
 
 def test_8b_model_in_4_bits_with_128k_tokens_fits_24_gib(tmp_path: Path, capsys: Any) -> None:
-    """`info` reads `config.json` and the header of a bitsandbytes file without weights."""
+    """`info` reads only `config.json` and the header of a bitsandbytes file. The file here has no weights."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256}
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "dtype": "bfloat16"}
     packing = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
@@ -183,7 +183,7 @@ def test_only_4_bit_bitsandbytes_can_stream() -> None:
 
 
 def test_unpacked_weights_have_the_requested_dtype(packed: Path) -> None:
-    """transformers keeps the dtype of the file, but the plan assumes the requested one."""
+    """transformers keeps the dtype in the file, but the plan assumes the requested dtype."""
     shape, model = load_shape(packed, dtype="bfloat16"), load_model(packed, dtype="bfloat16", verify="always")
     assert model.adapter.dtype == shape.dtype == torch.bfloat16
     assert shape.weight_bytes == pytest.approx(model.weight_bytes, rel=0.04)
@@ -218,7 +218,7 @@ def test_gpt2_refuses_packed_weights(tmp_path: Path) -> None:
 
 
 def test_dequantised_formats_are_not_packed(tmp_path: Path) -> None:
-    """transformers has no mxfp4 kernel for CPUs, and dequantises the weights."""
+    """transformers has no mxfp4 kernel for CPUs, so it dequantises the weights."""
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     plain = load_shape(folder, device="cpu")
     edit_config(folder, quantization_config={"quant_method": "mxfp4"})

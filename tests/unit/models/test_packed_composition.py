@@ -1,4 +1,4 @@
-"""Test models with packed weights in combination with other features: tokens equal those of dequantised weights."""
+"""Test packed weights in combination with other features: tokens equal those with dequantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the layout of packed weights, and their products against float64 at every instruction set level."""
+"""Test the layout of packed weights, and compare their products with float64 at every instruction set level."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CODE = [
     for j, dtype in enumerate((torch.float32, torch.bfloat16))
     if level == LEVELS[-1] or i % 2 == j
 ]
-"""Both types at the highest level, and one at each lower level: it takes half a minute to compile this file."""
+"""Both dtypes at the highest level, and one at each lower level, because compiling this file takes half a minute."""
 of_each_code = pytest.mark.parametrize(("level", "dtype"), CODE, indirect=["level"], ids=str)
 
 
@@ -63,7 +63,7 @@ def test_products_equal_float64(form: PackedFormat, bias: bool, dtype: torch.dty
     error = 2**-8 if dtype == torch.bfloat16 else 1e-5
     assert ((few.double() - expected[:-1]).abs() <= error * expected[:-1].abs() + 1e-5 * size[:-1]).all()
     assert ((many.double() - expected).abs() <= error * expected.abs() + 2 * error * size).all()
-    # up to MAX_ROWS rows, the result of a row does not depend on the number of rows
+    # up to MAX_ROWS rows, a row's result does not depend on the number of rows
     assert all(few[: len(rows)].equal(rows) for rows in fewer)
 
 

@@ -1,4 +1,4 @@
-"""Test models with packed weights: GGUF files, and checkpoints that are quantised when they are loaded."""
+"""Test models with packed weights: GGUF files, and checkpoints that are quantised during loading."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from offload_rt.utils.native_code import cache_folder
 from offload_rt.utils.progress import observed
 
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128, "num_hidden_layers": 4}
-"""Heads of 32, so that all C code runs, and inputs in multiples of 64."""
+"""Shape with heads of 32, so that all C code runs, and inputs that are multiples of 64."""
 HALVES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2],
     "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
 }  # fmt: skip
-"""Bytes of the blocks of each type that are float16."""
+"""Offsets of the float16 numbers in a block of each GGUF type."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
@@ -211,7 +211,7 @@ def test_size_of_the_packed_cache_is_limited(tmp_path: Path, monkeypatch: pytest
 
 
 def test_processes_convert_a_file_once(tmp_path: Path) -> None:
-    """Threads stand for processes, because a lock belongs to an open file."""
+    """Threads stand in for processes. This works because a lock belongs to an open file."""
     written, seen = [], threading.Event()
 
     def write(folder: Path) -> None:
@@ -276,7 +276,7 @@ def test_memory_for_quantisation_does_not_depend_on_the_weight(bits: int) -> Non
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_small_weights_keep_their_precision(bits: int) -> None:
-    """float16 alone would store the scales of such weights with few bits."""
+    """In plain float16, the scales of such weights would have only a few significant bits."""
     weight = torch.randn(64, 128) * torch.logspace(0, -5, 64)[:, None]
     model: Any = nn.Module()
     model.body, model.gate_of_state = nn.Linear(128, 64, bias=False), nn.Linear(128, 4)

@@ -1,4 +1,4 @@
-"""Test shapes of plain decoders that are computed from config.json, against models on the meta device."""
+"""Compare shapes of plain decoders, computed from config.json, with models on the meta device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LLAMA3 = {
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Change entries of config.json. An ellipsis removes an entry."""
+    """Change entries in config.json. An ellipsis as the value removes the entry."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))

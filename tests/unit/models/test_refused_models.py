@@ -23,7 +23,7 @@ from offload_rt.models.shape import load_shape
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let every connection attempt fail, and return the list of attempted hosts."""
+    """Make every connection attempt fail, and return the list of attempted hosts."""
     attempts: list[str] = []
 
     def refuse(host: str, *_: Any, **__: Any) -> None:
@@ -84,7 +84,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "lost shard": (remove_shard, "model-00002-of-00004.safetensors' does not exist, but the index"),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot load the tokenizer of"),
 }
-"""Damage to a checkpoint folder, and the error that names it."""
+"""Damage to a checkpoint folder, and the error that must name it."""
 
 
 class TestRefusals:

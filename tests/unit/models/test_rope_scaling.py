@@ -1,6 +1,6 @@
 """Test RoPE scaling that depends on the sequence length.
 
-`max_model_len` selects transformers' frequencies for short or for long texts.
+`max_model_len` decides whether transformers' frequencies for short or for long texts are used.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def prompt_of(tokens: int) -> list[int]:
 
 
 def test_rope_tables_are_cached_for_a_few_position_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill chunks alternate in each layer. Layer 0 recomputes their tables, because positions may have changed."""
+    """Prefill chunks alternate in each layer. Layer 0 always recomputes the tables, as positions may have changed."""
     rotary = load_model(tiny_model("llama")).adapter._rotary
     computed, tables = [], rotary._tables
     monkeypatch.setattr(rotary, "_tables", lambda *given: computed.append(given[2]) or tables(*given))
@@ -94,7 +94,7 @@ def test_short_texts_equal_transformers(checkpoint: Path) -> None:
 
 
 def test_unregistered_class_equals_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unregistered class is inspected before its weights are read. This must not change the loaded model."""
+    """An unregistered class is inspected before its weights are read. This inspection must not change the model."""
     for architecture in ("Phi3ForCausalLM", "LlamaForCausalLM"):
         monkeypatch.delitem(registry._adapters, architecture)
     prompt = prompt_of(SHORT_LENGTH)
@@ -114,7 +114,7 @@ def test_long_texts_equal_transformers_or_are_refused(checkpoint: Path) -> None:
 
 
 def test_each_length_has_separate_positions_and_fingerprint(checkpoint: Path) -> None:
-    """KV stored with one set of frequencies must not be reused with the other."""
+    """KV stored with one set of frequencies must not be reused with the other set."""
     short, whole = (load_model(checkpoint, max_model_len=length) for length in (TRAINED_LENGTH, None))
     same = checkpoint.name == "dynamic"
     assert (

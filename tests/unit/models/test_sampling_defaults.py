@@ -1,4 +1,4 @@
-"""Test sampling defaults from the generation config of a checkpoint."""
+"""Test sampling defaults from a checkpoint's generation config."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_layers_between", [range(0)] * 3), "the embedding"),
     "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
 }  # fmt: skip
-"""For each fault: the model, the change to its adapter, and the part named in the error."""
+"""For each fault: the model, the change to its adapter, and the part that the error must name."""
 
 
 class TestVerification:
@@ -91,7 +91,7 @@ class TestVerification:
     def test_large_keys_are_accepted(self, dtype: torch.dtype) -> None:
         """Large key biases give scores of several hundred, as in the first layer of Qwen2.
 
-        Eager attention rounds such scores to half precision with errors above one.
+        Eager attention rounds such scores to half precision, which causes errors above one.
         """
         model = architecture("qwen2", dtype=dtype)
         attention = model.model.layers[0].self_attn

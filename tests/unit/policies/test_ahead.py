@@ -1,4 +1,4 @@
-"""Test option `ahead`, which predicts queries of hybrid models from the input of an earlier layer."""
+"""Test the option `ahead`, with which a hybrid model's queries are predicted from the input of an earlier layer."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LAYERS: dict[str, Any] = {
     "num_hidden_layers": 6,
     "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 3, "full_attention"],
 }
-"""Three recurrent layers between the attention layers 1 and 5."""
+"""Options with three recurrent layers between the attention layers 1 and 5."""
 
 SELECT_ALL = {"preset": "rows", "alpha": math.inf, "max_fraction": 1.0, "dense_layers": (), "recent": 4}
 
 
 def layer_inputs(model: Any, tokens: list[int]) -> list[torch.Tensor]:
-    """Return the input `[T, D]` of each decoder layer in transformers."""
+    """Return the input `[T, D]` that each decoder layer gets in transformers."""
     inputs: list[torch.Tensor] = []
     hooks = [
         layer.register_forward_pre_hook(
@@ -132,7 +132,7 @@ def test_invalid_options_are_errors() -> None:
 
 @torch.inference_mode()
 def test_prediction_quality_is_the_relative_mass_of_selected_tokens() -> None:
-    """Compare with a loop over queries. The first 4 and the last 64 tokens are not counted."""
+    """Compare with a loop over queries. The first 4 and the last 64 tokens do not count."""
     adapter = adapter_for(tiny_model("llama"))
     shape, n = adapter.geometry, 200
     truth = torch.randn(n, shape.hidden, generator=torch.Generator().manual_seed(0))
@@ -176,7 +176,7 @@ def test_attention_layers_are_streamed_last() -> None:
 
 @pytest.mark.parametrize("source", ["query", "attention_input"])
 def test_streamed_layers_are_copied_once_per_step(source: str, tmp_path: Path) -> None:
-    """Only layers without attention are streamed, so predictions of queries need no streamed weights."""
+    """Only layers without attention are streamed, so predicting queries needs no streamed weights."""
     architecture("qwen3_5", **LAYERS).save_pretrained(tmp_path)
     shape = load_shape(tmp_path, device="cpu")
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "source": source}}

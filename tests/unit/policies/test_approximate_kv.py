@@ -1,4 +1,4 @@
-"""Test approximate (low-bit) KV in whole models. It estimates the attention to all tokens that were not selected."""
+"""Test approximate (low-bit) KV in whole models, where it estimates the attention to tokens that were not selected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_full_budget_equals_full_attention(name: str) -> None:
 
 
 def merge_exactly(stored_kv: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tuple[float, ...]) -> Any:
-    """Return a replacement of `InfiniGenState.merge_approximate` that uses unquantised KV."""
+    """Return a replacement for `InfiniGenState.merge_approximate` that uses unquantised KV."""
 
     def merge(
         self: InfiniGenState,
@@ -69,7 +69,7 @@ def merge_exactly(stored_kv: dict[int, tuple[torch.Tensor, torch.Tensor]], scale
 def test_approximate_kv_without_rounding_gives_full_attention(
     name: str, budget: float, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Only models with full-attention layers: Mistral has none, so it selects no tokens.
+    # Only models with full-attention layers. Mistral has none, so it never selects tokens.
     stored_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     write = ApproximateKV.write
 
@@ -143,7 +143,7 @@ def test_default_approximates_tokens_that_are_not_selected() -> None:
 
 
 def test_provenance_keys_equal_those_of_earlier_versions() -> None:
-    """Other keys would make stored sessions of earlier versions unusable."""
+    """If the keys changed, sessions stored by earlier versions could no longer be used."""
     earlier = (
         "InfiniGenOptions(alpha=None, partial_ratio=0.3, max_fraction=0.1, source='residual', corrected=True, "
         "scorer='int8', columns='calibration', skew='balanced', sinks=4, recent=64, dense_layers=(0,), "

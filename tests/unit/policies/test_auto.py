@@ -1,4 +1,4 @@
-"""Test policy "auto": full attention while it is cheaper, then selection over the whole context."""
+"""Test policy "auto": full attention as long as it is cheaper, then selection from the whole context."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 def test_auto_uses_full_attention_below_the_limit_and_infinigen_above() -> None:
     prompt, calls = tiny_prompt(120), []
     llm = make_llm("auto", dense_until=1000, **SMALL_BUDGET)
-    # Full attention must not call code of selection.
+    # Full attention must not call any selection code.
     llm.runner.policy.correct_prediction = lambda layer, x: calls.append(layer) or x  # type: ignore[method-assign]
     [below], [full] = generate(llm, [prompt]), generate(make_llm("full"), [prompt])
     assert below.token_ids == full.token_ids and below.stats.exact_fraction == 1 and not calls
@@ -69,7 +69,7 @@ def test_sequence_of_a_batch_switches_to_selection_at_the_limit() -> None:
 
 
 def test_short_sequences_of_a_batch_attend_to_all_tokens() -> None:
-    """On a GPU, all sequences of a batch select tokens together."""
+    """On a GPU, all sequences in a batch select tokens together, even short ones."""
     prompts, llm = [tiny_prompt(60), tiny_prompt(300, seed=1)], staged(make_llm("auto", dense_until=130, **FRACTION))
     policy = llm.runner.policy
     assert isinstance(policy, InfiniGen)
@@ -82,7 +82,7 @@ def test_short_sequences_of_a_batch_attend_to_all_tokens() -> None:
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("cuda", 0)])
 def test_limit_depends_on_kv_size_and_device(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, full attention is used for up to a number of bytes of KV per layer. On a GPU, it is never used."""
+    """On a CPU, full attention is used until a layer's KV reaches a certain size. On a GPU, it is never used."""
     geometry = make_llm("full").runner.adapter.geometry
     monkeypatch.setattr(auto, "MAX_DENSE_BYTES", 64 * geometry.kv_bytes(1, torch.float32) // geometry.layers)
     assert auto.dense_limit(AutoOptions(), geometry, torch.device(device), torch.float32) == expected
@@ -90,7 +90,7 @@ def test_limit_depends_on_kv_size_and_device(device: str, expected: int, monkeyp
 
 
 def test_measured_length_is_not_part_of_the_provenance_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored KV must stay usable if another length is measured. A length set by the user has priority."""
+    """Stored KV must stay usable if a different length is measured. A length set by the user takes precedence."""
     policies = []
     for measured in (128, 512, 1 << 50):
         monkeypatch.setattr(build, "measured_dense_until", lambda *_, found=measured, **__: found)

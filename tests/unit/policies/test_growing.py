@@ -1,4 +1,4 @@
-"""Test growing per-token tensors that forks share, with random writes and forks, against lists."""
+"""Test growing per-token tensors that forks share: compare them with lists after random writes and forks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from offload_rt.policies.growing import LayerTensors, max_capacity
 
 WRITES = st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 200))
-"""Owner, layer and number of tokens. For owner 3, owner 0 is forked first."""
+"""Owner, layer and number of tokens of each write. Owner 3 means that owner 0 is forked first."""
 
 
 @settings(max_examples=60, deadline=None)

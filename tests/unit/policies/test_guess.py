@@ -1,4 +1,4 @@
-"""Test corrections of predicted layer inputs: a least-squares fit, and its use by the policy."""
+"""Test corrections of predicted layer inputs: how they are fitted by least squares, and how the policy uses them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_fit_equals_least_squares_over_transformers_layer_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer inputs are those of transformers. Norms and residuals are those of the adapter, which has its own tests."""
+    """Layer inputs come from transformers. Norms and residuals come from the adapter, which has its own tests."""
     monkeypatch.setattr(calibrate_module, "SLICE", 32)
     model = tiny_model(name, dtype=torch.float64)
     adapter, ids = adapter_for(model), tiny_prompt(160)

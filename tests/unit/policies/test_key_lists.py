@@ -1,4 +1,4 @@
-"""Test batched selection, as on a CUDA device, against selection of single sequences."""
+"""Compare batched selection, as used on CUDA devices, with selection for single sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test pages that forks share, with random writes, copies, truncations, forks and releases, against lists."""
+"""Test pages that forks share: compare them with lists after random writes, copies, truncations, forks and releases."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OPERATIONS = st.tuples(
     st.sampled_from(["append", "append", "rewrite", "move", "fork", "truncate", "release"]),
     st.integers(0, 9), st.sampled_from(LAYERS), st.integers(0, 1200), st.integers(1, 700),
 )  # fmt: skip
-"""Operation, owner, layer, first token (modulo the length) and number of tokens."""
+"""Each operation with its owner, layer, first token (modulo the length) and number of tokens."""
 
 
 def token_values(pages: LayerPages, layer: int) -> list[int]:
-    """Return the values of a layer's tokens. All heads must have equal values."""
+    """Return the values of a layer's tokens. All heads must have the same values."""
     layer_pages = pages.pages(layer)
     parts = [blocks.flatten(1)[:, slots] for blocks, slots, _ in layer_pages.parts(range(pages.lengths[layer]))]
     rows = torch.cat(parts, 1) if parts else torch.empty(HEADS, 0)

@@ -1,4 +1,4 @@
-"""Test custom policies, classes with one method, on single sequences, in batches and in CUDA graphs."""
+"""Test custom policies, which are classes with one method, on single sequences, in batches and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ OPTIONS: dict[str, Any] = {"budget": 0.4, "sinks": 2, "recent": 8, "dense_layers
 
 
 class LowNorm(ScorerPolicy[BudgetOptions]):
-    """Select keys of small norm (Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache
-    Compression").
+    """Policy that selects keys with a small norm.
+
+    See Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression".
     """
 
     name = "low-norm"
@@ -74,7 +75,7 @@ def test_tokens_with_the_largest_scores_are_selected_within_the_budget(name: str
 
 
 def generate(device: str, name: str, head_dim: int, **settings: Any) -> tuple[list[list[int]], Any]:
-    """Return greedy tokens and captured CUDA graphs of a batch of four requests that crosses the end of a block."""
+    """Return the greedy tokens and captured CUDA graphs of a batch of four requests that crosses a block boundary."""
     model: Any = tiny_model("llama", num_hidden_layers=2, head_dim=head_dim).to(device)
     settings = {"host_memory": "8MiB", "missed_mass_every": 0, "device": device} | settings
     llm = LLM(model, policy=name, policy_options=OPTIONS, **settings)

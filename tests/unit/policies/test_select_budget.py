@@ -1,4 +1,4 @@
-"""Test policies with a budget (oracle, streaming, h2o, quest) against reference implementations."""
+"""Compare the policies that have a budget (oracle, streaming, h2o, quest) with reference implementations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def budget_options(budget: float) -> BudgetOptions:
 
 
 def selected_count(budget: float, visible: VisibleTokens) -> int:
-    """Return the number of tokens to select, which is the budget without resident tokens."""
+    """Return the number of tokens to select, which is the budget minus the resident tokens."""
     total = math.floor(budget * (visible.all.stop - visible.all.start) + 1e-9)
     return min(len(visible.candidates), max(0, total - len(visible.sinks) - len(visible.recent)))
 
@@ -44,7 +44,7 @@ def visible_tokens(length: int) -> VisibleTokens:
 def attention_weights(
     shape: ModelGeometry, layer: int, query: torch.Tensor, k: torch.Tensor, visible: range
 ) -> torch.Tensor:
-    """Return softmax weights `[H, N]` of queries `[H, d]` over the tokens `visible`. Other weights are 0."""
+    """Return softmax weights `[H, N]` of queries `[H, d]` over the `visible` tokens. All other weights are 0."""
     out = torch.zeros(shape.heads, k.shape[2], dtype=torch.float64)
     for head in range(shape.heads):
         scores = k[layer, head // shape.group, visible.start : visible.stop] @ query[head] * shape.scales[layer]
@@ -55,7 +55,7 @@ def attention_weights(
 
 
 def top_tokens(values: torch.Tensor, candidates: range, n: int) -> set[int]:
-    """Return the n tokens of `candidates` with the largest values `[N]`. Lower tokens win ties."""
+    """Return the n `candidates` with the largest values `[N]`. In a tie, the lower token wins."""
     return set(sorted(candidates, key=lambda t: (-float(values[t]), t))[:n])
 
 
@@ -137,7 +137,7 @@ def test_quest_forks_are_independent_and_small() -> None:
 
 
 class ReferenceH2O:
-    """Reference implementation of h2o for one layer, one KV head at a time."""
+    """Reference implementation of h2o for one layer. It handles one KV head at a time."""
 
     def __init__(self, shape: ModelGeometry, budget: float, layer: int) -> None:
         self.shape, self.budget, self.layer = shape, budget, layer

@@ -1,4 +1,4 @@
-"""Test InfiniGen's selection against a reference implementation with dense matrices and loops."""
+"""Compare InfiniGen's selection with a reference implementation that uses dense matrices and loops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_policy(
 
 
 def filled_state(policy: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROMPT) -> InfiniGenState:
-    """Return a state after two prefill chunks, and single tokens up to the end of `k`."""
+    """Return a state that has seen two prefill chunks, then single tokens up to the end of `k`."""
     state = policy.new_state(no_keys)
     for layer in range(len(k)):
         for start, stop in ((0, prompt // 3), (prompt // 3, prompt)):
@@ -48,7 +48,7 @@ def filled_state(policy: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: in
 def reference_scores(
     policy: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, columns: torch.Tensor
 ) -> torch.Tensor:
-    """Return scores `[H, N]` of a query `[H, d]`, computed from the columns `[Hkv, r]` of the skewed keys."""
+    """Return the scores `[H, N]` of a query `[H, d]`, computed only from the columns `[Hkv, r]` of the skewed keys."""
     shape, basis = policy.geometry, artifact(policy.geometry)
     out = torch.empty(shape.heads, k.shape[2], dtype=torch.float64)
     for head in range(shape.heads):
@@ -62,7 +62,7 @@ def reference_scores(
 def reference_selection(
     scores: torch.Tensor, candidates: range, group: int, alpha: float, max_fraction: float
 ) -> list[set[int]]:
-    """Select candidates by threshold and top-n (paper, §4.3) from scores `[H, N]`."""
+    """Select candidates from scores `[H, N]` by threshold and top-n (paper, §4.3)."""
     if not candidates:
         return [set() for _ in range(len(scores) // group)]
     masked = torch.full_like(scores, -math.inf)
@@ -115,7 +115,7 @@ def test_paper_preset_chooses_columns_from_the_prompt(group: int, device: torch.
     policy = InfiniGen(options, shape, artifact(shape), device, torch.float64)
     assert (policy.query_source, policy.sinks, policy.recent, policy.dense_layers) == ("attention_input", 0, 1, {0})
     q, k = tokens(shape, TOTAL)
-    q[:, :, :, 3] *= 5  # other magnitudes, so that the prompt selects other columns than calibration
+    q[:, :, :, 3] *= 5  # different magnitudes, so that the prompt selects different columns than calibration
     state = filled_state(policy, q.to(device), k.to(device))
     visible = VisibleTokens.of(TOTAL, sinks=0, recent=1, window=None)
     basis = artifact(shape)
@@ -219,7 +219,7 @@ def test_half_precision_keys_are_scored_in_float32() -> None:
     scores = state._keys.scores(0, q[0, :, -1].bfloat16(), range(64))
     exact = reference_scores(policy, 0, q[0, :, -1], k, calibrated_columns(policy)).view(2, 2, 64)
     assert scores.dtype == torch.float32
-    # Queries and keys are rounded to 8 bits of mantissa: about 2^-9 of a 64-term sum of products near 16.
+    # Queries and keys are rounded to 8-bit mantissas: an error of about 2^-9 in a sum of 64 products near 16.
     assert (scores - exact).abs().max() < 0.03
 
 
@@ -233,7 +233,7 @@ def test_packing_is_reversible(rows: int, bits: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("bits", "gaussian_error"), [(4, 0.01154), (2, 0.1188)])
 def test_quantiser_error(bits: int, gaussian_error: float) -> None:
-    """Errors within the levels are at most half a step. For the error of Gaussian columns, see Max (1960), table II."""
+    """Within the levels' range, errors are at most half a step. For Gaussian columns, see Max (1960), table II."""
     generator = torch.Generator().manual_seed(0)
     std = torch.tensor([[1.0, 0.1, 10.0], [3.0, 2.0, 0.01]])
     mean = torch.tensor([[0.0, 5.0, -1.0], [1.0, 0.0, 0.5]])
@@ -277,7 +277,7 @@ def test_quantised_scores_equal_scores_of_dequantised_keys(bits: int, group: int
 def attention_mass_outside(
     policy: InfiniGen, layer: int, query: torch.Tensor, k: torch.Tensor, attended: list[set[int]]
 ) -> float:
-    """Return the attention mass outside `attended`, computed from scoring keys. It is averaged over query heads."""
+    """Return the attention mass outside `attended`, computed from scoring keys and averaged over query heads."""
     scores, cap, group = (
         reference_scores(policy, layer, query, k, calibrated_columns(policy)),
         policy.geometry.softcap,

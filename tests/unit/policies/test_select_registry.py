@@ -1,4 +1,4 @@
-"""Test the policy registry, and error messages for wrong names and options."""
+"""Test the policy registry, and the error messages for wrong names and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that sequences with a common prefix share its low-bit KV, with unchanged contents."""
+"""Test that sequences with a common prefix share its low-bit KV, and that the contents do not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def make_runner(**options: Any) -> Runner:
 
 
 def prompts() -> list[list[int]]:
-    """Return three prompts with a common prefix of `COMMON_TOKENS` tokens."""
     prefix = tiny_prompt(COMMON_TOKENS)
     return [prefix + tiny_prompt(90, seed=seed) for seed in (1, 2, 3)]
 
@@ -43,7 +42,7 @@ def low_bit_kv(sequence: Sequence) -> ApproximateKV:
 
 
 def low_bit_blocks(sequence: Sequence) -> torch.Tensor:
-    """Return the low-bit KV of full blocks of a prompt, `[layers, Hkv, blocks, block_bytes]`."""
+    """Return the low-bit KV of a prompt's full blocks, `[layers, Hkv, blocks, block_bytes]`."""
     kv = low_bit_kv(sequence)
     pages = [kv._pages_of_layers.pages(layer) for layer in range(2)]
     blocks = torch.stack(
@@ -54,7 +53,7 @@ def low_bit_blocks(sequence: Sequence) -> torch.Tensor:
 
 @pytest.fixture
 def write_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the first slot of every write of keys."""
+    """Return a list that records the first slot of every write of keys."""
     starts: list[int] = []
     write = ApproximateKV.write
 
@@ -93,7 +92,7 @@ def test_low_bit_kv_of_a_shared_prefix_is_stored_once(write_starts: list[int]) -
 
 
 def test_only_low_bit_kv_of_a_prefill_is_shared(write_starts: list[int]) -> None:
-    """Low-bit KV of incomplete sequences and of decoded tokens is not shared."""
+    """The low-bit KV of incomplete sequences and of decoded tokens must not be shared."""
     runner, prompt = make_runner(), tiny_prompt(4 * BLOCK_SIZE)
     first = prefilled_sequence(runner, 3 * BLOCK_SIZE + 10)
     assert first.tokens[: 3 * BLOCK_SIZE] == prompt[: 3 * BLOCK_SIZE]

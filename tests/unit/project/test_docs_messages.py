@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "pages" / "troubleshooting.md"
 
 
 def string_value(node: ast.expr) -> str:
-    """Return a string expression with a NUL character in place of each formatted value."""
+    """Return the text of a string expression, with a NUL character in place of each formatted value."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""Test pages that scripts in `docs/` generate, such as the command reference and the diagram of folders."""
+"""Test the pages that scripts in `docs/` generate, such as the command reference and the folder diagram."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that the Python snippets of the documentation run and that its commands are valid.
+"""Test that the Python snippets in the documentation run and that its commands are valid.
 
 The tests use a tiny model, few new tokens and short texts.
 """
@@ -36,7 +36,7 @@ NOT_RUN = {
     "transformers.md": "needs an instruct model; tests/unit/engine/test_drop_in.py runs pipelines",
     "models.md": "needs bitsandbytes and a download; tests/unit/models/test_packed.py runs it on a tiny model",
 }
-"""Pages whose snippets do not run here, with the reason."""
+"""Pages whose snippets are not run here, with the reason."""
 
 
 def snippets(page: Path) -> list[str]:
@@ -50,7 +50,7 @@ def shell_lines(page: Path) -> list[str]:
 
 
 def documented_commands(page: Path) -> list[str]:
-    """Return the lines of shell sessions, and commands quoted in sentences."""
+    """Return the lines of shell sessions, and the commands that are quoted in sentences."""
     text, found = page.read_text(encoding="utf-8"), shell_lines(page)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     quoted = [" ".join(code.split()) for code in re.findall(r"`((?:offload-rt|make|python)\s[^`]+)`", prose)]
@@ -74,10 +74,10 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def snippet_globals(instruct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Write the files that snippets read. Return the global names that snippets use."""
+    """Write the files that snippets read. Yield the global names that snippets use."""
 
     class TinyLLM(LLM):
-        """`LLM` of snippets: loads a tiny model with a small KV cache, and ignores the model that the snippet names."""
+        """The `LLM` that snippets use. It loads a tiny model with a small KV cache, not the model they name."""
 
         def __init__(self, model: Any, *args: Any, **options: Any) -> None:
             supported = {
@@ -136,7 +136,7 @@ def check_command(command: str) -> None:
 
 
 def help_text(words: list[str]) -> str:
-    """Return the help of a command, a benchmark or an evaluation."""
+    """Return the help text of a command, a benchmark or an evaluation."""
     name = words[1] if words[0] == "eval" else words[0]
     if name == "--help":
         return ""
@@ -159,18 +159,18 @@ def test_commands_are_valid(page: Path) -> None:
 
 
 COMMANDS_RUN = ("info", "generate", "write", "chat", "batch", "skew")
-"""Commands that run here. `serve`, `eval` and `tune` have tests of their own."""
+"""Commands that are run here. `serve`, `eval` and `tune` have their own tests."""
 
 SMALL_VALUES = {
     "--max-new-tokens": "4", "--chapter-tokens": "4", "--chapters": "2", "--more": "4", "--host-memory": "64MiB",
     "--disk-limit": "128MiB",
 }  # fmt: skip
-"""Values in place of those in the documentation."""
+"""Values that replace those in the documentation."""
 
 
 LENGTH_OPTIONS = dict.fromkeys(("generate", "write", "chat"), ("--max-new-tokens", "4"))
 LENGTH_OPTIONS["skew"] = ("--calibration-tokens", "128")
-"""Options that shorten commands without a length."""
+"""Options that shorten commands which do not set a length."""
 
 
 def is_run(line: str) -> bool:
@@ -179,7 +179,7 @@ def is_run(line: str) -> bool:
 
 
 def run_line(line: str, model: str) -> int:
-    """Run a line of a shell session in this process. Return its exit code."""
+    """Run one line of a shell session in this process. Return its exit code."""
     words = shlex.split(line, comments=True)
     out = io.StringIO()
     if words[0] == "offload-rt":

@@ -45,14 +45,14 @@ WORD_ALLOWED = {
     "tail": (3, "fields of stored session histories: the partly filled last block"),
     "missed": (15, "the option `max_missed_mass` and its statistics"),
 }
-"""How many identifiers may still contain a word, with the reason. The numbers may only fall."""
+"""How many identifiers may still contain a word, with the reason. These numbers may only go down."""
 
 NAME_ALLOWED = {"truncation_id", "answers"}
-"""Names that remain: a field of stored session histories, and the positions of answer tokens in `eval`."""
+"""Names that are still allowed: a field in stored session histories, and the positions of answer tokens in `eval`."""
 
 
 def identifiers() -> Iterator[tuple[Path, str]]:
-    """Yield file and name of each module, class, function, parameter and field."""
+    """Yield the file and the name of each module, class, function, parameter and field."""
     for path in (path for folder in CODE for path in sorted(folder.rglob("*.py"))):
         yield path, path.stem
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -65,7 +65,7 @@ def identifiers() -> Iterator[tuple[Path, str]]:
 
 
 def split_identifier(name: str) -> set[str]:
-    """Split an identifier into its words, in lower case and without plural."""
+    """Split an identifier into its words, in lower case and in the singular."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
     return {word.lower() for word in words} | {word.lower().removesuffix("s") for word in words}
 

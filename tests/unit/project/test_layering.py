@@ -1,4 +1,4 @@
-"""Test imports: no folder imports from a folder above or beside it, and there are no import cycles."""
+"""Test imports: no folder imports from a folder in a higher or the same layer, and there are no import cycles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BARE = re.compile(r"\b(from|import)\s.*\b(kernels|skewing|eval)\b")
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements below a node. Expressions are skipped, because visiting them takes ten times as long."""
+    """Yield all statements below a node. Skip expressions, because visiting them would take ten times as long."""
     for name in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, name, ()):
             yield child
@@ -32,7 +32,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 @functools.cache
 def imported_modules(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the name of each imported module, split at dots. `package` resolves relative imports."""
+    """Return the name of each imported module, split at dots. Relative imports are resolved against `package`."""
     found: list[tuple[str, ...]] = []
     for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -68,8 +68,8 @@ def module_name(path: Path) -> tuple[str, ...]:
 def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
     """Return the modules that each module imports.
 
-    A name re-exported by a package counts as an import of the package. Parent packages of an imported module do not
-    count.
+    Importing a name that a package re-exports counts as importing that package. Parent packages of an imported module
+    do not count.
     """
     modules = {module_name(path) for path in sources}
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
@@ -80,7 +80,7 @@ def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[st
 
 
 def find_cycles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[list[str]]:
-    """Return the modules of each import cycle (strongly connected component)."""
+    """Return the modules in each import cycle (strongly connected component)."""
 
     def reach(start: tuple[str, ...]) -> set[tuple[str, ...]]:
         found: set[tuple[str, ...]] = set()

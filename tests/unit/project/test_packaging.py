@@ -1,4 +1,4 @@
-"""Test the contents of an installation, built without network from the working tree and from the sdist."""
+"""Test the contents of an installation that is built, without network, from the working tree and from the sdist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINKED = ("kernels", "skewing", "eval")
 
 
 def unignored_files() -> list[str]:
-    """Return the files that git tracks or would track."""
+    """Return the files that git tracks, and those it does not ignore."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     return subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
@@ -40,9 +40,9 @@ def run(*command: str, cwd: Path, **variables: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the working tree as a clone would contain it, and add a module to every linked folder.
+    """Copy the files that a clone of the working tree would contain, and add a module to every linked folder.
 
-    Model weights are truncated, because compressing 22 MB three times is slow.
+    Model weights are truncated, because it would be slow to compress 22 MB three times.
     """
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the list of files comes from git")
@@ -61,9 +61,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build sdist and wheel from the working tree, and another wheel in `again` from the sdist without a compiler.
+    """Build an sdist and a wheel from the working tree. In `again`, build a wheel from the sdist without a compiler.
 
-    `make stress` builds the first wheel as for a release. Otherwise its libraries are empty files.
+    `make stress` builds the first wheel as for a release. Otherwise, its libraries are empty files.
     """
     out = tmp_path_factory.mktemp("out")
     compiler = native_code.find_compiler()
@@ -204,7 +204,7 @@ def test_no_file_is_too_large_for_git() -> None:
 
 
 def test_transformers_ignores_the_folder_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers imports a package named `kernels`. It must not find this project's folder of that name."""
+    """transformers imports a package named `kernels`. It must not find this project's folder with that name."""
     monkeypatch.syspath_prepend(ROOT)
     is_kernels_available.cache_clear()
     assert not is_kernels_available()

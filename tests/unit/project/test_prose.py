@@ -1,4 +1,4 @@
-"""Test the check of prose in `scripts/prose.py`."""
+"""Test the prose checks in `scripts/prose.py`."""
 
 from __future__ import annotations
 

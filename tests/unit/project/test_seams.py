@@ -1,4 +1,4 @@
-"""Test extensions from outside the package in one file each: a policy, an engine option and an architecture."""
+"""Test that a single file outside the package can add a policy, an engine option or an architecture."""
 
 from __future__ import annotations
 
@@ -211,9 +211,9 @@ def test_provenance_keys_equal_those_of_existing_stores(
 
 @pytest.fixture(scope="module")
 def reference_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Return a function that creates a policy of the reference model.
+    """Yield a function that creates a policy for the reference model.
 
-    The cache folder is empty, because an existing artifact may have been calibrated in another dtype.
+    The cache folder is empty, because an existing artifact might have been calibrated in a different dtype.
     """
     from offload_rt.models.loading import load_model
     from offload_rt.policies.registry import make_policy
@@ -270,7 +270,7 @@ class ScaledConfig(LlamaConfig):
 
 
 class ScaledForCausalLM(LlamaForCausalLM):
-    """Llama whose logits are divided by 4, which no built-in adapter does."""
+    """A Llama whose logits are divided by 4. No built-in adapter does this."""
 
     config_class = ScaledConfig
 
@@ -281,7 +281,7 @@ class ScaledForCausalLM(LlamaForCausalLM):
 
 
 class ScaledAdapter(DecoderAdapter):
-    """Divide the logits, and compute each MLP in a stage after its layer."""
+    """Adapter that divides the logits, and computes each MLP in a separate stage after its layer."""
 
     def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return residual

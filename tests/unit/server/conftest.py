@@ -1,9 +1,9 @@
-"""Fixtures of a server with scripted answers.
+"""Fixtures for a server with scripted answers.
 
 A test module may define `say(prompt)`, which returns the answer to a prompt, and `SERVER_OPTIONS`.
 
-Only fixtures import torch and transformers, because both import Triton. If this folder is named on the command line,
-pytest reads this file before Triton's interpreter is selected.
+torch and transformers are imported only in fixtures, because both import Triton. If this folder is given on the command
+line, pytest loads this file before Triton's interpreter is selected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_ssl_context() -> Iterator[None]:
-    """Read the certificates once. Each client would read them again, for 50 ms, though no test uses TLS."""
+    """Read the certificates only once. Otherwise, each client would spend 50 ms on it, although no test uses TLS."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield

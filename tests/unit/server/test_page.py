@@ -1,4 +1,4 @@
-"""Test the web page of the server in a browser with a tiny model.
+"""Test the server's web page in a browser, with a tiny model.
 
 Run with `make stress PART=page` if Chromium is installed (Debian's `chromium`). Screenshots are written to `out/page`.
 """
@@ -79,7 +79,7 @@ def test_stream_stop_reload_and_restart(browser: Browser, model: Path, tmp_path:
         page.reload()
         expect(page.locator("article")).to_have_count(4)
         assert page.locator("article.assistant .text").nth(0).inner_text() == answer
-        # The server has sent more than the page may have read.
+        # The page may not have read all that the server has sent.
         assert page.locator("article.assistant .text").nth(1).inner_text().startswith(stopped[: len(stopped) // 2])
         state, port = page.context.storage_state(), int(url.rsplit(":", 1)[1])
     with serving(model, tmp_path, port) as url, open_page(browser, url, storage_state=state) as page:

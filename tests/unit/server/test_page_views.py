@@ -1,4 +1,4 @@
-"""Test the views of the web page in a browser with scripted answers.
+"""Test the views of the server's web page in a browser, with scripted answers.
 
 Run with `make stress PART=page` if Chromium is installed (Debian's `chromium`). Screenshots are written to `out/page`.
 """
@@ -196,7 +196,7 @@ def test_a_failed_deletion_is_reported(browser: Browser, url: str, status: int |
 
 
 def fail_during_action(page: Page, engine: Engine, server: Server, label: str, lost: bool) -> None:
-    """Start the action `label` of the page. After one token, abort the connections (`lost`) or raise an error."""
+    """Start the action `label` on the page. After one token, abort all connections if `lost`, else raise an error."""
     engine.pause, engine.fails_after = 2, 1
     engine.fails = None if lost else InputError("the disk is full")
     click_action(page, "assistant", label)
@@ -257,7 +257,7 @@ def test_an_answer_stays_if_it_cannot_be_replaced(browser: Browser, engine: Engi
 
 
 def download(page: Page, button: str) -> tuple[str, ...]:
-    """Return the name and the non-empty lines of the downloaded file."""
+    """Click `button`, and return the name and the non-empty lines of the downloaded file."""
     with page.expect_download() as saving:
         page.click(button)
     text = Path(saving.value.path()).read_text(encoding="utf-8")

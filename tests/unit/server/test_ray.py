@@ -1,6 +1,6 @@
-"""Test two replicas and two batch engines on a local Ray cluster: routing, and killed processes.
+"""Test routing and killed processes with two replicas and two batch engines on a local Ray cluster.
 
-The tests need the variable OFFLOAD_RT_STRESS and the package ray.
+The tests need the environment variable OFFLOAD_RT_STRESS and the package ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test that the server reuses the longest known prefix of each prompt, with recorded requests of agents.
+"""Test, with recorded requests of agents, that the server reuses the longest known prefix of each prompt.
 
 `make stress PART=agents` replays the requests of all agents and prints tables. The environment variable
 OFFLOAD_RT_AGENTS_MODEL selects another model.
@@ -57,19 +57,19 @@ class Service:
     @property
     def disk_bytes(self) -> int:
         storage: Any = self.engine._sessions.store.context.storage  # type: ignore[union-attr]
-        with storage._index.mutex:  # else a file could be deleted and another one written between two calls of stat
+        with storage._index.mutex:  # otherwise files could be deleted and written between two calls to stat
             return store_bytes(self.store)
 
 
 def store_bytes(store: Path) -> int:
-    """Return the size of all files with KV and sessions, including temporary files."""
+    """Return the total size of the files with KV and sessions, including temporary files."""
     spaces = (folder for folder in store.iterdir() if folder.is_dir() and folder.name != "server")
     return sum(path.stat().st_size for space in spaces for path in space.rglob("*") if path.is_file())
 
 
 @contextmanager
 def serving(model: str, store: Path, limit: int | None = None) -> Iterator[Service]:
-    """Load the model and serve it, as a new process would."""
+    """Load and serve the model, as a new process would."""
     llm = LLM(model, policy="full", verify="off", host_memory="1GiB")
     if not getattr(llm.tokenizer, "chat_template", None):
         llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]

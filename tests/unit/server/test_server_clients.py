@@ -1,6 +1,6 @@
 """Test the server with LangChain, litellm and `llm`, with conformance suites, and with many concurrent requests.
 
-OFFLOAD_RT_STRESS is the duration of schemathesis in seconds. Tests of missing packages are skipped.
+OFFLOAD_RT_STRESS sets how many seconds schemathesis runs. Tests whose packages are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SERVER_OPTIONS = {"api_keys": ("secret",)}
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Share one event loop, because LangChain's models share their connections."""
+    """Share one event loop between tests, because LangChain's models share their connections."""
     made = asyncio.new_event_loop()
     yield made
     made.close()
@@ -187,7 +187,7 @@ KNOWN_FAILURES = {"Image Input", "Error Handling"}
 
 
 class ToolCallingEngine(ScriptedEngine):
-    """Engine that calls the first tool of a prompt. If the prompt contains a tool result, it returns a text."""
+    """Engine that calls a prompt's first tool, or returns text if the prompt contains a tool result."""
 
     def __init__(self) -> None:
         super().__init__(reference_tokenizer(), self.call_first_tool)
@@ -251,7 +251,7 @@ def test_llm_comply(tool_calling_url: str, tmp_path: Path, protocol: str, known_
 
 REQUESTS, CONNECTIONS, TEXTS = 50 * SECONDS, 32, 16
 MOST_GROWTH = 64 << 20
-"""Allowed growth of the process in bytes after the first tenth of the requests."""
+"""How many bytes the process may grow after the first tenth of the requests."""
 
 
 def test_no_request_is_lost(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_client_that_does_not_read_is_disconnected(
 
 @pytest.mark.parametrize("slowly", [False, True])
 def test_a_complete_but_unread_response_ends_its_connection(slowly: bool) -> None:
-    """The transport has buffered the complete response, so that its `close()` would wait forever."""
+    """The transport has buffered the whole response, so its `close()` would wait forever."""
     options = ServerOptions(port=0, timeout=0.2, send_timeout=60.0 if slowly else 0.3)
     ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     with (
@@ -199,7 +199,7 @@ def test_a_shutdown_during_an_answer_is_reported(tokenizer: PreTrainedTokenizerB
 
 
 def test_small_writes_are_sent_immediately() -> None:
-    """Without TCP_NODELAY, the body of a response would wait 40 ms for the acknowledgement of its headers."""
+    """Without TCP_NODELAY, a response body would wait 40 ms until the client acknowledges the headers."""
 
     async def nodelay_option(listener: socket.socket) -> int:
         accepted = asyncio.get_running_loop().create_future()
@@ -218,7 +218,7 @@ def test_small_writes_are_sent_immediately() -> None:
 def test_a_refused_client_receives_the_reason(
     tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing the socket before the request arrives would reset the connection and lose the response."""
+    """If the socket were closed before the request arrives, the connection would be reset and the response lost."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 50, pause=0.1)
     with run_server(engine, max_connections=4) as url, ExitStack() as stack:
         for _ in range(4):
@@ -330,7 +330,7 @@ def test_incomplete_bodies_share_one_limit(tokenizer: PreTrainedTokenizerBase) -
 
 def test_repeated_messages_are_counted_instead_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    # Not `time.monotonic` itself, because the event loop of the module's server uses it and would sleep for hours.
+    # Do not patch `time.monotonic` itself: the event loop of the module's server uses it and would sleep for hours.
     monkeypatch.setattr("offload_rt.server.log.time", SimpleNamespace(monotonic=lambda: clock[0]))
     repetitions = Repetitions(limit=3, seconds=10)
 

@@ -101,7 +101,7 @@ def test_a_session_is_not_deleted_during_an_answer(tokenizer: PreTrainedTokenize
     ask = {"messages": [USER], "session": "novel", "stream": True}
     with run_server(engine, documents=tmp_path) as url, httpx2.Client(base_url=url) as http:
         with http.stream("POST", "/v1/chat/completions", json=ask) as answer:
-            lines = answer.iter_lines()  # must stay referenced, as collecting the generator closes the connection
+            lines = answer.iter_lines()  # keep a reference, because collecting the generator would close the connection
             next(lines)
             for method, path, body in (
                 ("DELETE", "/v1/sessions/novel", None),

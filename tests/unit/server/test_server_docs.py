@@ -1,4 +1,4 @@
-"""Test that documentation, container files and web page refer to existing files and options, and that examples run."""
+"""Test that the docs, container files and web page refer to existing files and options, and that examples run."""
 
 from __future__ import annotations
 

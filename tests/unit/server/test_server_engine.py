@@ -1,4 +1,4 @@
-"""Test the server with a real engine: concurrent clients get the same text as single clients, and memory is freed."""
+"""Test the server with a real engine: concurrent clients get the same text as a single client, and memory is freed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_disconnected_client_frees_its_memory(url: str, engine: AsyncLLM, monk
     monkeypatch.setattr(Runner, "decode", lambda runner, batch: (time.sleep(0.005), decode(runner, batch))[1])
     asked = {"prompt": "Dick", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with httpx2.stream("POST", f"{url}/v1/completions", json=asked) as answer:
-        lines = answer.iter_lines()  # an iterator that is freed closes the response
+        lines = answer.iter_lines()  # freeing the iterator closes the response
         assert next(lines).startswith("data: ")
         wait_until(lambda: engine.load().running == 1)  # the load is that of the last completed step
     # The engine thread dequeues the request before it releases the blocks, so the load must be polled.
@@ -142,7 +142,7 @@ def test_an_answer_follows_a_schema(url: str, path: str) -> None:
 
 
 def test_required_tool_calls_follow_their_schema(url: str) -> None:
-    # A reference to a local definition, as pydantic writes it.
+    # A reference to a local definition, in the form that pydantic writes.
     whole = {"type": "object", "properties": {"who": {"$ref": "#/$defs/Name"}}, "$defs": {"Name": {"enum": ["Dick"]}}}
     tools: Any = [
         {

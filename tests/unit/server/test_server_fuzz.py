@@ -1,4 +1,4 @@
-"""Test that request bodies with one random value never cause an internal error.
+"""Test that request bodies in which one value is random never cause an internal error.
 
 `make stress PART=api` tests thousands of bodies.
 """

@@ -1,4 +1,4 @@
-"""Test authentication, limits, disconnected clients, timeouts and shutdown of the server."""
+"""Test the server's authentication, limits, timeouts and shutdown, and clients that disconnect."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def user(text: str) -> list[Any]:
 
 
 def collect_stream(chunks: Any) -> tuple[dict[str, Any], Any]:
-    """Return the fields of the streamed message, and the usage of the last chunk."""
+    """Return the fields of the streamed message, and the usage from the last chunk."""
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
     usage, calls = None, dict[int, tuple[str, str]]()
     for chunk in chunks:
@@ -80,7 +80,7 @@ def test_parsed_reasoning_and_tool_calls(client: openai.OpenAI) -> None:
     call = ask("call", tools=TOOLS)
     assert (call.message.content, call.finish_reason) == ("Look:", "tool_calls")
     assert json.loads(call.message.tool_calls[0].function.arguments) == {"q": "Dick"}
-    assert ask("call").message.content == ANSWERS["call"]  # without tools, the text is no tool call
+    assert ask("call").message.content == ANSWERS["call"]  # without tools, the text is not a tool call
     assert ask("call", tools=TOOLS, tool_choice="none").message.content == ANSWERS["call"]
 
 
@@ -111,10 +111,10 @@ def test_parameters_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngi
     assert (got.temperature, got.top_p, got.seed, got.n, tuple(got.stop), got.max_tokens) == (0.5, 0.9, 3, 2, ("Z",), 9)
     assert (got.top_k, got.min_p, got.repetition_penalty) == (7, 0.1, 1.1)
     client.chat.completions.create(model="scripted", messages=user("x"))
-    assert engine.params.max_tokens == 1000  # limit of the server
+    assert engine.params.max_tokens == 1000  # limit set by the server
     client.chat.completions.create(model="scripted", messages=user("x"), max_tokens=100_000)
     assert engine.params.max_tokens == 1000
-    assert engine.params.top_k == 11  # default of the model
+    assert engine.params.top_k == 11  # default set by the model
 
 
 def test_several_choices_are_returned_and_streamed(client: openai.OpenAI) -> None:
@@ -231,7 +231,7 @@ def test_invalid_json_and_unknown_paths_are_refused(client: openai.OpenAI, url: 
             for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
                 answer = http.post(path, content=body, headers=json_type)
                 assert answer.status_code == 400 and answer.json()["error"]["message"], (path, body[:20])
-        assert http.post("/v1/chat/completions", content=b"{}").status_code == 400  # no JSON content type
+        assert http.post("/v1/chat/completions", content=b"{}").status_code == 400  # the content type is not JSON
         assert http.get("/v1/nothing").status_code == 404 and http.get("/v1/nothing").json()["error"]["message"]
         assert http.get("/v1/chat/completions").status_code == 405
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400

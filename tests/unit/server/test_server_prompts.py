@@ -1,4 +1,4 @@
-"""Test long prompts: prompts that cannot fit are refused before tokenization, and others do not delay short prompts."""
+"""Test long prompts: they do not delay short ones, and if they cannot fit, they are refused before tokenization."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def byte_level(pattern: str) -> Any:
 
 
 def gemma_tokenizer() -> PreTrainedTokenizerBase:
-    """Create a tokenizer like that of Gemma, which applies BPE to the whole text without splitting it first."""
+    """Create a tokenizer like Gemma's, which applies BPE to the whole text without splitting it first."""
     made = train_tokenizer(None, pre_tokenizers.Metaspace(prepend_scheme="never"), models.BPE(byte_fallback=True))
     backend = made.backend_tokenizer  # type: ignore[attr-defined]
     backend.normalizer = normalizers.Replace(" ", "▁")
@@ -77,7 +77,7 @@ BOUNDED: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "behind spaces": lambda: train_tokenizer(None, pre_tokenizers.Split(" ", "merged_with_previous")),
     "pattern": lambda: train_tokenizer(None, byte_level(r"[a-z]+ [a-z]+|.")),
 }
-"""Tokenizers with a limit on the text of a token, by model family or special step."""
+"""Tokenizers that limit how long the text of a token can be, by model family or special step."""
 
 UNBOUNDED: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "lstrip": lambda: train_tokenizer(None, byte_level(LLAMA), None, AddedToken("high", lstrip=True)),
@@ -86,7 +86,7 @@ UNBOUNDED: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
         normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), models.WordPiece(unk_token="[UNK]")
     ),
 }
-"""Tokenizers that remove or join parts of a text, so that a token may represent text of any length."""
+"""Tokenizers that remove or join parts of a text, so that one token may represent text of any length."""
 
 
 def text_of(seed: int, size: int) -> str:
@@ -127,7 +127,7 @@ def test_nfc_shortens_no_text_by_more_than_the_bound() -> None:
 
 
 class TokenizationRecorder:
-    """Record the lengths of tokenized texts. Texts of more than 1,000 characters are tokenized after `go` is set."""
+    """Records the lengths of tokenized texts. Texts of more than 1,000 characters wait until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.lengths, self.given_back = threading.Event(), list[int](), 0

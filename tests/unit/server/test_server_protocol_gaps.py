@@ -1,4 +1,4 @@
-"""Test details that the protocols leave open, such as unknown fields, model names and unsupported features."""
+"""Test details that the protocols do not specify, such as unknown fields, model names and unsupported features."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USER = {"role": "user", "content": "Who?"}
 
 
 class FixedAnswer:
-    """Return a fixed text for every prompt, and record the prompts."""
+    """Answer function that returns a fixed text for every prompt and records the prompts."""
 
     def __init__(self, text: str) -> None:
         self.text, self.prompts = text, list[str]()

@@ -1,4 +1,7 @@
-"""Test Anthropic's client and OpenAI's Responses API: streams, continued conversations, tool calls and reasoning."""
+"""Test the server with Anthropic's client and with OpenAI's Responses API.
+
+The tests cover streams, continued conversations, tool calls and reasoning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the proxy that forwards requests to an upstream process, and the choice of a Ray replica."""
+"""Test the proxy that forwards requests to an upstream process, and how a Ray replica is chosen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
 
 
 class FlakyUpstream:
-    """Upstream that loses its connection after `breaks_after` messages."""
+    """Upstream whose connection breaks after `breaks_after` messages."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.app = make_app(engine, OPTIONS)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Test sessions and stored responses: restarts, deletion, isolation of API keys, traces, and policies of requests."""
+"""Test sessions and stored responses: restarts, deletion, isolation of API keys, traces, and policies per request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(
     model: Path, store: Path | None, policy: str = "full", **options: Any
 ) -> Iterator[tuple[httpx2.Client, AsyncLLM]]:
-    """Load the model and serve it, as a new process would. Sessions are stored in `store` if it is given."""
+    """Load and serve the model, as a new process would. If `store` is given, sessions are stored there."""
     llm = LLM(model, policy=policy, verify="off", host_memory="32MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     engine = AsyncLLM(llm, store=store)
@@ -111,7 +111,7 @@ def test_a_response_is_continued_after_a_restart(model: Path, tmp_path: Path) ->
 
 
 def test_a_session_of_text_completions_is_deleted(model: Path, tmp_path: Path) -> None:
-    """The server stores no messages of text completions. Only the engine stores the session."""
+    """For text completions, the server stores no messages. Only the engine stores the session."""
     with serving(model, tmp_path) as (http, engine):
         asked = {"prompt": LONG, "max_tokens": 4, "session": "novel"}
         assert http.post("/v1/completions", json=asked).status_code == 200

@@ -1,4 +1,4 @@
-"""Test tool parsers with recorded responses in each format, complete and truncated."""
+"""Test tool parsers with recorded responses in each format, both complete and truncated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CODE = 'if a < b:\n    print("} ] </x> é")\n\n'
 FIND = ("find", {"q": "Dick", "most": 3, "exact": True})
 WRITE = ("write_file", {"path": "a.py", "content": CODE})
 CALLS = [FIND, WRITE, ("stop", {})]
-"""The calls of each recorded response."""
+"""The tool calls in each recorded response."""
 
 
 def json_call(name: str, arguments: Any, key: str = "arguments") -> str:

@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync. Tests with this fixture simulate no power failure."""
+    """Disable fsync. Tests that use this fixture do not simulate a power failure."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)

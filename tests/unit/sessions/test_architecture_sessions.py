@@ -1,7 +1,7 @@
-"""Test restored sessions, truncated sessions and KV eviction of every architecture.
+"""Test restored sessions, truncated sessions and KV eviction with every architecture.
 
-The references are transformers and a plain model that keeps KV in lists. By default, a few architectures run. `make
-stress PART=architectures` runs all of them.
+The references are transformers and a plain model that keeps KV in lists. By default, only a few architectures run.
+`make stress PART=architectures` runs all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_llm(model: Any, **options: Any) -> LLM:
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Assert equality up to float32 rounding, because the order of summation differs."""
+    """Assert that tensors are equal up to float32 rounding. They differ in the order of summation."""
     assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 

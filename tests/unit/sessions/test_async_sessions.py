@@ -1,4 +1,4 @@
-"""Test `AsyncLLM` with a session store: requests contain whole prompts, and a session runs one turn at a time."""
+"""Test `AsyncLLM` with a session store. Requests contain whole prompts, and each session runs one turn at a time."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_session_deletion_completes_after_its_event_loop_is_closed(tmp_path: Pat
 
 
 def test_preempted_session_turn_frees_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KV of session turns is in the session store, so `swap` does not store it again."""
+    """The KV of session turns is in the session store, so `swap` does not store it again."""
     swapped, swap_out = [], Swap.swap_out
 
     def record_swap_out(swap: Swap, *args: Any) -> SwappedSequence | None:

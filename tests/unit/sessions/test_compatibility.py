@@ -1,6 +1,7 @@
-"""Test files of earlier versions: old stores are refused, block names are unchanged, and an old skew artifact works.
+"""Test files from earlier versions: old stores are refused, block names are unchanged, and an old skew artifact works.
 
-The commit in `expected.json` wrote `tests/data/written_before` with a tiny random model of a fixed seed.
+`tests/data/written_before` was written at the commit named in `expected.json`, with a tiny random model and a fixed
+seed.
 """
 
 from __future__ import annotations
@@ -52,20 +53,19 @@ def test_stores_of_format_1_are_refused_and_not_changed(
 
 
 class SelectionRecorder:
-    """Record the number of selected tokens and the sum of their positions, for each position and layer."""
+    """Records, for each position and layer, the number of selected tokens and the sum of their positions."""
 
     def __init__(self) -> None:
         self.counts: dict[int, tuple[list[int], list[int]]] = {}
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Record the selected tokens `[Hkv, n]` of a layer."""
         sizes, sums = self.counts.setdefault(position, ([], []))
         sizes.append(tokens.shape[1])
         sums.append(int(tokens.sum()))
 
 
 def test_old_skew_artifact_selects_the_same_tokens(tmp_path: Path) -> None:
-    """Commit 1ba94f1 wrote the artifact and the expected selections."""
+    """The artifact and the expected selections were written at commit 1ba94f1."""
     expected = EXPECTED["recording"]
     before = OLD_FILES / "skew_reference"
     with pytest.raises(ArtifactError, match="make one for this model with 'offload-rt skew'"):  # fingerprint differs

@@ -1,7 +1,7 @@
-"""Test damaged histories: one damaged file never loses a conversation.
+"""Test damaged histories: a single damaged file never loses a conversation.
 
-A session falls back to its previous history with a warning. If no history is readable, opening the session fails, and
-no new session replaces it.
+A session falls back to its previous history and warns about it. If no history can be read, opening the session fails,
+and no new session replaces it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ answer = partial(take_turn, params=SHORT)
 
 
 def run_two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], list[int]]:
-    """Run two turns, and close without saving again. Return the tokens after each turn."""
+    """Run two turns, then close the session without saving it again. Return the tokens after each turn."""
     session = llm.session(name, folder)
     answer(session, TURNS[0])
     first = session.tokens
@@ -54,7 +54,7 @@ def run_two_turns(llm: LLM, folder: Path, name: str = "s") -> tuple[list[int], l
 
 
 def document_path(folder: Path, name: str = "s.doc") -> Path:
-    """Return the path of a document. The stem "s" means the history of session "s"."""
+    """Return the path of a document. The stem "s" stands for the history of session "s"."""
     stem, _, suffix = name.partition(".")
     [path] = folder.glob(f"*/{document_name(stem) if stem == 's' else stem}.{suffix}")
     return path
@@ -329,7 +329,7 @@ def test_huge_sparse_document_is_damaged(tmp_path: Path) -> None:
 
 
 def test_crash_after_linking_leaves_no_stale_file(tmp_path: Path) -> None:
-    """After a crash of `put`, `.doc` and `.before` may be links to the same file."""
+    """If `put` crashes, `.doc` and `.before` may be left as links to the same file."""
     store = open_store(tmp_path)
     store.documents.put(padded_name("one"), b"first")
     os.link(

@@ -1,4 +1,4 @@
-"""Test the deletion of sessions with arbitrary names: no data stays on disk, and other sessions are unchanged."""
+"""Test deleting sessions with arbitrary names: no data stays on disk, and other sessions do not change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ answer = partial(take_turn, params=SHORT)
 
 
 def run_session(llm: LLM, folder: Path, name: str, *turns: list[int]) -> list[int]:
-    """Run `turns`, close the session, and return its tokens."""
+    """Run `turns` in a session, close it, and return its tokens."""
     session = llm.session(name, folder)
     for turn in turns:
         answer(session, turn)
@@ -62,7 +62,7 @@ def files(folder: Path) -> list[str]:
 def test_session_names_may_look_like_files_paths_or_markup(
     llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression test: deleting any session also deleted the session `kitchen.sinks`."""
+    """Regression test: deleting any session used to delete the session `kitchen.sinks` too."""
     store, tokens = tmp_path / "store", {}
     for i, name in enumerate(NAMES):
         tokens[name] = run_session(llm, store, name, tiny_prompt(5, seed=i))
@@ -108,7 +108,7 @@ def test_no_data_of_a_deleted_session_is_left(method: str, llm: LLM, tmp_path: P
     next(events)
     events.close()
     seen += tiny_prompt(90, seed=4)
-    # An edit, which leaves unreferenced blocks behind.
+    # This edit leaves unreferenced blocks behind.
     edited = list(session.extend(tiny_prompt(80, seed=5), SHORT, replaced=len(session.tokens) - 70))
     seen += [*tiny_prompt(80, seed=5), *(event.token_id for event in edited)]
     session.history.turns.append(("user", "My secret is a blue “Fahrrad”."))
@@ -132,7 +132,7 @@ def test_no_data_of_a_deleted_session_is_left(method: str, llm: LLM, tmp_path: P
 
 
 def copy_damaged_history(folder: Path, name: str, other: str, suffix: str) -> Path:
-    """Copy the history of session `name`, without its last byte, to a file of session `other`. Return its path."""
+    """Copy the history of session `name`, minus its last byte, to a file of session `other`. Return the new path."""
     [document] = folder.glob(f"*/{document_name(name)}.doc")
     copy = document.with_name(f"{document_name(other)}{suffix}")
     copy.write_bytes(document.read_bytes()[:-1])
@@ -141,7 +141,7 @@ def copy_damaged_history(folder: Path, name: str, other: str, suffix: str) -> Pa
 
 @pytest.mark.parametrize("suffix", [".doc", ".before", ".damaged"])
 def test_deletion_names_damaged_files_that_it_keeps(suffix: str, llm: LLM, tmp_path: Path) -> None:
-    """A damaged file of another session may contain text of the deleted session."""
+    """A damaged file of another session may contain text from the deleted session."""
     seen = run_session(llm, tmp_path, "gone", tiny_prompt(70))
     kept = run_session(llm, tmp_path, "kept", tiny_prompt(9, seed=1), tiny_prompt(5, seed=2))
     copy = copy_damaged_history(tmp_path, "gone", "kept", suffix)
@@ -218,7 +218,7 @@ def test_blocks_of_forks_stay_until_the_last_fork_is_deleted(llm: LLM, tmp_path:
 
 
 def test_deletion_keeps_unsaved_blocks_of_an_open_session(llm: LLM, tmp_path: Path) -> None:
-    """No history lists the blocks of a running answer yet."""
+    """The blocks of a running answer are not listed in any history yet."""
     other, session = llm.session("other", tmp_path), llm.session("s", tmp_path)
     answer(other, tiny_prompt(80, seed=7))
     events = session.send(tiny_prompt(150), SamplingParams(max_tokens=80, temperature=0))

@@ -1,6 +1,6 @@
-"""Test sessions and stored prompts of hybrid models, whose recurrent state is restored from snapshots.
+"""Test sessions and stored prompts with hybrid models, whose recurrent state is restored from snapshots.
 
-Tokens must equal those of the whole conversation computed_tokens at once.
+Tokens must equal those of the whole conversation when it is computed at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_pa
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])
 def test_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path: Path) -> None:
-    """With selection, recurrent state after decoded tokens is approximate. It must be restored, not recomputed."""
+    """With selection, the recurrent state of decoded tokens is approximate. It must be restored, not recomputed."""
     options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
     found = []
     for restarts in (False, True):
@@ -152,7 +152,7 @@ def test_truncation_is_refused_and_overflow_recomputes(tmp_path: Path) -> None:
 
 
 def test_sessions_with_quantised_kv_are_recomputed(tmp_path: Path) -> None:
-    """A snapshot would belong to the KV before quantisation, so no snapshots are taken."""
+    """A snapshot would match the KV before quantisation, so no snapshots are taken."""
     session = make_llm("qwen3_5", kv_cache_dtype="int8")[1].session("s", tmp_path)
     take_turn(session, random_prompt(100, 1))
     take_turn(session, random_prompt(100, 2))
@@ -261,7 +261,7 @@ def test_session_continues_after_a_kill_during_state_writes(tmp_path: Path) -> N
 
 
 def run_turns(folder: Path) -> Iterator[None]:
-    """Yield after each turn."""
+    """Run the turns of a session, and yield after each one."""
     session = make_llm("qwen3_5")[1].session("s", folder)
     for number in range(80):
         list(session.send(random_prompt(90, number), GREEDY))
@@ -276,7 +276,7 @@ async def final_output(engine: AsyncLLM, ids: list[int], params: SamplingParams 
 
 
 def run_prompts(store: Path, name: str, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
-    """Run prompts one after another on a new engine with a store."""
+    """Run prompts one after another on a new engine that has a store."""
 
     async def run() -> list[RequestOutput]:
         async with AsyncLLM(make_llm(name, **options)[1], store=store) as engine:
@@ -308,7 +308,7 @@ def test_repeated_continued_and_edited_prompts_reuse_stored_states(name: str, po
 
 class TestFaults:
     def test_wrong_restored_state_changes_tokens(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Zeros in place of the restored state must fail `assert_greedy`."""
+        """If the restored state is replaced with zeros, `assert_greedy` must fail."""
         model, llm = make_llm("qwen3_5")
         session = llm.session("s", tmp_path)
         take_turn(session, random_prompt(1500, 1))

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])
 def test_look_ahead_prefetches_turns_and_evicts_the_last_one(policy: str, tmp_path: Path) -> None:
-    """With round-robin turns, LRU and FIFO evict the session of the next turn. Look-ahead evicts the session of the
-    last turn.
+    """With round-robin turns, LRU and FIFO evict the session whose turn is next.
+
+    Look-ahead evicts the session whose turn is last.
     """
     llm = make_llm(9)
     queue = llm.turns(tmp_path, max_num_seqs=1, policy=policy)
@@ -60,7 +61,7 @@ def test_look_ahead_prefetches_turns_and_evicts_the_last_one(policy: str, tmp_pa
 def test_look_ahead_windows_equal_the_paper(tmp_path: Path) -> None:
     """L_pw = C_free / S_kv and L_ew = (C_mem + C_disk) / S_kv.
 
-    C_mem is the size of the pool, C_disk the limit of the store, and S_kv the mean size of a session.
+    C_mem is the size of the pool, C_disk is the limit of the store, and S_kv is the mean size of a session.
     """
     llm = make_llm(40)
     queue = llm.turns(tmp_path, limit=80 * BLOCK_BYTES)
@@ -82,7 +83,7 @@ def test_look_ahead_windows_equal_the_paper(tmp_path: Path) -> None:
 
 
 def test_look_ahead_recomputes_fewer_tokens_than_lru_on_a_small_disk(tmp_path: Path) -> None:
-    """Turns are round-robin, so LRU always evicts the session of the next turn."""
+    """Turns are round-robin, so LRU always evicts the session whose turn is next."""
     answers, computed = {}, {}
     for policy in ("lookahead", "lru"):
         queue = make_llm(7).turns(tmp_path / policy, max_num_seqs=1, policy=policy, limit=9 * (BLOCK_BYTES + 4096))

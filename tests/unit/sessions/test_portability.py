@@ -1,4 +1,4 @@
-"""Test that sessions and calibrations work on other processors, which lower instruction set levels simulate."""
+"""Test that sessions and calibrations work on other processors. Lower instruction set levels simulate these."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCRIPT = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])[
 
 
 def take_turn_in_subprocess(folder: Path, level: str) -> dict[str, Any]:
-    """Run a turn in a new process whose C code and torch use at most instruction set level `level`."""
+    """Run a turn in a new process in which C code and torch use at most the instruction set level `level`."""
     limits = {LEVEL_VARIABLE: level, "ATEN_CPU_CAPABILITY": "default" if level == "scalar" else level}
     environment = os.environ | limits | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = (sys.executable, "-c", SCRIPT, __file__, str(folder))

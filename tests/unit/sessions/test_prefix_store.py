@@ -1,4 +1,4 @@
-"""Test the prefix cache of prompts without a session: in host memory, on disk, and after a restart."""
+"""Test the prefix cache for prompts without a session: in host memory, on disk, and after a restart."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_engine(
 
 
 def run_engine(engine: AsyncLLM, task: Callable[[AsyncLLM], Awaitable[T]], *, parked: bool = False) -> T:
-    """Run `task` and close the engine. The KV pool must be empty afterwards, unless sessions are `parked`."""
+    """Run `task` and close the engine. Check that the KV pool is then empty, unless sessions are `parked`."""
 
     async def run() -> T:
         async with engine:
@@ -208,7 +208,7 @@ def test_session_deletion_keeps_blocks_of_prompts(tmp_path: Path) -> None:
 def test_session_deletion_keeps_only_blocks_of_an_equal_prompt(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression test: the prompt stored some deleted blocks again, but without a prompt mark."""
+    """Regression test: the prompt used to store some deleted blocks again, but without a prompt mark."""
     monkeypatch.setattr(context, "SEGMENT_SECONDS", 0.0)
     long = SamplingParams(max_tokens=60, temperature=0)
     text = run_engine(make_engine(None), lambda engine: final_output(engine, prompt(300), long)).outputs[0].token_ids
@@ -282,7 +282,7 @@ def test_decoding_frees_window_blocks_that_wait_for_the_store(tmp_path: Path) ->
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_prompt_with_a_cached_prefix_fits_in_a_small_pool(restarts: bool, tmp_path: Path) -> None:
-    """A prefill of all new tokens at once would need three sliding-window blocks, and the pool has two."""
+    """Prefilling all new tokens at once would need three sliding-window blocks, but the pool has only two."""
     model, ids = architecture("gemma3", dtype=torch.float32), [token % 97 for token in prompt(200)]
 
     def engine(store: Path | None, memory: int | str = "4MiB") -> AsyncLLM:
@@ -306,7 +306,7 @@ def test_prompt_with_a_cached_prefix_fits_in_a_small_pool(restarts: bool, tmp_pa
 
 @pytest.mark.parametrize("seconds_per_token", [0.0, 1e-9, 1e-3, 0.017, 1.0])
 def test_segments_are_whole_prefill_chunks_at_any_speed(seconds_per_token: float, tmp_path: Path) -> None:
-    """A segment that ends inside a prefill chunk would change the rounding, and thus sampled text."""
+    """If a segment ended inside a prefill chunk, rounding would change, and thus the sampled text."""
     engine = make_engine(tmp_path, prefill_chunk_size=64)
     assert engine._sessions is not None
     shared = engine._sessions.store.context

@@ -1,4 +1,4 @@
-"""Test atomic writes and modes of files: with any umask, only the owner can access text, tokens, KV and keys."""
+"""Test atomic writes and file modes: with any umask, only the owner can access text, tokens, KV and keys."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def raise_no_space(*args: object) -> None:
 
 
 def grant_full_access(folder: Path) -> None:
-    """Give all users full access, as in stores of earlier versions."""
+    """Give all users full access, as in stores written by earlier versions."""
     for path in (folder, *folder.rglob("*")):
         os.chmod(path, 0o777)
     assert modes(folder) <= {"0777 folder", "0777 file"}

@@ -1,6 +1,7 @@
-"""Test prompt marks, which keep blocks of prompts when a session is deleted.
+"""Test prompt marks, which protect the blocks of prompts when a session is deleted.
 
-The history of a session lists its blocks. Blocks of a prompt without a session name have a prompt mark in their files.
+A session's history lists its blocks. If a prompt has no session name, the files of its blocks contain a prompt mark
+instead.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NUMBERS = st.sets(st.integers(0, 7), max_size=4)
 
 
 class PromptMarkMachine(RuleBasedStateMachine):
-    """Compare a store with sets of block numbers: `stored`, `marked`, and `used` by each session."""
+    """Compares a store with sets of block numbers: `stored`, `marked`, and those `used` by each session."""
 
     @initialize()
     def start(self) -> None:
@@ -69,7 +70,7 @@ class PromptMarkMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 7), for_prompt=st.booleans())
     def begin_write(self, number: int, for_prompt: bool) -> None:
-        """Leave the write open, so that several writes of a block overlap."""
+        """Begin writing a block. The write stays open, so that several writes of a block can overlap."""
         writer = self.store.begin(block_name(self.store, number), LAYER_BYTES, for_prompt=for_prompt)
         assert (writer is None) == (number in self.stored)
         if writer is not None:
@@ -97,7 +98,7 @@ class PromptMarkMachine(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(("lookahead", "fifo")))
     def reopen(self, policy: str) -> None:
-        """Reopen the store, so that it reads the marks from the files."""
+        """Reopen the store, which then reads the marks from the files."""
         while self.writing:
             self.end_write(complete=False)
         self.store.close()
@@ -151,7 +152,7 @@ TestPromptMarks = pytest.mark.usefixtures("no_fsync")(PromptMarkMachine.TestCase
 
 
 def test_deletion_removes_blocks_without_mark_or_history(tmp_path: Path) -> None:
-    """Stores of earlier versions contain no prompt marks."""
+    """Stores written by earlier versions contain no prompt marks."""
     store = open_store(tmp_path)
     save(store, 1)
     save(store, 2)
@@ -164,7 +165,7 @@ def test_deletion_removes_blocks_without_mark_or_history(tmp_path: Path) -> None
 
 
 def test_marking_a_block_does_not_change_file_times(tmp_path: Path) -> None:
-    """The times of a file store the last use and the eviction rank of the block."""
+    """A file's times store when the block was last used, and its eviction rank."""
     store = open_store(tmp_path)
     save(store, 1)
     [path] = tmp_path.rglob("*.kv")

@@ -1,4 +1,4 @@
-"""Test killed processes, full disks and damaged files: a session is then correct, or its KV is recomputed."""
+"""Test killed processes, full disks and damaged files: afterwards, sessions are correct or recompute their KV."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def expected_tokens(history: list[int], turn: list[int], seed: int = 0) -> list[
 
 @pytest.fixture
 def mount_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a file system of a given size. Without permission, the test is skipped."""
+    """Yield a function that mounts a file system of a given size. Skip the test if mounting is not permitted."""
     mounted: list[Path] = []
 
     def mount(size: str) -> Path:
@@ -160,7 +160,7 @@ def test_other_model_or_layout_starts_a_new_session_of_equal_name(
 
 
 def test_kv_of_a_truncated_session_is_not_shared(tmp_path: Path) -> None:
-    """KV of the kept tokens depends on the removed tokens."""
+    """The KV of the kept tokens depends on the removed tokens."""
     llm = make_llm()
     session = llm.session("s", tmp_path)
     answer(session, TURNS[0])
@@ -224,7 +224,7 @@ def test_session_continues_after_a_kill_during_saving(tmp_path: Path) -> None:
 
 
 def run_turns(folder: Path) -> Iterator[None]:
-    """Yield after each turn."""
+    """Run the turns of a session, and yield after each one."""
     session: Any = make_llm().session("s", folder)
     for number in range(80):
         list(session.send(tiny_prompt(70, seed=number), SHORT))

@@ -1,7 +1,7 @@
-"""Test sessions at the limits of positions and host memory.
+"""Test sessions that reach the limit of positions or host memory.
 
 A conversation that would exceed the model's positions loses its oldest tokens. Idle sessions are evicted from host
-memory for other requests, and restored without loss.
+memory to make room for other requests, and are later restored without loss.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_truncation_keeps_half_of_the_positions_or_fewer() -> None:
 
 
 def explicitly_truncated_answers(folder: Path, name: str, turns: int, **options: Any) -> list[list[int]]:
-    """Return the answers of a session that is truncated explicitly before each turn that does not fit."""
+    """Return the answers of a session that is explicitly truncated before each turn that does not fit."""
     session, answers = make_llm(positions=POSITIONS, **options).session(name, folder, overflow="error"), []
     for i in range(turns):
         length, new = len(session.tokens), len(turn(name, i)) + 6

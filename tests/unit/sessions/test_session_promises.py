@@ -1,4 +1,4 @@
-"""Test warnings, statistics, errors and `repr` of sessions, and the size limit of the store."""
+"""Test the warnings, statistics, errors and `repr` of sessions, and the size limit of the store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ answer = partial(take_turn, params=SHORT)
 
 
 def test_forks_with_the_same_tokens_are_saved_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Truncation of one fork deletes a block that both forks use. The other fork must store this block again."""
+    """Truncating one fork deletes a block that both forks use, so the other fork must store this block again."""
     gate, real = threading.Event(), DiskStore.begin
     gate.set()
 
@@ -176,7 +176,7 @@ def test_entry_above_the_limit_evicts_nothing(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(StoreError, match="is full"):
         store.documents.put(padded_name("huge"), bytes(4 * FILE_BYTES))
     assert load(store, 1) and load(store, 2)
-    with monkeypatch.context() as patch:  # files that cannot be removed free no space
+    with monkeypatch.context() as patch:  # if files cannot be removed, no space is freed
         patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))
         assert not save(store, 3) or store.bytes_used <= 3 * FILE_BYTES
         assert not save(store, 4)

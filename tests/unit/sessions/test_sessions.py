@@ -1,4 +1,4 @@
-"""Test that sessions restored from host memory or disk give the same tokens as uninterrupted ones."""
+"""Test that sessions restored from host memory or disk give the same tokens as uninterrupted sessions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload_rt.storage.loader import BlockLoader, read_buffer_layers
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(25, seed=2), tiny_prompt(75, seed=3), tiny_prompt(28, seed=4)]
-"""Block boundaries lie in the answer of the second turn, in the third turn and in the answer of the fourth."""
+"""Turns. Block boundaries are in the second answer, in the third turn, and in the fourth answer."""
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
@@ -139,7 +139,7 @@ def test_damaged_kv_is_recomputed(damage: str, policy: str, tmp_path: Path, monk
     llm = make_llm(**POLICIES[policy])
     session = llm.session("s", tmp_path)
     new_tokens = answer(session, TURNS[2])
-    # With selection, KV of decoded tokens depends on the selection, and damage found late changes it.
+    # With selection, the KV of decoded tokens depends on the selection. Damage that is found late changes it.
     if policy == "full" or damage != "late":
         plain = make_llm(enable_prefix_caching=False, **POLICIES[policy])
         assert new_tokens == completed(plain.generate([history + TURNS[2]], GREEDY))[0].token_ids
@@ -268,7 +268,7 @@ def test_full_store_never_exceeds_its_limit(tmp_path: Path) -> None:
 def test_layers_load_during_computation_and_saving_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a read buffer of one layer, layer l + 1 is loaded while layer l is computed."""
+    """The read buffer holds one layer, so layer l + 1 is loaded while layer l is computed."""
 
     llm = make_llm()
     session = llm.session("s", tmp_path)
@@ -349,7 +349,7 @@ def test_prefetch_loads_kv_before_the_turn(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}])
 def test_session_of_another_dtype_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    """Without this error, a changed default dtype would start an empty session."""
+    """Without this error, a session would silently start empty if the default dtype changed."""
     model = tiny_model("llama", dtype=torch.float64)
 
     def load(**options: Any) -> LLM:

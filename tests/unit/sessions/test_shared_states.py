@@ -1,4 +1,4 @@
-"""Test snapshots of recurrent state that several sessions or prompts with the same text need."""
+"""Test snapshots of recurrent state that are needed by several sessions or prompts with the same text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_continues(folder: Path, name: str) -> None:
 
 
 def replace_snapshots(session: Session) -> None:
-    """Run turns until the session needs none of its present snapshots."""
+    """Run turns until the session no longer needs any of its current snapshots."""
     before = set(session.history.states)
     for seed in (2, 3):
         take_turn(session, random_prompt(200, seed))

@@ -32,7 +32,7 @@ answer = partial(take_turn, params=GREEDY)
 def truncated_reference_logits(
     llm: LLM, tokens: list[int], kept: list[int], new_tokens: list[int], rotation: int = 0
 ) -> torch.Tensor:
-    """Compute reference logits of a truncated session with transformers.
+    """Compute reference logits for a truncated session with transformers.
 
     Args:
         llm: Provides the adapter that rotates keys.

@@ -1,4 +1,4 @@
-"""Test turns of several sessions in one queue, with look-ahead eviction and prefetching (CachedAttention, §3.3)."""
+"""Test a queue with turns of several sessions, with look-ahead eviction and prefetching (CachedAttention, §3.3)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 def isolated_answers(folder: Path, names: tuple[str, ...], turns: int, **options: Any) -> dict[str, list[list[int]]]:
-    """Return the answers of each session without other sessions or interruptions, cached in `ANSWERS`."""
+    """Return the answers of each session when it runs alone and uninterrupted. They are cached in `ANSWERS`."""
     assert turns <= 3
     answers = {}
     for name in names:

@@ -232,7 +232,7 @@ def test_file_that_is_not_an_artifact_is_an_error(tmp_path: Path) -> None:
 def test_inconsistent_artifact_is_an_error(
     change: dict[str, torch.Tensor | None], message: str, tmp_path: Path
 ) -> None:
-    """The digest of the file is valid, but its tensors are inconsistent."""
+    """The file's digest is valid, but its tensors are inconsistent."""
     valid = {
         "query": torch.zeros(2, 2, 4, 4),
         "key": torch.zeros(2, 2, 4, 4),

@@ -1,4 +1,4 @@
-"""Run one case of each part of the adversary tests, or `ADVERSARY_SECONDS` of each in `make stress PART=adversary`."""
+"""Run one case of each part of the adversary tests. `make stress PART=adversary` runs each for `ADVERSARY_SECONDS`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Simulate a day of sessions in `DAY_SECONDS` (default 600) with `make stress PART=day`.
+"""Simulate a day of sessions with `make stress PART=day`. It takes `DAY_SECONDS` (default 600).
 
-Requests arrive as in a recorded chat trace, or at random without one. Sessions in a store with a size limit continue,
-fork, and are truncated and deleted, while processes end or are killed.
+Requests arrive as in a recorded chat trace, or at random if there is no trace. Sessions in a store with a size limit
+are continued, forked, truncated and deleted, while processes end or are killed.
 
-Memory, files and threads must not grow, the limit must hold, and sampled answers must equal a fresh computation.
+Memory use and the number of files and threads must not grow, and the store must stay below its limit. A sample of the
+answers must equal those computed afresh.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ SESSIONS, RATE, LIFE = 2000, 30.0, 15.0
 
 TRACE = Path(os.environ.get("OFFLOAD_RT_DATA", "../shared/data")) / "traces" / "conversation_trace.jsonl"
 SCALE = 200
-"""Recorded tokens for each simulated token, so that contexts fit the tiny model's 512 positions."""
+"""Number of recorded tokens per simulated token, so that contexts fit into the tiny model's 512 positions."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a session. `interval` is the time since the previous request in seconds."""
+    """A request in a session. `interval` is the time since the previous request, in seconds."""
 
     interval: float
     name: str
@@ -51,10 +52,10 @@ class Arrival:
 
 
 def arrivals(rng: random.Random) -> Iterator[Arrival]:
-    """Yield requests without end.
+    """Yield requests endlessly.
 
-    With a trace, start at a random request and use its intervals and lengths. Requests with the same prefix belong to
-    one session. Intervals are scaled to `RATE`.
+    If there is a trace, start at a random request and use the trace's intervals and lengths. Requests with the same
+    prefix belong to one session. Intervals are scaled to `RATE`.
     """
     if not TRACE.exists():
         while True:
@@ -89,7 +90,7 @@ class SimulatedProcess:
         self.log_resources(ended=True)
 
     def answer_arrivals(self) -> None:
-        """Answer the requests of one second together."""
+        """Answer all requests of one second together."""
         queue, rng = self.llm.turns(self.folder, max_num_seqs=8, **OPTIONS), self.rng
         left, waiting = 1.0, []
         for arrival in self.arrivals:
@@ -180,7 +181,7 @@ def test_day_of_sessions_leaks_no_resources(tmp_path: Path) -> None:
     print(json.dumps({"seconds": SECONDS, "processes": seed, "killed": killed, **total, "most": largest}))
     # Temporary files of killed processes and two generations of documents are included.
     assert largest["bytes"] <= LIMIT + (1 << 20)
-    # Each name may have two generations, sinks and a damaged file. The other files are blocks.
+    # Each name may have two generations, sinks and a damaged file. All other files are blocks.
     assert largest["files"] <= 4 * SESSIONS + LIMIT // 4096
     assert all(note["pool"] == 0 for note in notes if note["ended"])
     third = len(notes) // 3

@@ -1,6 +1,6 @@
-"""Test failing file system calls: after a restart, answers are correct and earlier saved data is intact.
+"""Test failing file system calls: after a restart, answers are correct and previously saved data is intact.
 
-In `make stress PART=faults`, every call fails, alone and with all later calls.
+In `make stress PART=faults`, every call fails once alone, and once together with all later calls.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run_session(folder: Path) -> list[list[int]]:
 
 
 def check_next_start(folder: Path, saved_tokens: list[int], known: list[list[int]]) -> None:
-    """Check that the session has the saved tokens or a later known state, and continues."""
+    """Check that the session has the saved tokens or a known later state, and that it can be continued."""
     with make_llm() as llm:
         session = llm.session("ada", folder)
         assert session.tokens == saved_tokens or session.tokens in known

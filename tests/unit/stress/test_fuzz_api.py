@@ -1,4 +1,4 @@
-"""Test arbitrary arguments, and calls in any order from several threads.
+"""Test arbitrary arguments, and calls from several threads in any order.
 
 Only OffloadError may be raised, no token may be wrong, and no memory may leak. `OFFLOAD_RT_FUZZ` sets the number of
 cases in `make stress PART=api`.
@@ -33,7 +33,7 @@ from offload_rt.sessions.turn_queue import TurnQueue
 from offload_rt.storage.options import StoreOptions
 
 CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
-"""Number of cases in `make stress`; 0 selects small defaults."""
+"""Number of cases in `make stress`. 0 means small defaults."""
 
 PROMPT, SHORT = tiny_prompt(70, seed=1), SamplingParams(max_tokens=2, temperature=0)
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, max_position_embeddings=512)
@@ -73,7 +73,7 @@ def test_any_field_value_raises_only_offload_error(field: tuple[type, str], valu
 
 
 class ApiObjects:
-    """The runtimes and the folder of the API calls. Sessions and queues are created for each call."""
+    """The runtimes and the folder that the API calls use. Sessions and queues are created for each call."""
 
     def __init__(self, folder: Path) -> None:
         self.llm, self.folder = make_llm(), folder

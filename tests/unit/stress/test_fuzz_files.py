@@ -1,7 +1,7 @@
-"""Test damaged files of every kind: they give an OffloadError or the right answer.
+"""Test damaged files of every kind: reading them raises an OffloadError or gives the right answer.
 
-They cause no crash, unbounded memory, wrong token, or file outside the folder. `OFFLOAD_RT_FUZZ` sets the number of
-cases in `make stress PART=files`.
+They must never cause a crash, unbounded memory use, a wrong token, or a file outside the folder. `OFFLOAD_RT_FUZZ` sets
+the number of cases in `make stress PART=files`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BEFORE = Path(__file__).parents[2] / "data" / "written_before"
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 SHORT = SamplingParams(max_tokens=3, temperature=0)
 MEMORY = 3 << 30
-"""Memory limit above the process's current use, in bytes: sixty times the need of these files."""
+"""Memory limit above the process's current use, in bytes. It is sixty times what these files need."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +69,9 @@ def damage_folder(original: Path, copy: Path, seed: int, spread: int = 400) -> l
 
 
 def count_refusals(original: Path, copy: Path, cases: int, read: Callable[[Path], Any], spread: int = 400) -> int:
-    """Read a damaged copy of the folder in each case. Return the number of refusals.
+    """In each case, read a damaged copy of the folder. Return the number of refusals.
 
-    Files beside the copy must not change.
+    Files outside the copy must not change.
     """
     refused, beside = 0, sorted(copy.parent.iterdir())
     for seed in range(cases):
@@ -116,7 +116,7 @@ def test_history_with_arbitrary_values_is_refused_or_consistent(tmp_path: Path) 
 
 @pytest.mark.parametrize("counts", [{"shift": 10**30}, {"shift": 1 << 62}, {"shift": 5, "sink_shift": 6}])
 def test_history_with_impossible_counts_is_refused(counts: dict[str, int]) -> None:
-    """Regression test: a session with the first of these counts opened, and its next turn raised OverflowError."""
+    """Regression test: with the first of these counts, the session opened, but its next turn raised OverflowError."""
     history = History("ada", "llama", tokens=[1, 2, 3], computed=3)
     assert History.from_bytes(history.to_bytes()) == history
     assert History.from_bytes(json.dumps(json.loads(history.to_bytes()) | counts).encode()) is None
@@ -169,7 +169,7 @@ def test_damaged_file_raises_only_offload_error(kind: str, tmp_path: Path) -> No
 def test_endless_or_deeply_nested_file_raises_only_offload_error(
     kind: str, content: bytes | None, tmp_path: Path
 ) -> None:
-    """Regression test: unclosed brackets raised RecursionError. `None` stands for an endless file."""
+    """Regression test: unclosed brackets used to raise RecursionError. `None` stands for an endless file."""
     folder = tmp_path / "made"
     folder.mkdir()
     read = write_files(folder)[kind]
@@ -209,7 +209,7 @@ def test_damaged_checkpoint_raises_only_offload_error(kind: str, tmp_path: Path)
 
 
 def test_impossible_number_of_positions_is_refused(tmp_path: Path) -> None:
-    """Regression test: `LLM` raised OverflowError."""
+    """Regression test: `LLM` used to raise OverflowError."""
     tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     config = tmp_path / "tiny" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 10**30}))

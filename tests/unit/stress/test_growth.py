@@ -1,4 +1,4 @@
-"""Test that ten thousand requests leak no memory or files, in `make stress PART=growth`."""
+"""Test that ten thousand requests leak neither memory nor files (`make stress PART=growth`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, max_positi
 
 
 NAMES = tracemalloc.Filter(False, pathlib.__file__)
-"""Excluded allocations: pathlib interns every name, and the intern table doubles now and then (7.7 MB at once)."""
+"""Excludes allocations by pathlib, which interns every name. The table of names sometimes doubles (7.7 MB at once)."""
 
 
 def measure_resources() -> dict[str, int]:
@@ -37,8 +37,6 @@ def measure_resources() -> dict[str, int]:
 
 
 def random_request(llm: LLM, folder: Path, rng: random.Random) -> Callable[[], Any]:
-    """Return a function that makes a random request."""
-
     def prompt() -> list[int]:
         return tiny_prompt(rng.randrange(1, 90), seed=rng.randrange(50))
 

@@ -1,6 +1,6 @@
-"""Test out-of-memory errors in any allocation of a session, in `make stress PART=faults`.
+"""Test sessions in which any allocation may run out of memory (`make stress PART=faults`).
 
-After a restart, answers are correct and earlier saved data is intact.
+After a restart, answers are correct and previously saved data is intact.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def address_space_bytes() -> int:
 
 
 def run_turn_in_child(folder: Path, spare: int) -> int:
-    """Run a second turn in a new process with `spare` bytes of address space.
+    """Run the second turn in a new process that can allocate `spare` more bytes of address space.
 
-    Return 0 if the turn was answered and saved, 1 if it was refused or out of memory, otherwise 2.
+    Return 0 if the turn was answered and saved, 1 if it was refused or ran out of memory, and otherwise 2.
     """
     process = os.fork()
     if process:

@@ -1,6 +1,6 @@
-"""Test C kernels against plain C loops (`tests/native`), with NEON in an emulator and at each level of this processor.
+"""Compare C kernels with plain C loops (`tests/native`), with NEON in an emulator and at this processor's levels.
 
-Runs in `make stress PART=neon`. Needs gcc-aarch64-linux-gnu and qemu-user.
+`make stress PART=neon` runs this test. It needs gcc-aarch64-linux-gnu and qemu-user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test the thread team (`team.c`) for races in a separate C program: late workers, and ThreadSanitizer."""
+"""Test the thread team (`team.c`) for races in a separate C program, with late workers and with ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ int main(int count, char **given) {
 
 BEFORE_TAKING = "        if (part >= parts) return 0;\n"
 DELAY = "        if (helper && seen % 4 == 0) usleep(rand() % 60);\n"
-"""Delays a worker after it has read a call and before it takes a part of the call."""
+"""C code that delays a worker after it has read a call and before it takes a part of this call."""
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_thread_sanitizer_finds_no_race(compiler: list[str], tmp_path: Path) -> 
     program = build(compiler, tmp_path, TEAM.read_text(encoding="utf-8"), "-fsanitize=thread")
     if program is None or shutil.which("setarch") is None:
         pytest.skip("no ThreadSanitizer")
-    # Old sanitizers need addresses that are not randomised.
+    # Old sanitizers do not work with randomised addresses.
     command, environment = ["setarch", "-R", str(program), "20000"], {**os.environ, "TSAN_OPTIONS": "exitcode=66"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr

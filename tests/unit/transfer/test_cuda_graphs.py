@@ -1,6 +1,6 @@
-"""Test which steps are captured as CUDA graphs, and captures that fail.
+"""Test which steps are captured as CUDA graphs, and what happens if a capture fails.
 
-The cells "graphs" of `test_cuda_path.py` compare the tokens of replayed steps.
+The "graphs" cells in `test_cuda_path.py` compare the tokens of replayed steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload_rt.policies.rule import Rule
 
 
 class RecordedGraph:
-    """Replacement of `Graph` whose `replay` runs the step again."""
+    """Replacement for `Graph` whose `replay` runs the step again."""
 
     def __init__(self) -> None:
         self.replays = 0

@@ -1,4 +1,4 @@
-"""Test the CUDA path on a simulated device: tokens with late streams, host waits, launches and memory."""
+"""Test the CUDA path on a simulated device: tokens when streams are late, host waits, launches and memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ALLOWED: dict[str, set[tuple[str, str]]] = {
         ("event", "offload_rt/transfer/open_sequences.py"),
         ("copy host to device", "offload_rt/policies/oracle.py"),
     },
-    "missed mass, paper": {  # measured on the host, against all keys
+    "missed mass, paper": {  # missed attention mass is measured on the host, from all keys
         ("event", "offload_rt/transfer/open_sequences.py"),
         ("copy device to host", "offload_rt/kernels/decode_attention.py"),
         ("copy device to host", "offload_rt/model_runner/trace.py"),
@@ -83,7 +83,7 @@ ALLOWED: dict[str, set[tuple[str, str]]] = {
     "eviction": EVICTION,
     "default, eviction": EVICTION,
 }
-"""All host waits of a decode step, as (operation, file), for each cell."""
+"""All host waits that are allowed in a decode step of each cell, as (operation, file)."""
 
 _SLOW = (
     "infinigen, batch",
@@ -103,7 +103,7 @@ SLOW = () if ALL else (*_SLOW, *(name for name in ALLOWED if name.startswith("de
 
 @pytest.fixture
 def host_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
-    """Record the host waits of decode steps as (operation, file)."""
+    """Yield a set that records the host waits of decode steps as (operation, file)."""
     found: set[tuple[str, str]] = set()
     decode = Runner.decode
     with simulated(Lazy()) as sim:
@@ -125,7 +125,7 @@ def test_decode_step_waits_only_where_allowed(name: str, tmp_path: Path, host_wa
 
 
 def test_rows_shared_by_k_and_v_are_copied_as_a_whole() -> None:
-    """K and V of a sliding head of Gemma 4 share a row. Separate copies of K and V would make the host wait."""
+    """In Gemma 4, K and V of a sliding head share a row. Copying K and V separately would make the host wait."""
     tokens = [token % VOCAB for token in tiny_prompt(200)]
     with simulated(Lazy()) as sim:
         model = architecture("gemma4").to("cuda")
@@ -161,7 +161,7 @@ def test_batch_takes_as_many_launches_as_one_sequence() -> None:
 
 
 LAUNCHES = {"full": 25, "quest": 45}
-"""Largest number of launches per layer. 15 are those of the model: seven matrix products, norms, RoPE and the MLP.
+"""Maximum launches per layer. The model itself takes 15: seven matrix products, norms, RoPE and the MLP.
 
 A dense layer also copies K and V of each KV head. `test_step_counts.py` counts launches of the default policy.
 """
@@ -239,7 +239,7 @@ def test_prefill_peak_does_not_grow_with_the_number_of_layers(settings: dict[str
 
 
 def test_missed_mass_equals_the_cpu_path(tmp_path: Path) -> None:
-    """The missed mass is computed from all keys. The newest key is still being written back."""
+    """Missed attention mass is computed from all keys, while the newest key is still being written back."""
     found: list[float] = []
 
     def once(make: Callable[..., LLM], folder: Path) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Test the CUDA simulator: it detects each kind of fault and accepts the correct variant of the same code."""
+"""Test that the CUDA simulator detects each kind of fault, and accepts the correct variant of the same code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_missing_wait_between_streams_is_detected(late_side_stream: Simulator) -
 
 
 def read_after_free(side: torch.cuda.Stream, record: bool) -> torch.Tensor:
-    """Read a tensor on the compute stream after the side stream freed it and reused its memory."""
+    """Read a tensor on the compute stream while the side stream frees it and reuses its memory."""
     with torch.cuda.stream(side):
         staged = torch.full((4,), 5.0, device=CUDA)
     torch.cuda.current_stream().wait_stream(side)

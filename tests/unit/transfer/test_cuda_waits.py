@@ -40,7 +40,7 @@ def test_free_waits_for_pending_fetches_and_write_backs(fetches: bool) -> None:
     ids=["between steps", "between steps, nothing read", "within a step"],
 )
 def test_eviction_moves_kv_after_pending_write_backs_and_fetches(within: bool, read: bool) -> None:
-    """A fetch runs after earlier write-backs, so waiting for the fetch is enough. In a step, the host never waits."""
+    """Fetches run after earlier write-backs, so waiting for a fetch is enough. Within a step, the host never waits."""
     with simulated(Late((1, 2))) as sim:
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -70,7 +70,7 @@ def overwrite_freed_memory(device: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("late", [1, 2], ids=["prefetch", "write-back"])
 def test_freed_row_lists_are_not_reused_while_read(late: int) -> None:
-    """The compute stream allocates row lists, and the prefetch and write-back streams read them."""
+    """Row lists are allocated on the compute stream but read on the prefetch and write-back streams."""
     with simulated(Late((late,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
         runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
@@ -119,7 +119,7 @@ def test_graph_replay_records_an_event_after_write_backs() -> None:
 
 
 def test_saver_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saver thread waits for KV of earlier steps, not for events of the capture."""
+    """The saver thread waits for KV from earlier steps, not for events in the capture."""
     seen: list[bool] = []
     with simulated(Late((2,))):
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")

@@ -1,4 +1,4 @@
-"""Test which blocks have slots on the device, against a simple model of the block tables."""
+"""Compare the blocks that have slots on the device with a simple model of the block tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_freed_block_loses_its_device_copy() -> None:
 
 
 class DeviceBlocksMachine(RuleBasedStateMachine):
-    """Sequences whose block tables share, release and regain blocks of a small pool."""
+    """State machine with sequences whose block tables share, release and regain blocks of a small pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class DeviceBlocksMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), notify=st.booleans(), grow=st.integers(0, 3))
     def truncate_and_extend(self, data: Any, notify: bool, grow: int) -> None:
-        """Truncate a sequence and extend it. Without `notify`, the device is updated later."""
+        """Truncate a sequence and extend it. If `notify` is false, the device is updated only later."""
         key = data.draw(st.sampled_from(sorted(self.tables)))
         kept = data.draw(st.integers(0, len(self.tables[key])))
         dropped = self.tables[key][kept:]

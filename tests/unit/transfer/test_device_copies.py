@@ -1,4 +1,4 @@
-"""Test copies of KV blocks on the simulated device: tokens do not change, and KV with a copy is not transferred."""
+"""Test KV blocks with copies on the simulated device: tokens do not change, and these blocks are not transferred."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OTHERS = [
     ("latent, shared", FEW, "late prefetch"),
     ("latent, default, graphs", MANY, "seed 0"),
 ]
-"""Cases of `make stress PART=cuda`."""
+"""Additional cases that `make stress PART=cuda` runs."""
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 RUNS = DAILY + (OTHERS if ALL else [])
@@ -150,7 +150,7 @@ def test_preempted_requests_continue_with_device_copies(memory: int, swaps: bool
         requests = [engine.add(prompt, params) for prompt in prompts]
         while not engine.idle:
             if swap is not None:
-                swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0  # so fast that it is always used
+                swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0  # so fast that swapping is always used
             engine.step()
             runner.check_integrity()
         preemptions, restored = engine.scheduler.preemptions, engine.scheduler.restored
@@ -179,7 +179,7 @@ def test_moved_entry_also_moves_in_the_device_copy() -> None:
 
 
 class NamedStream(InlineStream):
-    """Stream that records each wait as (name of the waiting stream, name of the other stream)."""
+    """Stream that records each wait as (name of the waiting stream, name of the stream it waits for)."""
 
     def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
         self.name, self.waits = name, waits

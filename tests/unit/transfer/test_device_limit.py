@@ -1,6 +1,6 @@
-"""Test that the peak of the allocator stays below `device_memory` during prefill and decode.
+"""Test that the allocator's peak stays below `device_memory` during prefill and decode.
 
-The peak includes freed memory that a late stream still uses.
+The peak includes memory that was freed but is still used by a late stream.
 """
 
 from __future__ import annotations
@@ -143,9 +143,9 @@ def smallest_limit(case: Case, folder: Path) -> int:
 
 
 def test_info_shows_the_memory_of_captured_graphs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By default, up to eight graphs keep the buffers of one step each, one graph per length bucket.
+    """By default, there is one graph per length bucket, up to eight, and each keeps the buffers of a step.
 
-    With `device_memory`, one graph keeps its buffers, and only if CUDA graphs are requested.
+    With `device_memory`, there is only one graph, and only if CUDA graphs are requested.
     """
     arguments = ("info", str(folder), "--context", str(CONTEXT), "--dtype", "float32", "--device")
     name, lines = "device: CUDA graphs, at most", {}

@@ -1,4 +1,4 @@
-"""Test `device_memory`: streamed weights give the same tokens, and plans state the memory in use.
+"""Test `device_memory`: streamed weights give the same tokens, and plans state the memory that is in use.
 
 `test_device_limit.py` compares the peak with the limit.
 """
@@ -54,7 +54,7 @@ def deep_model(name: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that saves the deep model with a given name and returns its folder."""
+    """Return a function that saves the deep model under a given name and returns the folder."""
     made: dict[str, Path] = {}
 
     def save(name: str) -> Path:
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_memory_for_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration needs more memory than these short contexts. `test_device_limit.py` tests this memory."""
+    """Count no memory for calibration, which needs more than these contexts. `test_device_limit.py` tests it."""
     monkeypatch.setattr(DeviceCosts, "calibration", lambda self: 0)
 
 
@@ -79,7 +79,7 @@ def costs_of(folder: Path, policy: str, options: dict[str, Any]) -> DeviceCosts:
 
 
 def streaming_limit(costs: DeviceCosts, contexts: list[int], resident: int = 4) -> int:
-    """Return the bytes for `contexts`, `resident` layers and two weight buffers."""
+    """Return the bytes needed for `contexts`, `resident` layers and two weight buffers."""
     sizes = costs.shape.sizes
     return sizes.fixed + (resident + 2) * sizes.layers[0] + costs.total(contexts)
 

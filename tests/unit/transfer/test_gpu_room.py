@@ -1,4 +1,4 @@
-"""Test the parts of `make gpu` at toy size on a simulated device, and the advice for parts that fail."""
+"""Test the parts of `make gpu` in toy size on a simulated device, and the advice given for parts that fail."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_all_parts_are_skipped_without_a_cuda_device(capsys: pytest.CaptureFixtu
 
 
 def run_in_this_process(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Replacement of `run_program` that runs evaluations in this process, where the device is simulated.
+    """Replacement for `run_program` that runs evaluations in this process, where the device is simulated.
 
-    For pytest and some evaluations, it only writes result files.
+    For pytest and for some evaluations, it only writes result files.
     """
     assert limit <= gpu_parts.LIMIT
     name, *flags = command[len(programs.CLI) + 1 :]
@@ -85,10 +85,10 @@ def run_in_this_process(command: Sequence[str], limit: float, **variables: str) 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all parts once, and return the folder of their results. Only racecheck fails."""
+    """Run all parts once, and return the folder with their results. Only racecheck fails."""
     if os.environ.get("PYTEST_XDIST_WORKER") is None:
         return run_all_parts(tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("data"))
-    # with pytest-xdist, the first worker creates the results for all
+    # with pytest-xdist, the first worker creates the results for all workers
     shared = tmp_path_factory.getbasetemp().parent / "gpu_results"
     with FileLock(f"{shared}.lock"):
         if not shared.exists():

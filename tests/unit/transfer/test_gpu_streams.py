@@ -1,4 +1,4 @@
-"""Test the order of CUDA streams: a late stream must not change tokens.
+"""Test the synchronization of CUDA streams: tokens must not change if a stream is late.
 
 `test_cuda_path.py` covers the simulated device.
 """
@@ -44,7 +44,7 @@ class DelayedStream:
 
 
 class Delay:
-    """Delay the current stream and count calls. With a seed, delays are random."""
+    """Callable that delays the current stream and counts its calls. If a seed is given, delays are random."""
 
     def __init__(self, seed: int | None) -> None:
         self._random, self._varies, self.calls = random.Random(seed), seed is not None, 0
@@ -78,7 +78,7 @@ def delayed_llm(device: torch.device, policy: str, options: dict[str, Any], late
 
 
 def generate_tokens(llm: LLM, count: int, batch: int) -> list[list[int]]:
-    """Generate for a batch twice, so that blocks of the prefix are reused, and then sample three forks."""
+    """Generate twice for the same batch, so that the prefix's blocks are reused, and then sample three forks."""
     stem = tiny_prompt(130)
     prompts = [stem + tiny_prompt(20, seed=i) for i in range(batch)]
     found = [

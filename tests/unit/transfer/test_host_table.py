@@ -128,7 +128,7 @@ def test_too_little_lockable_memory_is_an_error(folder: Path) -> None:
 
 @pytest.mark.parametrize("width", [64, 8])
 def test_rows_of_a_packed_table_are_unpacked_on_the_device(width: int) -> None:
-    """With a width of 64, a kernel unpacks only the part of one layer. With a width of 8, it unpacks whole rows."""
+    """If the width is 64, a kernel unpacks only one layer's part of a row. If it is 8, it unpacks whole rows."""
     model = architecture("gemma4_e2b", **SMALL | {"hidden_size_per_layer_input": width})
     table, tokens = layer_table(model), torch.tensor([3, 96, 0, 3, 7])
     assert table is not None

@@ -1,4 +1,4 @@
-"""Test models with latent attention on the simulated GPU: the tokens are those of a CPU."""
+"""Test models with latent attention on the simulated GPU: tokens must equal those of a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REAL: dict[str, Any] = {
     "num_key_value_heads": 20,
     "num_hidden_layers": 2,
 }
-"""Keys of 576 numbers, as in all large models with latent attention. Kernels split these keys and the 20 heads."""
+"""Options for keys with 576 elements, as in all large latent models. Kernels split these keys and the 20 heads."""
 
 
 def generate_tokens(device: str, name: str, policy: str, lengths: Sequence[int], **overrides: Any) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Test the CUDA copy path on a CPU with synchronous streams: tokens and bytes equal those of the CPU path."""
+"""Test the CUDA copy path on a CPU, with synchronous streams: tokens and byte counts equal those of the CPU path."""
 
 from __future__ import annotations
 

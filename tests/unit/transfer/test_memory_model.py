@@ -1,4 +1,4 @@
-"""Test memory requirements and printed tables against real runs."""
+"""Compare memory requirements and printed tables with real runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_table_shows_usual_values_and_advice(infinigen_stats: Stats) -> None:
 
 
 def test_table_shows_if_no_tokens_were_selected(infinigen_stats: Stats) -> None:
-    # of 100 tokens, the budget is 20, and sinks and window contain 68
+    # for 100 tokens, the budget is 20, and sinks and window together have 68
     options = {"budget": 0.2, "dense_layers": ()}
     llm = LLM(tiny_model("llama"), policy="streaming", policy_options=options)
     [done] = completed(llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=4, temperature=0)))
@@ -117,7 +117,7 @@ def test_contexts_up_to_dense_until_are_fetched_entirely() -> None:
         for given in (options, options | {"dense_until": 0})
     )
     tokens = (400, 600, 9000)
-    # longer contexts count the tokens that were fetched before selection began
+    # in longer contexts, the tokens that were fetched before selection began count too
     assert [whole.fetched(n, 0) for n in tokens] == [400, 500, 900]
     assert [selecting.fetched(n, 0) for n in tokens] == [40, 60, 900]
     assert whole.fetched(9000, 1) == 9000

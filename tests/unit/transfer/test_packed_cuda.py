@@ -1,4 +1,4 @@
-"""Test packed weights on a simulated CUDA device: they stay packed, and tokens equal those of a CPU."""
+"""Test packed weights on a simulated CUDA device: weights stay packed, and tokens equal those of a CPU."""
 
 from __future__ import annotations
 

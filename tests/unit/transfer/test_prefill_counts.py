@@ -1,4 +1,4 @@
-"""Test that a layer of a prefill takes few launches, independent of the length of the prefill chunk."""
+"""Test that a layer takes few launches in a prefill, and that their number does not depend on the chunk length."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from support.prefill_counts import PrefillCounts, count_prefill
 CHUNK = 2048
 
 PER_LAYER = {"full": PrefillCounts(13, 0, 12, 0), "infinigen": PrefillCounts(23, 0, 16, 0)}
-"""Limits of a layer without its chunks: checks for changed weights, resident KV, and approximate KV of "infinigen"."""
+"""Limits per layer, apart from its chunks: checks for changed weights, resident KV, and "infinigen"'s approximate
+KV."""
 
 PER_CHUNK = PrefillCounts(22, 4, 21, 0)
-"""Limits of each chunk: norms, projections, RoPE, attention, MLP, and copies of K and V of each KV head."""
+"""Limits per chunk: norms, projections, RoPE, attention, MLP, and copies of K and V for each KV head."""
 
 
 @pytest.mark.sampled(2)

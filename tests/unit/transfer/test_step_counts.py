@@ -1,4 +1,4 @@
-"""Test that a decode step costs no more than the table in `CONTRIBUTING.md` states."""
+"""Test that a decode step does not cost more than the table in `CONTRIBUTING.md` states."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Test experts and embeddings in host memory: results equal those of a model entirely on the device.
+"""Test experts and embeddings in host memory: results equal those of a model that is entirely on the device.
 
-Weights are random, so hit rates do not predict those of trained models.
+Weights are random, so the hit rates say nothing about trained models.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from offload_rt.transfer.weights.streamed import BUFFERS
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-"""Mixture-of-experts models with four experts, two of them chosen for each token. qwen2_moe also has a shared expert
-and layers without experts."""
+"""Mixture-of-experts models with four experts, of which two are chosen for each token. qwen2_moe also has a shared
+expert and layers without experts."""
 EXPERTS, CHOSEN = 4, 2
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 GENERATOR = torch.Generator().manual_seed(3)
@@ -57,7 +57,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def logits_of(llm: LLM) -> torch.Tensor:
-    """Return logits `[9, V]`: the last prompt token of each sequence, then two decode steps of the batch."""
+    """Return logits `[9, V]`: for the last prompt token of each sequence, then for two decode steps of the batch."""
     runner = llm.runner
     sequences = [runner.new_sequence([*prompt, 1, 2], len(prompt) + 2) for prompt in PROMPTS]
     found = [runner.prefill(s, len(p), want_logits=True)[None] for s, p in zip(sequences, PROMPTS, strict=True)]
@@ -78,7 +78,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_in_host_memory_give_the_same_logits(folder: Any, name: str) -> None:
     expected = logits_of(make_llm(folder(name)))
-    # less than the experts of a token, and nearly all
+    # fewer slots than one token's experts need, and enough for nearly all experts
     for slots in (1, 3):
         llm = make_llm(folder(name), experts_on_device=slots)
         # float32 sums have another order
@@ -159,7 +159,7 @@ def expert_module() -> Any:
 def test_cached_experts_give_the_outputs_of_the_original_module(
     expert_module: Any, calls: list[tuple[int, int, int]], slots: int
 ) -> None:
-    """Each call is (tokens, experts per token, seed)."""
+    """`calls` are tuples (tokens, experts per token, seed)."""
     cache = ExpertCache(copy.deepcopy(expert_module), slots, torch.device("cpu"))
     one = cache.host_bytes // 6
     used: dict[int | None, int] = {}
@@ -248,7 +248,7 @@ WIDE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 8, "moe_interm
 
 @pytest.mark.parametrize(("name", "more", "slots"), [("qwen3_moe", WIDE, 15), ("gpt_oss", {}, 1)])
 def test_peak_memory_is_below_the_limit(name: str, more: dict[str, Any], slots: int, tmp_path: Path) -> None:
-    """The peak contains the outputs of eight experts (qwen3_moe) or attention scores with a sink (gpt_oss)."""
+    """The peak includes the outputs of eight experts (qwen3_moe) or attention scores with a sink (gpt_oss)."""
     architecture(name, **more).save_pretrained(tmp_path)
     config = EngineConfig("full", device_memory="1GiB", max_model_len=128, host_memory="8MiB", experts_on_device=slots)
     plan = plan_for(config, load_shape(tmp_path, device="cpu", dtype="float32"))

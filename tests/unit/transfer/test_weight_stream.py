@@ -15,7 +15,7 @@ from offload_rt.transfer.weights.streamed import WeightStream
 
 
 def numbered_layers(layers: int = 6) -> list[nn.Module]:
-    """Return layers whose weights contain the number of the layer. One matrix is column-major."""
+    """Return layers whose weights are filled with the layer's number. One matrix is column-major."""
     made: list[nn.Module] = []
     for number in range(layers):
         layer = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7)).requires_grad_(False)

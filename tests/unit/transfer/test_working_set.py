@@ -1,4 +1,4 @@
-"""Test the working set, which caches KV on the device: tokens do not change, and only misses are copied."""
+"""Test the working set, which caches KV on the device: tokens must not change, and only misses are copied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK_BYTES = 2 * 3 * 2 * 32 * BLOCK_SIZE * 4
 
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 2}
-"""Sliding window in the last layer of a Qwen model."""
+"""Options for a sliding window in the last layer of a Qwen model."""
 
 
 def make_llm(working_set: int = 0, policy: str = "infinigen", blocks: int = 64, **settings: Any) -> LLM:
@@ -46,14 +46,14 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 class ReferenceTable:
-    """Reference implementation of the replacement rule for one list. With decay 1/2, scores are exact."""
+    """Reference implementation of the replacement rule for one list. The decay is 1/2, so scores are exact."""
 
     def __init__(self, capacity: int) -> None:
         self.slots: list[int | None] = [None] * capacity
         self.scores = [-1.0] * capacity
 
     def look_up(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Return for each token its slot or -1, and the slot it replaces or -1."""
+        """Return, for each token, its slot or -1, and the slot that it replaces or -1."""
         found = [self.slots.index(token) if token in self.slots else -1 for token in tokens]
         self.scores = [score / 2 if score >= 0 else score for score in self.scores]
         for slot in found:
