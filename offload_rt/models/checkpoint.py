@@ -238,7 +238,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype | None:
-    """Return the dtype that the configuration declares, or None if it declares none. For GGUF files, return bfloat16.
+    """Return the dtype that the configuration declares, or None if it declares none. For GGUF files, return
+    bfloat16.
     """
     declared: Any = config.dtype or text_config(config).dtype  # a torch.dtype, as transformers has read it
     return torch.bfloat16 if source.gguf is not None else declared

@@ -1,4 +1,5 @@
-"""Conversion of a checkpoint folder whose weights are already packed (GPTQ or AWQ, for example) to a packed checkpoint.
+"""Conversion of a checkpoint folder whose weights are already packed (GPTQ or AWQ, for example) to a packed
+checkpoint.
 """
 
 from __future__ import annotations

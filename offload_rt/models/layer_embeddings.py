@@ -51,7 +51,8 @@ class LayerEmbeddings:
         return found
 
     def _table_part(self, tokens: torch.Tensor, part: slice) -> torch.Tensor:
-        """Look up the table rows for `tokens` `[T]`. Return their columns `part`, scaled, on the device of the tokens.
+        """Look up the table rows for `tokens` `[T]`. Return their columns `part`, scaled, on the device of the
+        tokens.
         """
         table = self._decoder.embed_tokens_per_layer
         # A kernel can read the table if it is on the device or in page-locked memory. Otherwise, the host looks up the

@@ -223,7 +223,8 @@ class RecurrentState:
         return self._state("recurrent", layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Append convolution inputs `[B, channels, T]`. Return the old and the new inputs, `[B, channels, kernel + T]`.
+        """Append convolution inputs `[B, channels, T]`. Return the old and the new inputs, `[B, channels, kernel +
+        T]`.
         """
         state = self._state("conv", layer_idx)
         inputs = torch.cat([state, conv_states.to(state.dtype)], dim=-1)

@@ -48,11 +48,13 @@ class LinearBackend:
     """
 
     layer_class: type[BackendLinear] = BackendLinear
-    """Class of linear layers in this format. Plain layers are converted in place, by changing their class to this one.
+    """Class of linear layers in this format. Plain layers are converted in place, by changing their class to this
+    one.
     """
 
     method = ""
-    """Value of `quant_method` in the configuration of checkpoints in this format; "" if there are no such checkpoints.
+    """Value of `quant_method` in the configuration of checkpoints in this format; "" if there are no such
+    checkpoints.
     """
 
     def supports(self, layer: nn.Linear, device: torch.device) -> bool:

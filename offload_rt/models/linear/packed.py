@@ -1,4 +1,5 @@
-"""Linear layers, embeddings and stacked experts (gpt-oss) that compute directly with packed weights (`PackedFormat`).
+"""Linear layers, embeddings and stacked experts (gpt-oss) that compute directly with packed weights
+(`PackedFormat`).
 """
 
 from __future__ import annotations
