@@ -1,4 +1,4 @@
-"""Processor and memory limits of the Linux control groups of this process, for example of a container."""
+"""Processor and memory limits that Linux control groups set for this process, for example in a container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each control group of this process, with its parents, and whether it has version 2.
+    """For each control group of this process and each of its parents, yield the folder and whether it uses version 2.
 
     Args:
         controller: "memory" or "cpu".
