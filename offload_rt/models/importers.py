@@ -151,7 +151,7 @@ class CompressedTensors(Importer):
     Weights are `(code - zero) * scale`, and weight_scale is `[out, groups]`, `[out, 1]` or `[1]`. The other tensors
     depend on the format (compressed-tensors, compressors/pack_quantized/helpers.py, quantization/lifecycle/forward.py):
 
-    * "pack-quantized": Each word of weight_packed, int32 `[out, in * bits / 32]`, packs the codes of consecutive
+    * "pack-quantized": each word of weight_packed, int32 `[out, in * bits / 32]`, packs the codes of consecutive
       inputs, increased by 2^(bits - 1). Each word of weight_zero_point, int32 `[out * bits / 32, groups]`, packs
       consecutive outputs.
     * "int-quantized": weight and weight_zero_point are int8.
