@@ -35,7 +35,7 @@ class DevicePlan:
 
     limit: int
     costs: DeviceCosts
-    context: int  # sequence length in tokens for which the plan was made
+    context: int  # the plan was made for a sequence of this many tokens
     streamed: tuple[int, ...]  # layers whose weights are streamed from host memory
 
     @property

@@ -94,7 +94,7 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size of the recurrent state of `sequences` sequences.
 
-        This includes what lossless mode needs: a second state per sequence (`RollbackState`), and recorded inputs.
+        In lossless mode, this includes a second state per sequence (`RollbackState`) and recorded inputs.
         """
         geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
         # The number of slots grows by a quarter at a time (`StateSlots`).

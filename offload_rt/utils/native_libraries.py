@@ -37,7 +37,7 @@ HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 class NativeLibrary:
     source: str  # path relative to the package folder
     flags: tuple[str, ...]  # in addition to the flags of the level
-    fallback: str  # what happens if the library is missing, for the log message
+    fallback: str  # consequence if the library is missing, for the log message
     constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # values of macros that are prebuilt
 
     @property

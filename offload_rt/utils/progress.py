@@ -23,7 +23,7 @@ _observer: ContextVar[Observer | None] = ContextVar("_observer", default=None)
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Return a context manager that passes all progress to `observer`, even where no bar would be shown."""
+    """Return a context manager that passes all progress to `observer`, even if no bar would be shown."""
     token = _observer.set(observer)
     try:
         yield

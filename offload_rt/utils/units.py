@@ -65,7 +65,7 @@ def parse_duration(duration: float | str, name: str = "duration") -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Format `seconds` in the largest unit in which the number is at least 2: "45 s", "90 min", "36 h", "12 d"."""
+    """Format `seconds` in the largest unit that makes the number at least 2: "45 s", "90 min", "36 h", "12 d"."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -73,7 +73,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_size(size: float) -> str:
-    """Format `size` bytes with three digits, in the largest binary unit in which the number is at least 1: "1.46
+    """Format `size` bytes with three digits, in the largest binary unit that makes the number at least 1: "1.46
     GiB".
     """
     for unit in ("B", "KiB", "MiB", "GiB"):

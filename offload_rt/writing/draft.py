@@ -35,7 +35,7 @@ class Draft:
         path: Text file of the document. If the file exists but has no session folder, its text becomes the beginning of
             the document.
         folder: Folder for settings and KV. None means `path` with ".session" appended.
-        sampling: Sampling parameters. They must equal those with which the document was begun.
+        sampling: Sampling parameters. They must equal the parameters that the document was begun with.
         **given: Fields of `Settings`. If a field is empty, its stored value is used.
 
     Raises:

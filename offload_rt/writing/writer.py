@@ -67,7 +67,7 @@ def write_document(
         path: Text file. If it exists but has no session folder, its text becomes the beginning of a new document.
         prompt: Instruction for the model. It is not part of the document. If the model has a chat template, the prompt
             is rendered with it. Otherwise, the prompt precedes the text in the context.
-        sampling_params: Sampling parameters. None uses the parameters with which the document was begun, or the model's
+        sampling_params: Sampling parameters. None uses the parameters that the document was begun with, or the model's
             defaults if the document is new. A document keeps its seed.
         max_tokens: Total number of tokens to generate if the document has no chapters.
         beginning: Text that a new document begins with.
