@@ -26,8 +26,8 @@ def stop_spinning() -> bool:
     """Make libgomp threads sleep soon after each parallel region, even if torch is already imported.
 
     Returns:
-        Whether the setting was changed. It is not if another OpenMP library is in use, or if the user has set one of
-            `WAIT_VARIABLES`.
+        Whether the setting was changed. It is not changed if another OpenMP library is in use, or if the user has set
+        one of `WAIT_VARIABLES`.
     """
     library = _library("libgomp.so.1")
     if library is None or os.environ.keys() & WAIT_VARIABLES:
