@@ -117,7 +117,7 @@ def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
 
 
 def say_on_stderr(quiet: bool = False) -> Say:
-    """Return a function that prints a line to stderr, or does nothing if `quiet` is set."""
+    """Return a function that prints a line to stderr, or ignores it if `quiet` is set."""
     from rich.console import Console
 
     console = Console(stderr=True, quiet=quiet, highlight=False)
