@@ -76,8 +76,9 @@ def missed() -> None:
 
 
 def _layers(path: Path) -> list[tuple[int, float]]:
-    """Read statistics that `offload-rt generate --stats-json` wrote. Return (layer, mean missed attention mass)
-    pairs.
+    """Read statistics that `offload-rt generate --stats-json` wrote.
+
+    Return (layer, mean missed attention mass) pairs.
     """
     rows = [masses for _, masses in json.loads(path.read_text(encoding="utf-8"))["missed_by_step"]]
     return [(layer, sum(masses) / len(rows)) for layer, masses in enumerate(zip(*rows, strict=True))]

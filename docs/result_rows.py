@@ -54,8 +54,9 @@ def change(row: Row) -> str:
 
 
 def most_windows(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """Return one row for each text, context and setting. If there are several measurements, use the one with the most
-    windows.
+    """Return one row for each text, context and setting.
+
+    If there are several measurements, use the one with the most windows.
     """
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:

@@ -21,7 +21,7 @@ RUNTIMES = (
 def others() -> str:
     """Prompt time and time per token of other runtimes, on Qwen at two context lengths."""
     found: dict[str, dict[int, Row]] = {}
-    # If a runtime was measured twice, the times of the newer run are used, which is in the later file.
+    # If a runtime was measured twice, use the times of the newer run, which is in the later file.
     for name in ("rivals", "rivals/8000", "rows_in_c", "rows_in_c/long"):
         for row in load(f"qwen/{name}/real_speed"):
             found.setdefault(row["runtime"], {})[8192 if row["context"] == 8000 else row["context"]] = row
@@ -50,7 +50,7 @@ PACKED = {
     "infinigen, GGUF": ("offload-rt, `infinigen`", "Q4_K_M"),
     "llama.cpp, 16-bit KV": ("llama.cpp, 16-bit KV", "Q4_K_M"),
 }
-"""Maps runtimes in the table of packed weights to the weights that they use."""
+"""Maps runtimes in the table of packed weights to their labels and their weights."""
 
 
 def packed_weights() -> str:
@@ -87,8 +87,9 @@ LENGTHS = {
 
 
 ELSEWHERE = {("qwen/rows_in_c", 2048), ("qwen/rows_in_c/long", 8192), ("smollm2/rows_in_c", 4096)}
-"""(folder, context) pairs that this table omits. The table of other runtimes already shows the omitted contexts of
-Qwen.
+"""(folder, context) pairs that this table omits.
+
+The table of other runtimes already shows the omitted contexts of Qwen.
 """
 
 

@@ -35,7 +35,7 @@ def layers() -> list[list[str]]:
 
 
 def folder_of(parts: tuple[str, ...]) -> str:
-    """Return the folder that contains the module `parts`, which is its dotted name below `offload_rt`."""
+    """Return the folder of a module. `parts` is the module's dotted name below `offload_rt`, split at the dots."""
     return "/".join(parts[:2]) if parts[0] == "eval" and len(parts) > 1 else parts[0]
 
 

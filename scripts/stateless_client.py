@@ -161,8 +161,9 @@ class Measurements:
         self.row("the same prompt again", client, self.first_turn(1))
 
     def documents(self) -> None:
-        """Ask about two documents in turn, with host memory for only one of them. Then measure a second server that
-        reads the same store.
+        """Ask about two documents in turn, with host memory for only one of them.
+
+        Then measure a second server that reads the same store.
         """
         store, flags = self._folder / "documents", ("--host-memory", self._host_memory)
         with serving(self._model, store, *flags) as client:

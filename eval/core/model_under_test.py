@@ -128,8 +128,9 @@ class ModelUnderTest:
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return a runtime with these engine settings. The default runtime and the most recent other runtime are
-        cached.
+        """Return a runtime with these engine settings.
+
+        The default runtime and the most recent other runtime are cached.
         """
         if not engine:
             return self._first
@@ -140,8 +141,9 @@ class ModelUnderTest:
         return self._other[1]
 
     def score(self, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
-        """Score each text under the variant. Texts with the same `decode_from` are scored in one call of
-        `LLM.score`.
+        """Score each text under the variant.
+
+        Texts with the same `decode_from` are scored in one call of `LLM.score`.
         """
         llm = self.llm(variant)
         batch = 1 if "host_memory" in variant.engine else self.batch  # the limit applies to a single sequence

@@ -156,8 +156,9 @@ class Haystack:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def hide(self, rng: Rng, kind: str, length: int) -> Passage:
-        """Build a passage of exactly `length` tokens from the book. The statements of a needle are inserted before
-        random sentences.
+        """Build a passage of exactly `length` tokens from the book.
+
+        The statements of a needle are inserted before random sentences.
 
         Raises:
             InputError: The needle and its questions do not fit, or the book is too short.
@@ -182,7 +183,7 @@ class Haystack:
         tokens += self._ids[at : begin + room]
         start = len(tokens)
         questions = []
-        first = 0  # index of the question's first statement, because statements have the same order as questions
+        first = 0  # index of the question's first statement; statements are in the same order as questions
         for question, positions in zip(needle.questions, marks, strict=True):
             stated = min(told[first + i] for i in range(len(question)))
             first += len(question)

@@ -21,8 +21,9 @@ MARKERS = "osD^vPX*p"
 
 @contextmanager
 def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 1)) -> Iterator[list[Axes]]:
-    """Yield the axes of a new figure, row by row. At the end of the `with` block, write the figure to `path` and `data`
-    to a JSON file next to it.
+    """Yield the axes of a new figure, row by row.
+
+    At the end of the `with` block, write the figure to `path` and `data` to a JSON file next to it.
 
     `panels` is (rows, columns). Axes without data are hidden.
     """

@@ -1,5 +1,6 @@
-"""Registry of the evaluations that `offload-rt eval` runs. `@measure` registers an evaluation, and `run_measure` runs
-it.
+"""Registry of the evaluations that `offload-rt eval` runs.
+
+`@measure` registers an evaluation, and `run_measure` runs it.
 
     @measure("tokens", "how many tokens a text has", add_flags)
     def tokens(args: argparse.Namespace) -> int:

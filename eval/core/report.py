@@ -51,8 +51,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 class RowStore:
-    """Stores result rows in `out`/rows, by key. A key contains every input that affects the row, as plain JSON
-    values.
+    """Stores result rows in `out`/rows, by key.
+
+    A key contains every input that affects the row, as plain JSON values.
     """
 
     def __init__(self, out: Path) -> None:

@@ -30,8 +30,9 @@ def ratio(values: Array, weights: Array) -> Array:
 
 
 def ratio_error(values: ArrayLike, weights: ArrayLike) -> float:
-    """Return the standard error of sum(values) / sum(weights) by the delta method (0 if n = 1). Both arrays are
-    `[n]`.
+    """Return the standard error of sum(values) / sum(weights) by the delta method (0 if n = 1).
+
+    Both arrays are `[n]`.
     """
     v, w = np.asarray(values, float), np.asarray(weights, float)
     if len(v) < 2:

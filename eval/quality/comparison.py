@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from ...model_runner.trace import Recorder
 
 MAX_SCORED = 256
-"""Maximum number of new tokens to compare. It is limited because log-probabilities of the whole vocabulary are kept per
-token.
+"""Maximum number of new tokens to compare.
+
+It is limited because log-probabilities of the whole vocabulary are kept per token.
 """
 
 MAX_OTHERS = 17
-"""Number of new tokens that the policies in `OTHERS` decode. It is enough for two measurements of missed attention
-mass.
+"""Number of new tokens that the policies in `OTHERS` decode.
+
+It is enough for two measurements of missed attention mass.
 """
 
 BINS = 160

@@ -231,8 +231,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the exact attention fraction and the fetched fraction of each task. The harness adds them to its
-        results.
+        """Return the exact attention fraction and the fetched fraction of each task.
+
+        The harness adds them to its results.
         """
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
         return {"attended_and_fetched_fractions": means}

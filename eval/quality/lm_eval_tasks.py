@@ -68,8 +68,9 @@ def run_tasks(
     say: Say = say_nothing,
     deadline_passed: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Run every task with every variant, and write tasks.json, .csv and .md to `out`. Rows that already exist in `out`
-    are reused.
+    """Run every task with every variant, and write tasks.json, .csv and .md to `out`.
+
+    Rows that already exist in `out` are reused.
 
     All variants are compared with the first variant, which should be `full`. After the deadline, no new row is
     measured.

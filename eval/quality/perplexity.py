@@ -90,8 +90,9 @@ def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> 
 
 
 def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window]) -> Row:
-    """Measure a variant on all windows and return its row. The column `samples` contains the nats, tokens and bytes of
-    each window.
+    """Measure a variant on all windows and return its row.
+
+    The column `samples` contains the nats, tokens and bytes of each window.
     """
     scored = tested.score(variant, [window.text for window in windows])
     samples: dict[str, list[Any]] = {
@@ -110,8 +111,9 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window])
 
 
 def _chunks(nats: Sequence[float]) -> list[float]:
-    """Return the mean nats per token for each complete section of `CHUNK` tokens. If the window is shorter, it is one
-    section.
+    """Return the mean nats per token for each complete section of `CHUNK` tokens.
+
+    If the window is shorter, it is one section.
     """
     whole = max(1, len(nats) // CHUNK)
     size = min(CHUNK, len(nats))
@@ -158,8 +160,9 @@ def compare(row: Row, base: Row, name: str) -> Row:
 
 
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
-    """Measure every variant. Compare it with the first variant, which should be `full`, and with `infinigen` at the
-    same budget.
+    """Measure every variant.
+
+    Compare it with the first variant, which should be `full`, and with `infinigen` at the same budget.
 
     After the deadline, only existing rows are returned.
     """

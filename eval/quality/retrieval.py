@@ -51,8 +51,9 @@ class RetrievalConfig:
 
 
 def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind: str) -> list[Passage]:
-    """Build the passages for one length and kind. They depend neither on the policy nor on the other lengths and
-    kinds.
+    """Build the passages for one length and kind.
+
+    They depend neither on the policy nor on the other lengths and kinds.
     """
     rng = np.random.default_rng([config.seed, length, *kind.encode()])
     made = [haystack.hide(rng, kind, length) for _ in range(config.passages)]

@@ -73,8 +73,9 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Give each new token the highest score. For prompt tokens, `on_queries` later replaces the scores with
-        votes.
+        """Give each new token the highest score.
+
+        For prompt tokens, `on_queries` later replaces the scores with votes.
         """
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 

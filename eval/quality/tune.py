@@ -127,8 +127,9 @@ class Search:
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """Return the trial with the fewest bytes among those that meet the limit. If none does, return the trial with
-        the lowest `worst`.
+        """Return the trial with the fewest bytes among those that meet the limit.
+
+        If none does, return the trial with the lowest `worst`.
         """
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
@@ -180,8 +181,9 @@ def most_trials() -> int:
 
 
 def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
-    """Return the first `context` tokens of a text, but at most `positions` tokens. The last `scored` of them are
-    scored.
+    """Return the first `context` tokens of a text, but at most `positions` tokens.
+
+    The last `scored` of them are scored.
 
     Raises InputError if the text is too short.
     """
@@ -195,8 +197,9 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
 def run_tune(
     tested: ModelUnderTest, text: str, name: str, config: TuneConfig, out: Path, done: Callable[[], None] = lambda: None
 ) -> tuple[Report, TunedPolicy]:
-    """Search options using `text`, which results call `name`. Write skew.safetensors, policy.json and all trials to
-    `out`.
+    """Search options using `text`, which results call `name`.
+
+    Write skew.safetensors, policy.json and all trials to `out`.
 
     If no setting meets the limit, the setting with the lowest missed attention mass is written, marked with "kept":
     false.

@@ -127,8 +127,9 @@ class TransformersBaseline:
 
 
 class SyntheticContext:
-    """A synthetic context in a host pool. Its sequences share no blocks. Every policy decodes forks of these
-    sequences.
+    """A synthetic context in a host pool.
+
+    Its sequences share no blocks. Every policy decodes forks of these sequences.
     """
 
     def __init__(

@@ -91,8 +91,9 @@ class BenchConfig:
             raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: policies select no larger fraction")
 
     def made_shape(self, name: str, device: torch.device) -> Shape:
-        """Return the shape `name` with the configured number of layers and dtype. On a CPU, the dtype "auto" means
-        float32.
+        """Return the shape `name` with the configured number of layers and dtype.
+
+        On a CPU, the dtype "auto" means float32.
         """
         shape = SHAPES[name]
         dtype = {"auto": torch.float32 if device.type == "cpu" else shape.dtype}.get(self.dtype)
@@ -150,8 +151,9 @@ def _about(config: BenchConfig, device: torch.device) -> dict[str, Any]:
 
 
 def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: list[str]) -> list[Row]:
-    """Measure all baselines at one point. On a CPU, they take turns. Baselines that cannot run are added to
-    `skipped`.
+    """Measure all baselines at one point.
+
+    On a CPU, they take turns. Baselines that cannot run are added to `skipped`.
     """
     # On CUDA the baselines run one after another, because device memory is too small for all at once.
     room = point.context + (WARM_UP + config.repeats) * BURST + BLOCK_SIZE
@@ -255,8 +257,10 @@ def _device(name: str) -> torch.device:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds. On a CPU, it measures the CPU time of the process. On other devices, it measures wall
-    time after synchronizing the device.
+    """Return a clock in seconds.
+
+    On a CPU, it measures the CPU time of the process. On other devices, it measures wall time after synchronizing the
+    device.
     """
     if device.type == "cpu":
         return time.process_time

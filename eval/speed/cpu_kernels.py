@@ -65,8 +65,9 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel to measure. `moved` is its minimum memory traffic in bytes, and `instructions` is its minimum number of
-    vector instructions.
+    """A kernel to measure.
+
+    `moved` is its minimum memory traffic in bytes, and `instructions` is its minimum number of vector instructions.
     """
 
     name: str

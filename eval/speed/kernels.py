@@ -81,8 +81,9 @@ class Case:
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Return the median and the minimum time of `repeats` calls in ms, after `WARM_UP` untimed calls. On a CPU, measure
-    CPU time.
+    """Return the median and the minimum time of `repeats` calls in ms, after `WARM_UP` untimed calls.
+
+    On a CPU, measure CPU time.
     """
     spent = []
     for repeat in range(WARM_UP + repeats):

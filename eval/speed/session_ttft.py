@@ -97,8 +97,9 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
 
 
 def timed_fork(llm: LLM, store: Path, name: str) -> float:
-    """Return the time in seconds to the first token of a turn in a new fork called `name`. The session itself is not
-    changed.
+    """Return the time in seconds to the first token of a turn in a new fork called `name`.
+
+    The session itself is not changed.
     """
     session = llm.session("s", store)
     fork = session.fork(name)

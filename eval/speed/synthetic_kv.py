@@ -32,8 +32,9 @@ NOISE = 0.1
 CPU = torch.device("cpu")
 
 RESIDENT = (4, 64)
-"""Numbers of tokens at the start and at the end that are never planted. They equal the default sinks and recent
-window.
+"""Numbers of tokens at the start and at the end that are never planted.
+
+They equal the default sinks and recent window.
 """
 
 
@@ -112,8 +113,9 @@ class SyntheticKV:
 
 
 def _counts(n: int, heads: int, spread: float) -> list[int]:
-    """Return one count per head. The counts are evenly spaced from `(1 - spread) n` to `(1 + spread) n` and add up to
-    `heads * n`.
+    """Return one count per head.
+
+    The counts are evenly spaced from `(1 - spread) n` to `(1 + spread) n` and add up to `heads * n`.
     """
     steps = [2 * i / (heads - 1) - 1 if heads > 1 else 0.0 for i in range(heads)]
     counts = [max(1, round(n * (1 + spread * step))) for step in steps]

@@ -29,8 +29,9 @@ from ..core.report import Column, Report, Row, Say
 TURN = 3
 
 WARM_UP = 4
-"""Number of turns of each policy that are not timed at the start. During these turns, `ThreadChoice` makes its
-measurements.
+"""Number of turns of each policy that are not timed at the start.
+
+During these turns, `ThreadChoice` makes its measurements.
 """
 
 _CASE = "import torch, transformers; from offload_rt.eval.speed import threads; threads.run_case()"

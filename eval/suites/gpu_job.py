@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TracePoint:
-    """A context for which decode steps are traced. `fraction` is the fraction of planted tokens (see
-    `synthetic_kv`).
+    """A context for which decode steps are traced.
+
+    `fraction` is the fraction of planted tokens (see `synthetic_kv`).
     """
 
     context: int

@@ -38,8 +38,9 @@ def run_trained(job: GpuJob) -> Iterator[Results]:
 
 
 def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return one row per prompt length and policy. It contains the number of equal tokens, and the tokens per second of
-    transformers and of this runtime.
+    """Return one row per prompt length and policy.
+
+    It contains the number of equal tokens, and the tokens per second of transformers and of this runtime.
     """
     ids = AutoTokenizer.from_pretrained(folder)(job.size.text.read_text("utf-8")[: 1 << 18])["input_ids"]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -69,8 +70,9 @@ def _margin(model: Any, ids: list[int]) -> float:
 
 
 def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict[str, float]]:
-    """Generate greedily with transformers. Return the tokens and the times: seconds to the first token, and tokens per
-    second.
+    """Generate greedily with transformers.
+
+    Return the tokens and the times: seconds to the first token, and tokens per second.
     """
     given = torch.tensor([prompt], device=job.device)
 

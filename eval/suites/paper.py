@@ -36,8 +36,9 @@ CONTEXTS = (256, 512, 1024, 2048, 4096)
 TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
 FORMATS = ("int8", "int4", "int2")
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
-"""Resident tokens of every policy in comparisons at equal budgets. There are few enough of them for the smallest
-budget.
+"""Resident tokens of every policy in comparisons at equal budgets.
+
+There are few enough of them for the smallest budget.
 """
 
 ROWS: dict[str, Any] = {"preset": "rows"}
@@ -57,8 +58,9 @@ def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Varia
 
 @dataclass(frozen=True)
 class PaperSize:
-    """Sample sizes of the reproduction. Lengths and contexts are given in tokens, and budgets as fractions of the
-    context.
+    """Sample sizes of the reproduction.
+
+    Lengths and contexts are given in tokens, and budgets as fractions of the context.
     """
 
     context: int = 2048

@@ -231,8 +231,9 @@ COLUMNS = (
 
 
 def model_folders(names: Sequence[str]) -> list[Path]:
-    """Return the folders of the models `names`. Each name is an existing path, or the name of a folder below
-    $OFFLOAD_RT_MODELS.
+    """Return the folders of the models `names`.
+
+    Each name is an existing path, or the name of a folder below $OFFLOAD_RT_MODELS.
 
     Raises InputError if a model does not exist.
     """

@@ -236,8 +236,9 @@ def _generate_group(llm: Any, requests: Sequence[BatchRequest], defaults: Mappin
 
 
 class Worker:
-    """Ray Data actor with one engine. Converts rows of requests to rows of results. Each row contains one group as
-    JSON.
+    """Ray Data actor with one engine.
+
+    Converts rows of requests to rows of results. Each row contains one group as JSON.
     """
 
     def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:

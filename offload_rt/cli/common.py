@@ -126,8 +126,9 @@ def check_store(folder: str | Path) -> Path:
 
 
 def load_llm(model: str, config: EngineConfig, console: Console, *, text: bool = True) -> LLM:
-    """Call `check_before_loading`, then load a model. If `console` is a terminal, show which loading task is
-    running.
+    """Call `check_before_loading`, then load a model.
+
+    If `console` is a terminal, show which loading task is running.
     """
     check_before_loading(model, config, text=text)
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 POLICY_OPTION = "policy_option_"
-"""Prefix of policy options in the parsed arguments. It is needed because the engine and the policies both have an
-option `skew`.
+"""Prefix of policy options in the parsed arguments.
+
+It is needed because the engine and the policies both have an option `skew`.
 """
 
 COMMON = ("policy", "exact", "device", "device_memory", "host_memory", "tokenizer")
@@ -55,8 +56,9 @@ def add_option(
     suffix: str = "",
     metavar: str | None = None,
 ) -> None:
-    """Add a flag for a field of the configuration class `owner`. The parsed value is None if the user does not set the
-    flag.
+    """Add a flag for a field of the configuration class `owner`.
+
+    The parsed value is None if the user does not set the flag.
 
     Args:
         prefix: Prefix of the field's name in the parsed arguments.
@@ -91,8 +93,9 @@ def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> di
 
 
 def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return the values of those arguments in `names` that the user has set. In `args`, their names begin with
-    `prefix`.
+    """Return the values of those arguments in `names` that the user has set.
+
+    In `args`, their names begin with `prefix`.
     """
     values = ((name, getattr(args, prefix + name, None)) for name in names)
     return {name: value for name, value in values if value is not None}

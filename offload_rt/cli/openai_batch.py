@@ -1,5 +1,6 @@
-"""Process a batch file in the format of OpenAI's Batch API. Each line contains an endpoint of the server and a request
-body.
+"""Process a batch file in the format of OpenAI's Batch API.
+
+Each line contains an endpoint of the server and a request body.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions")
-"""Endpoints whose request bodies use the field names of `SamplingParams`. The sampling flags set the defaults of these
-fields.
+"""Endpoints whose request bodies use the field names of `SamplingParams`.
+
+The sampling flags set the defaults of these fields.
 """
 
 PATHS = (*SAMPLED, "/v1/responses")
@@ -57,8 +59,9 @@ class ServerRequest:
 def process_openai(
     llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Process groups of requests with the server's application, running in this process. Yield the results group by
-    group.
+    """Process groups of requests with the server's application, running in this process.
+
+    Yield the results group by group.
 
     Raises ConfigError if the server's packages are not installed.
     """

@@ -42,8 +42,9 @@ class ModelAdapter(ABC):
         self.sinks = sinks or (None,) * geometry.layers
 
     def with_state(self, state: RecurrentState | None) -> ModelAdapter:
-        """Return an adapter that reads and updates `state`. Every call must process the sequences of `state`, in the
-        same order.
+        """Return an adapter that reads and updates `state`.
+
+        Every call must process the sequences of `state`, in the same order.
 
         Required for hybrid models, in which only some layers have attention. Every token must pass through each layer
         exactly once, in order. For other models, the adapter returns itself.

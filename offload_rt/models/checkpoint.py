@@ -238,8 +238,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype | None:
-    """Return the dtype that the configuration declares, or None if it declares none. For GGUF files, return
-    bfloat16.
+    """Return the dtype that the configuration declares, or None if it declares none.
+
+    For GGUF files, return bfloat16.
     """
     declared: Any = config.dtype or text_config(config).dtype  # a torch.dtype, as transformers has read it
     return torch.bfloat16 if source.gguf is not None else declared
@@ -248,8 +249,9 @@ def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype
 def resolve_dtype(
     dtype: str | torch.dtype, source: ModelSource, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype | None:
-    """Return the torch dtype that `dtype` names, or None to keep the dtype of the weights. Raise ConfigError for other
-    names.
+    """Return the torch dtype that `dtype` names, or None to keep the dtype of the weights.
+
+    Raise ConfigError for other names.
 
     On CUDA, "auto" means the checkpoint's dtype. On a CPU, it means bfloat16 if the checkpoint has half precision and
     the CPU computes bfloat16 fast. Otherwise, it means float32 or wider.

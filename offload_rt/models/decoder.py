@@ -37,8 +37,9 @@ _ROTARY = ("rotary_emb", "pos_emb")
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 _CAPPED_AS_TEXT = ("Gemma4ForConditionalGeneration",)
-"""Multimodal classes that apply the `final_logit_softcapping` in their language model's configuration. Other multimodal
-classes ignore it.
+"""Multimodal classes that apply the `final_logit_softcapping` in their language model's configuration.
+
+Other multimodal classes ignore it.
 """
 
 _ROPE_IN_SLIDING_LAYERS_ONLY = ("Cohere2Model", "Exaone4Model")
@@ -58,8 +59,9 @@ class AttentionTemperature:
 
     @classmethod
     def of(cls, attention: Any, config: Any) -> AttentionTemperature | None:
-        """Return the scaling of a layer, or None if it has none. Llama 4 scales in layers without RoPE, Ministral 3 in
-        all layers.
+        """Return the scaling of a layer, or None if it has none.
+
+        Llama 4 scales in layers without RoPE, Ministral 3 in all layers.
         """
         if getattr(config, "attn_temperature_tuning", False):
             return None if attention.use_rope else cls(float(attention.attn_scale), float(attention.floor_scale), 1)

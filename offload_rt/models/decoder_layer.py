@@ -325,16 +325,18 @@ class Projections:
         return pad
 
     def _split_blocks(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`. The order is all queries, all keys, all values
-        (Phi-3).
+        """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`.
+
+        The order is all queries, all keys, all values (Phi-3).
         """
         rows = fused.view(len(fused), -1, self._key_dim)
         q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return q, k, v
 
     def _split_groups(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split `[T, Hkv (G + 2) d]` into q, k and v `[T, heads, d]`. Each group has G queries, one key and one value
-        (GPT-NeoX).
+        """Split `[T, Hkv (G + 2) d]` into q, k and v `[T, heads, d]`.
+
+        Each group has G queries, one key and one value (GPT-NeoX).
         """
         rows = fused.view(len(fused), self.kv_heads, -1, self._key_dim)
         return rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]

@@ -141,8 +141,9 @@ class WeightChangeDetector:
         self._last_state = self._state()
 
     def changes(self) -> int:
-        """Return how many calls, including this one, have found changed weights. Raise ModelError if a module was
-        replaced.
+        """Return how many calls, including this one, have found changed weights.
+
+        Raise ModelError if a module was replaced.
         """
         if (state := self._state()) != self._last_state:
             self._last_state, self._changes = state, self._changes + 1

@@ -46,8 +46,9 @@ def _q4(blocks: torch.Tensor) -> Parts:
 
 
 def _q5(blocks: torch.Tensor) -> Parts:
-    """Convert Q5_0 or Q5_1 blocks. Their layout is that of Q4_0 or Q4_1, plus 4 bytes with the fifth bits before the
-    codes.
+    """Convert Q5_0 or Q5_1 blocks.
+
+    Their layout is that of Q4_0 or Q4_1, plus 4 bytes with the fifth bits before the codes.
     """
     start = blocks.shape[1] - 20
     codes, *parts = _q4(torch.cat((blocks[:, :start], blocks[:, start + 4 :]), dim=1))

@@ -106,8 +106,9 @@ class _TensorMap:
             raise CannotPackError("transformers merges several tensors of the file into one weight")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Apply transformers' conversion of a tensor, such as a reordering of rows. Return None if it yields several
-        weights.
+        """Apply transformers' conversion of a tensor, such as a reordering of rows.
+
+        Return None if it yields several weights.
         """
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}

@@ -41,8 +41,9 @@ class PackedLayer:
 
 
 class Importer(ABC):
-    """Converts the layers of one kind of checkpoint. All methods raise CannotPackError if the checkpoint is an
-    unsupported variant.
+    """Converts the layers of one kind of checkpoint.
+
+    All methods raise CannotPackError if the checkpoint is an unsupported variant.
 
     Attributes:
         method: Value of `quant_method` in the configuration of these checkpoints.
@@ -306,8 +307,9 @@ def _pack_layer(
 
 
 def _half_scales(scales: torch.Tensor, form: PackedFormat) -> tuple[PackedFormat, torch.Tensor]:
-    """Convert scales to float16, dividing them by 2^exponent if necessary. Return `form` with this exponent, and the
-    scales.
+    """Convert scales to float16, dividing them by 2^exponent if necessary.
+
+    Return `form` with this exponent, and the scales.
 
     Raise CannotPackError if the conversion is not exact.
     """

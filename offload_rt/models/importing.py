@@ -36,8 +36,9 @@ class Conversion(Protocol):
     def source(self) -> ModelSource: ...
 
     def files(self) -> list[Path]:
-        """Return the files that determine the result. If they are on the hub, download them. Raise ModelError if this
-        fails.
+        """Return the files that determine the result.
+
+        If they are on the hub, download them. Raise ModelError if this fails.
         """
 
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:

@@ -11,8 +11,9 @@ def uses_earlier_kv(attention: Any) -> bool:
 
 
 def kv_sources(attentions: Sequence[Any]) -> tuple[int, ...]:
-    """Return, for each layer, the layer whose K and V it uses (`ModelGeometry.kv_from`). Return () if no layers share
-    KV.
+    """Return, for each layer, the layer whose K and V it uses (`ModelGeometry.kv_from`).
+
+    Return () if no layers share KV.
 
     A layer without K and V of its own uses those of the nearest earlier layer of its type (sliding or full attention)
     that has them.

@@ -51,8 +51,9 @@ class LayerEmbeddings:
         return found
 
     def _table_part(self, tokens: torch.Tensor, part: slice) -> torch.Tensor:
-        """Look up the table rows for `tokens` `[T]`. Return their columns `part`, scaled, on the device of the
-        tokens.
+        """Look up the table rows for `tokens` `[T]`.
+
+        Return their columns `part`, scaled, on the device of the tokens.
         """
         table = self._decoder.embed_tokens_per_layer
         # A kernel can read the table if it is on the device or in page-locked memory. Otherwise, the host looks up the
@@ -79,8 +80,9 @@ class LayerInputGate:
         return all(hasattr(module, name) for name in cls.MODULES)
 
     def add(self, hidden: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-        """Return `hidden` `[T, D]` plus the gated and projected layer input. `layer_input` computes the layer input
-        `[T, P]`.
+        """Return `hidden` `[T, D]` plus the gated and projected layer input.
+
+        `layer_input` computes the layer input `[T, P]`.
         """
         assert layer_input is not None, "the model has no layer embeddings"
         layer = self._module

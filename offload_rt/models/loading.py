@@ -73,7 +73,7 @@ As in vLLM, `do_sample` is ignored.
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that is ready to run. Returned by `load_model`.
+    """A model that is ready to run, returned by `load_model`.
 
     Attributes:
         fingerprint: Digest of configuration and weights.

@@ -23,8 +23,10 @@ LIMIT_VARIABLE, DEFAULT_LIMIT = "OFFLOAD_RT_PACKED_LIMIT", "64GiB"
 """Environment variable for the maximum size of the cache, and the default size."""
 
 DIGEST, ORIGIN = "model.digest", "origin"
-"""Names of two files in each folder. The first contains the digest of all other files, and is written last. The second
-contains the name of the original checkpoint.
+"""Names of two files in each folder.
+
+The first contains the digest of all other files, and is written last. The second contains the name of the original
+checkpoint.
 """
 
 _NEW = "new-"  # name prefix of incomplete folders

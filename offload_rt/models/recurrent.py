@@ -192,8 +192,9 @@ class RecurrentState:
             self._finished(layer)
 
     def _state(self, kind: str, layer: int) -> torch.Tensor:
-        """Return the convolution or recurrent state `[B, ...]` of a layer. Callers may modify it until they call
-        `finish`.
+        """Return the convolution or recurrent state `[B, ...]` of a layer.
+
+        Callers may modify it until they call `finish`.
         """
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
@@ -223,8 +224,9 @@ class RecurrentState:
         return self._state("recurrent", layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Append convolution inputs `[B, channels, T]`. Return the old and the new inputs, `[B, channels, kernel +
-        T]`.
+        """Append convolution inputs `[B, channels, T]`.
+
+        Return the old and the new inputs, `[B, channels, kernel + T]`.
         """
         state = self._state("conv", layer_idx)
         inputs = torch.cat([state, conv_states.to(state.dtype)], dim=-1)

@@ -22,8 +22,9 @@ _DECODERS = (
 """Name prefixes of the `...ForCausalLM` classes in transformers with which `DecoderAdapter` is tested."""
 
 _MULTIMODAL = ("Gemma3", "Gemma4", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe")
-"""Name prefixes of the tested multimodal classes (`...ForConditionalGeneration`). `DecoderAdapter` runs their language
-models.
+"""Name prefixes of the tested multimodal classes (`...ForConditionalGeneration`).
+
+`DecoderAdapter` runs their language models.
 """
 
 _DECODER = "offload_rt.models.decoder:DecoderAdapter"
@@ -117,8 +118,9 @@ def refuse_unverified(architecture: str, verify: Verify) -> None:
 
 
 def unsupported(architecture: str, why: str = "", reason: str = "architecture") -> ModelError:
-    """Create the error for an unsupported architecture. If `why` is empty, the message lists the supported
-    architectures.
+    """Create the error for an unsupported architecture.
+
+    If `why` is empty, the message lists the supported architectures.
     """
     details = f": {why}" if why else f"; supported are {', '.join(_adapters)}"
     return ModelError(f"{architecture} is not supported{details}", reason=reason)

@@ -131,12 +131,14 @@ class Rotary:
         """
         self._module, self._kinds = module, tuple(kinds)
         self._norms: list[Rotate | None] = [getattr(attention, "qk_norm", None) for attention in attentions]
-        """The norm that Llama 4 applies to rotated queries and keys. It has no weight, so it commutes with later
-        rotations.
+        """The norm that Llama 4 applies to rotated queries and keys.
+
+        It has no weight, so it commutes with later rotations.
         """
         self._cached: list[tuple[ref[torch.Tensor], dict[str | None, Rotate]]] = []
-        """Cache of the latest `positions` tensors, newest first. Each comes with the rotation to these positions for
-        each kind of layer.
+        """Cache of the latest `positions` tensors, newest first.
+
+        Each comes with the rotation to these positions for each kind of layer.
         """
         self._layout: Layout = HalfSplit
         self._tables_match_layout = True

@@ -166,8 +166,9 @@ class ModelSource:
 
 
 def _text_with_class_names() -> str:
-    """Return the text of the transformers source files that list its model classes. Importing them would take
-    seconds.
+    """Return the text of the transformers source files that list its model classes.
+
+    Importing them would take seconds.
     """
     package = importlib.util.find_spec("transformers")
     assert package is not None and package.origin is not None

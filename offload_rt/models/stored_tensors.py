@@ -116,8 +116,9 @@ def _missing_bytes(path: Path) -> int:
 
 
 def check_weights(source: ModelSource) -> None:
-    """Raise ModelError if a local folder has no safetensors files, or if one is incomplete. Only file headers are
-    read.
+    """Raise ModelError if a local folder has no safetensors files, or if one is incomplete.
+
+    Only file headers are read.
     """
     folder = source.folder
     if folder is None or source.gguf is not None:

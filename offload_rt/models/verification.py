@@ -42,8 +42,9 @@ _LONGEST_WINDOW = 512
 For longer windows, only the `sliding_window` argument of the attention is compared.
 """
 _EXPERTS_SHARE = 0.75
-"""For a mixture of experts, the fraction of tokens that must agree. Rounding may change which expert a token
-chooses.
+"""For a mixture of experts, the fraction of tokens that must agree.
+
+Rounding may change which expert a token chooses.
 """
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -102,8 +102,9 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 
 
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the prefill chunk sizes, in tokens, that a plan may use. The largest, which is the fastest, comes
-    first.
+    """Return the prefill chunk sizes, in tokens, that a plan may use.
+
+    The largest, which is the fastest, comes first.
     """
     if config.prefill_chunk_size is not None:
         return (config.prefill_chunk_size,)
@@ -163,8 +164,9 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
 
 
 def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
-    """Return the placement that `config` requests. Raise ConfigError if the model does not have the weights to
-    place.
+    """Return the placement that `config` requests.
+
+    Raise ConfigError if the model does not have the weights to place.
     """
     sizes, slots = shape.sizes, config.experts_on_device
     if slots is not None and sizes.experts is None:

@@ -236,8 +236,9 @@ class DeviceCosts:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Memory requirements of one sequence of `context` tokens. All sizes are in bytes and refer to the device unless
-    noted.
+    """Memory requirements of one sequence of `context` tokens.
+
+    All sizes are in bytes and refer to the device unless noted.
     """
 
     context: int
@@ -295,8 +296,9 @@ class DiskPlan:
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
-    """Return the plan for the KV cache on disk, or None if there is none. Raise MemoryLimitError if a limit does not
-    fit.
+    """Return the plan for the KV cache on disk, or None if there is none.
+
+    Raise MemoryLimitError if a limit does not fit.
     """
     if config.disk is None:
         return None

@@ -24,8 +24,9 @@ class RecycledMemory:
     """A thread-safe allocator for CPU tensors. A tensor's memory is reused after all of its views have been deleted."""
 
     def __init__(self, least: int = LARGE) -> None:
-        """Create an allocator that recycles the memory of tensors of at least `least` bytes. Smaller tensors are
-        allocated by torch.
+        """Create an allocator that recycles the memory of tensors of at least `least` bytes.
+
+        Smaller tensors are allocated by torch.
         """
         self._least = max(1, least)
         self._free: list[mmap.mmap] = []
@@ -53,8 +54,9 @@ class RecycledMemory:
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:
-        """Take free memory of at least `size` bytes. If there is none, allocate new memory and drop the largest free
-        one.
+        """Take free memory of at least `size` bytes.
+
+        If there is none, allocate new memory and drop the largest free memory.
         """
         with self._taking:
             waiting = sorted(self._free, key=len)  # a copy, because other threads may return memory at the same time

@@ -11,8 +11,9 @@ from .private_files import open_private
 
 
 def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = False, durable: bool = True) -> None:
-    """Write a file atomically, using a temporary file in the same folder. Several processes may do this at the same
-    time.
+    """Write a file atomically, using a temporary file in the same folder.
+
+    Several processes may do this at the same time.
 
     If the write fails, an existing file is not changed. If the process is killed, a temporary file `STEM.*.tmp` may
     remain.

@@ -85,8 +85,9 @@ def check_types(config: Any) -> None:
 
 
 def _number(value: Any, kinds: set[type]) -> int | float | None:
-    """Convert a number from another library to int or float. Return None if this is impossible, or if the resulting
-    type is not in `kinds`.
+    """Convert a number from another library to int or float.
+
+    Return None if this is impossible, or if the resulting type is not in `kinds`.
     """
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
@@ -119,8 +120,9 @@ def _scalars(hint: Any) -> set[type] | None:
 
 
 def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """Return `config` (or a default `cls` if it is None) with the fields in `options` replaced. Raises ConfigError for
-    unknown fields.
+    """Return `config` (or a default `cls` if it is None) with the fields in `options` replaced.
+
+    Raises ConfigError for unknown fields.
     """
     if config is None:
         return from_mapping(cls, options)

@@ -118,8 +118,9 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
 
 
 def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
-    """Return the library built from `source` for the processor's level. It is prebuilt, cached, or compiled now with
-    `flags`.
+    """Return the library built from `source` for the processor's level.
+
+    It is prebuilt, cached, or compiled now with `flags`.
 
     If this fails, log the text `fallback`, warn once per process, and return None.
     """
@@ -149,8 +150,9 @@ def _warn_once(level: str) -> None:
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
-    """Return the file name of a compiled library. The name contains a hash of its source, headers and compiler
-    flags.
+    """Return the file name of a compiled library.
+
+    The name contains a hash of its source, headers and compiler flags.
     """
     digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):

@@ -30,8 +30,9 @@ CHARACTERS = 50_000_000  # maximum number of characters of a text that is joined
 
 
 def read_file(path: str) -> str:
-    """Return the text of a UTF-8 file, or of stdin if `path` is "-". Raise InputError if it is missing, empty or not
-    text.
+    """Return the text of a UTF-8 file, or of stdin if `path` is "-".
+
+    Raise InputError if it is missing, empty or not text.
     """
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_small(Path(path))
@@ -86,8 +87,9 @@ def text_name(spec: str) -> str:
 
 
 def _path_of(spec: str) -> tuple[Path, str | None] | None:
-    """Return the file and the column that a SPEC names, or None if it names a dataset. An existing path is never a
-    dataset.
+    """Return the file and the column that a SPEC names, or None if it names a dataset.
+
+    An existing path is never a dataset.
     """
     if spec == "-" or Path(spec).exists():
         return Path(spec), None

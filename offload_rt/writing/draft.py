@@ -96,8 +96,9 @@ class Draft:
         )
 
     def chapter_count(self, wanted: int = 0) -> int:
-        """Return `wanted` if it is not 0. Otherwise, return the number of headings or of begun chapters, whichever is
-        larger.
+        """Return `wanted` if it is not 0.
+
+        Otherwise, return the number of headings or of begun chapters, whichever is larger.
         """
         return wanted or max(len(self.settings.headings), len(self.written.chapters))
 

@@ -112,8 +112,9 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that, together with the model's weights, determine a document's text. Their file is written only
-    once.
+    """The settings that, together with the model's weights, determine a document's text.
+
+    Their file is written only once.
     """
 
     model: str = ""  # for messages

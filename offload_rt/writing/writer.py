@@ -249,8 +249,9 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _next_turn(self) -> tuple[list[int], list[int]] | None:
-        """Return the tokens at the start of the next turn: those that have no KV yet, and a new heading. Return None at
-        the end.
+        """Return the tokens at the start of the next turn: those that have no KV yet, and a new heading.
+
+        Return None at the end.
 
         In the first turn, no token of the context has KV. In later turns, only the last token has none; it is left out
         if it is an end-of-text token. Progress is saved before a turn that begins the document or a chapter.
@@ -336,8 +337,9 @@ class _Writer:
         return self._headings[number]
 
     def _context(self) -> list[int]:
-        """Return the tokens of the prompt and the beginning. If the beginning is too long, its oldest tokens are left
-        out.
+        """Return the tokens of the prompt and the beginning.
+
+        If the beginning is too long, its oldest tokens are left out.
         """
         llm, settings = self._llm, self._settings
         prompt = self._prompt()

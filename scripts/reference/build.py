@@ -106,8 +106,9 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
 def weighted_loss(
     model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor, first_position: int = 0
 ) -> torch.Tensor:
-    """Return the mean next-token cross-entropy for `ids` `[B, N]`. The loss of each token is scaled by `weights` `[B,
-    N]`.
+    """Return the mean next-token cross-entropy for `ids` `[B, N]`.
+
+    The loss of each token is scaled by `weights` `[B, N]`.
     """
     positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)[None]
     hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state

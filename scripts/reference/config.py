@@ -73,8 +73,9 @@ class ReferenceShape:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of training. It ends at the fraction `until` of all tokens. `lengths` contains pairs (sequence length,
-    probability).
+    """A stage of training.
+
+    It ends at the fraction `until` of all tokens. `lengths` contains pairs (sequence length, probability).
     """
 
     until: float
@@ -148,8 +149,9 @@ class TrainConfig:
         return int(rng.choice(lengths, p=np.array(shares) / sum(shares)))
 
     def first_position(self, step: int) -> int:
-        """Return the position at which the sequences of a step start. It is random in the fraction `shifted` of steps,
-        and 0 in all other steps.
+        """Return the position at which the sequences of a step start.
+
+        It is random in the fraction `shifted` of steps, and 0 in all other steps.
         """
         rng = np.random.default_rng([self.seed, step, 2])
         if rng.random() >= self.shifted:
@@ -157,8 +159,9 @@ class TrainConfig:
         return int(rng.integers(self.shape.max_positions - self.length(step) + 1))
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate. It rises linearly, stays constant, and then falls as a half cosine to
-        `final_lr_share` of the peak.
+        """Return the learning rate.
+
+        It rises linearly, stays constant, and then falls as a half cosine to `final_lr_share` of the peak.
         """
         steps = self.steps()
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))

@@ -68,8 +68,9 @@ ORDINALS = ("first", "second", "third")
 
 @lru_cache(maxsize=2)
 def names(held_out: bool) -> tuple[str, ...]:
-    """Return the training names or the held-out names, in a fixed order. One in six names is held out, chosen by a
-    digest of the name.
+    """Return the training names or the held-out names, in a fixed order.
+
+    One in six names is held out, chosen by a digest of the name.
     """
     every = dict.fromkeys([*_REAL_NAMES, *(first + last for first in _FIRST for last in _LAST)])
     return tuple(name for name in every if (hashlib.sha256(name.encode()).digest()[0] % 6 == 0) == held_out)
@@ -161,8 +162,9 @@ def make_facts(rng: Rng, count: int, *, held_out: bool, kinds: Sequence[str] = t
 
 
 class Encoder:
-    """Tokenizes short texts and caches the result. The texts begin with a space or are a period, so BPE never merges
-    two of them.
+    """Tokenizes short texts and caches the result.
+
+    The texts begin with a space or are a period, so BPE never merges two of them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -175,8 +177,9 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All books as one token sequence. Each book is followed by an end-of-text token. `starts` `[n]` are the positions
-    where sentences start.
+    """All books as one token sequence.
+
+    Each book is followed by an end-of-text token. `starts` `[n]` are the positions where sentences start.
     """
 
     ids: Ids
@@ -195,8 +198,9 @@ class Corpus:
         return self.ids[start : start + length]
 
     def sentences(self, rng: Rng, at_most: int) -> Ids:
-        """Return complete sentences with at most `at_most` tokens in total. The result is empty if the first sentence
-        does not fit.
+        """Return complete sentences with at most `at_most` tokens in total.
+
+        The result is empty if the first sentence does not fit.
         """
         first = int(rng.integers(len(self.starts)))
         begin = int(self.starts[first])
@@ -296,8 +300,9 @@ def _pieces(fact: Fact, statement: int, encoder: Encoder) -> list[tuple[tuple[in
 
 
 def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
-    """Build a copy passage. It consists of text, a section of shuffled tokens, more text, and the same section
-    again.
+    """Build a copy passage.
+
+    It consists of text, a section of shuffled tokens, more text, and the same section again.
     """
     stretch = rng.permutation(corpus.window(rng, int(rng.integers(length // 8, length // 3 + 1))))
     rest = length - 2 * len(stretch)
@@ -364,8 +369,9 @@ def make_batch(
 
 
 def training_books(data: Path) -> list[Path]:
-    """Return the .txt files in `data` in sorted order, without the held-out books. Raise FileNotFoundError if there are
-    none.
+    """Return the .txt files in `data` in sorted order, without the held-out books.
+
+    Raise FileNotFoundError if there are none.
     """
     books = sorted(path for path in data.glob("*.txt") if path.name not in HELD_OUT_BOOKS)
     if not books:
@@ -374,8 +380,9 @@ def training_books(data: Path) -> list[Path]:
 
 
 def train_tokenizer(books: Sequence[Path], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (Sennrich et al. 2016) with `vocab_size` tokens. Token 0 is the end-of-text
-    token.
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016) with `vocab_size` tokens.
+
+    Token 0 is the end-of-text token.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -116,8 +116,9 @@ def recall(
     held_out: bool = True,
     kinds: Sequence[str] = tuple(KINDS),
 ) -> list[Answer]:
-    """Evaluate `passages` recall passages. Each has `length` tokens and `facts` facts, and all questions are at the
-    end.
+    """Evaluate `passages` recall passages.
+
+    Each has `length` tokens and `facts` facts, and all questions are at the end.
 
     Raises ValueError if the facts do not fit.
     """

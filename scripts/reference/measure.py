@@ -146,8 +146,9 @@ def tables(measured: dict[str, Any]) -> str:
 
 
 def write_card(folder: Path, measured: dict[str, Any]) -> None:
-    """Write measured.json, and the part of README.md between the markers. Raise ValueError if README.md has no
-    markers.
+    """Write measured.json, and the part of README.md between the markers.
+
+    Raise ValueError if README.md has no markers.
     """
     (folder / "measured.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     card = folder / "README.md"

@@ -59,8 +59,9 @@ def save_atomically(state: Any, path: Path) -> None:
 
 
 class TrainingRun:
-    """A training run in a folder. The files are tokenizer.json, corpus.npy, state.pt and log.jsonl, and finally
-    checkpoint/.
+    """A training run in a folder.
+
+    The files are tokenizer.json, corpus.npy, state.pt and log.jsonl, and finally checkpoint/.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class TrainingRun:
         self.validation = load_corpus([watched], self.tokenizer) if watched.exists() else self.corpus
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Return the settings that must not change when a run is resumed. These are all settings except the length of
-        training.
+        """Return the settings that must not change when a run is resumed.
+
+        These are all settings except the length of training.
         """
         kept = json.loads(json.dumps(asdict(replace(self.config, total_tokens=self.config.tokens_per_step))))
         return {"config": kept, "corpus_tokens": len(self.corpus.ids)}

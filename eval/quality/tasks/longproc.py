@@ -1,5 +1,6 @@
-"""Two tasks of LongProc (arXiv 2501.05414) that use local files. Outputs have about 500 tokens and are scored by
-rules.
+"""Two tasks of LongProc (arXiv 2501.05414) that use local files.
+
+Outputs have about 500 tokens and are scored by rules.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import yaml
 
 
 def _load(task: str) -> tuple[str, list[dict[str, Any]], Path]:
-    """Return the prompt template, the items and the folder of a task. Raise FileNotFoundError if the files do not
-    exist.
+    """Return the prompt template, the items and the folder of a task.
+
+    Raise FileNotFoundError if the files do not exist.
     """
     folder = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data")) / "longproc" / task
     if not folder.is_dir():

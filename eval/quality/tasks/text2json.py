@@ -61,8 +61,9 @@ PREFIX = "["
 
 
 def documents(records: int = 16, filler: int = 4, samples: int = 50, **metadata: Any) -> dict[str, Any]:
-    """Create the split "test" of `samples` documents. Each document has `records` records, and each record is followed
-    by `filler` sentences.
+    """Create the split "test" of `samples` documents.
+
+    Each document has `records` records, and each record is followed by `filler` sentences.
     """
     from datasets import Dataset
 

@@ -93,8 +93,9 @@ def backend_of(config: Any) -> LinearBackend | None:
 
 
 def refuse_packed(model: Any, why: str) -> None:
-    """Raise ModelError if the weights of a model are packed. `why` explains in the message why this is not
-    supported.
+    """Raise ModelError if the weights of a model are packed.
+
+    `why` explains in the message why this is not supported.
     """
     method = packing_of(model)
     if method is not None:

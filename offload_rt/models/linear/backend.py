@@ -48,8 +48,9 @@ class LinearBackend:
     """
 
     layer_class: type[BackendLinear] = BackendLinear
-    """Class of linear layers in this format. Plain layers are converted in place, by changing their class to this
-    one.
+    """Class of linear layers in this format.
+
+    Plain layers are converted in place, by changing their class to this one.
     """
 
     method = ""

@@ -21,8 +21,9 @@ MAX_ROWS = 12
 """Maximum number of input rows for which the C code is used, because it is then faster than torch."""
 
 PART_BYTES = 1 << 18
-"""Size in bytes of the part of a weight matrix that a thread processes as one work item. An item takes about 20
-microseconds.
+"""Size in bytes of the part of a weight matrix that a thread processes as one work item.
+
+An item takes about 20 microseconds.
 """
 
 MIN_THREADED_WORK = 1 << 20

@@ -54,8 +54,9 @@ PACKED = PackedWeights()
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply `x` `[..., in]`, whose inputs are in packed order, by packed weights and add `bias`. The result is
-    `[..., out]`.
+    """Multiply `x` `[..., in]`, whose inputs are in packed order, by packed weights and add `bias`.
+
+    The result is `[..., out]`.
     """
     plain = torch.is_grad_enabled() or not x.numel()
     if x.is_cuda and not plain:

@@ -13,26 +13,30 @@ from .packed import use_packed_weights
 
 GROUP = 32
 _ROUTERS = (".gate", "_expert_gate", "router")
-"""Name suffixes of layers that choose experts. They are not quantised: they are small, and errors would change the
-choice.
+"""Name suffixes of layers that choose experts.
+
+They are not quantised: they are small, and errors would change the choice.
 """
 
 _ABSORBED = ("kv_b_proj",)
 """Name suffixes of layers whose weights latent attention multiplies by the queries. They are not quantised."""
 
 _READ_IN_PARTS = ("per_layer_model_projection",)
-"""Name suffixes of layers that are read in parts, one part per decoder layer (`LayerEmbeddings`). Their weights must
-not be quantised.
+"""Name suffixes of layers that are read in parts, one part per decoder layer (`LayerEmbeddings`).
+
+Their weights must not be quantised.
 """
 
 _MAX_INPUTS_PER_OUTPUT = 16
-"""Layers with a higher ratio of inputs to outputs are not quantised. They are small, and each of their outputs affects
-a whole head.
+"""Layers with a higher ratio of inputs to outputs are not quantised.
+
+They are small, and each of their outputs affects a whole head.
 """
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Fractions of a group's range that 4-bit codes may cover. For each group, the fraction with the smallest squared error
-is used.
+"""Fractions of a group's range that 4-bit codes may cover.
+
+For each group, the fraction with the smallest squared error is used.
 """
 
 _WEIGHTS_AT_ONCE = 1 << 20
