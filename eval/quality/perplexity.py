@@ -35,8 +35,8 @@ CHUNK = 256
 class PerplexityConfig:
     """Settings of the perplexity evaluation.
 
-    In each window, the tokens from `decode_from` on are decoded with the policy and scored. `margin` is skipped at both
-    ends of the text, because title pages and licences are there.
+    In each window, the tokens after `decode_from` are decoded with the policy and scored. `margin` is skipped at both
+    ends of the text, to leave out title pages and licences.
     """
 
     context: int = option(2048, help="tokens per window", metavar="N")

@@ -21,7 +21,7 @@ def keys_and_values(
 ) -> Iterator[KVPart]:
     """Yield k and v, each `[Hkv, m, d]`, for each slice of m tokens.
 
-    For each slice, `inputs` yields the attention inputs `[m, D]` and `positions` the positions `[m]`.
+    For each slice, `inputs` yields the attention inputs `[m, D]`, and `positions` yields the positions `[m]`.
     """
     for attention_input, slice_positions in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, slice_positions))
