@@ -1,4 +1,4 @@
-"""Write the command reference from the parsers of the command line.
+"""Generate the command reference from the parsers of the command line.
 
 python docs/commands.py docs/pages/reference/commands.md
 """

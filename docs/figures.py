@@ -24,7 +24,7 @@ GPU = {
 
 
 def quality() -> None:
-    """Draw KL divergence over the share of the KV cache that is fetched per token."""
+    """Draw the KL divergence against the share of the KV cache that is fetched per token."""
     data = _points(load("smollm2/divergence"))
     with picture(PICTURES / "quality_bytes.png", "Distance from full attention: SmolLM2, novel, float32", data) as [
         axis
@@ -50,7 +50,7 @@ def _series(row: Row) -> str:
 
 
 def steps() -> None:
-    """Draw the time per token over context length on a CPU and a GPU."""
+    """Draw the time per token against the context length, on a CPU and a GPU."""
     cpu: dict[str, list[tuple[float, float]]] = {}
     for name in ("qwen/rows_in_c", "qwen/rows_in_c/long"):
         for row in load(f"{name}/real_speed"):
@@ -76,7 +76,10 @@ def missed() -> None:
 
 
 def _layers(path: Path) -> list[tuple[int, float]]:
-    """Return (layer, mean missed mass) of the statistics that `offload-rt generate --stats-json` wrote."""
+    """Read statistics that `offload-rt generate --stats-json` wrote.
+
+    Return (layer, mean missed attention mass) pairs.
+    """
     rows = [masses for _, masses in json.loads(path.read_text(encoding="utf-8"))["missed_by_step"]]
     return [(layer, sum(masses) / len(rows)) for layer, masses in enumerate(zip(*rows, strict=True))]
 

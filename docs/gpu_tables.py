@@ -30,7 +30,7 @@ def _results(name: str) -> Any:
 
 
 def step_times() -> dict[str, dict[int, float]]:
-    """Return the time of a decode step on the H100 in milliseconds, by baseline and context length."""
+    """Return the time of a decode step on the H100 in milliseconds, for each baseline and context length."""
     found: dict[str, dict[int, float]] = {}
     for row in _results("gpu/decode")["rows"]:
         found.setdefault(row["name"], {})[row["context"]] = row["median"]

@@ -1,6 +1,6 @@
-"""Tables of `docs/pages/models.md`, generated from the architectures that the tests run.
+"""Generate the tables in `docs/pages/models.md` from the architectures that the tests run.
 
-`python docs/models.py` writes them between the marks of the page. A test checks that they are up to date.
+`python docs/models.py` writes the tables between the marks on the page. A test checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload_rt.models.registry import adapter_for  # noqa: E402
 
 
 def runs() -> str:
-    """One row for each kind of layers, with the classes of the tiny models that the tests run."""
+    """One row for each kind of layer, with the classes of the tiny models that the tests run."""
     found: dict[str, list[str]] = {}
     for name in RUNS:
         model = architecture(name)

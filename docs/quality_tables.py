@@ -1,4 +1,4 @@
-"""Tables of the results page on quality: perplexity, divergence, tasks."""
+"""Quality tables for the results page: perplexity, divergence, tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def perplexity() -> str:
 
 
 def _with_share(name: str, share: str) -> str:
-    """Append the measured `share` of tokens, if `name` contains none."""
+    """Append the measured `share` of tokens to `name`, unless the name already states it."""
     return f"{name} ({share})" if name == DEFAULT or "preset" in name else name
 
 
@@ -38,11 +38,11 @@ DIVERGENCE = (
 """Columns of the divergence table: heading, text and files."""
 
 NOT_SHOWN = ("`full`", "`oracle`, 10%")
-"""Settings that the divergence table omits: the reference, and one without a counterpart."""
+"""Settings that the divergence table omits: the reference, and a setting that not all columns have."""
 
 
 def divergence() -> str:
-    """KL divergence from full attention, with the top-1 agreement in parentheses, by model and text."""
+    """KL divergence from full attention by model and text, with the top-1 agreement in parentheses."""
     columns: list[dict[str, Row]] = []
     for _, text, files in DIVERGENCE:
         columns.append({})
@@ -58,7 +58,7 @@ def divergence() -> str:
 
 
 def ruler() -> str:
-    """Mean RULER scores of Qwen by context, with the number of responses equal to full attention."""
+    """Mean RULER scores of Qwen by context length, with the number of responses that equal those of full attention."""
     rows = []
     for name in ("ruler", "ruler_8192", "ruler_16384", "ruler_32000"):
         found: dict[str, list[Row]] = {}

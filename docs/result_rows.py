@@ -1,4 +1,4 @@
-"""Rows of `eval/results` and their names on the results page."""
+"""Read rows from `eval/results`, and name them for the results page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(name: str) -> list[Row]:
 
 
 def setting(row: Row) -> str:
-    """Describe the policy of `row` and its options in words."""
+    """Describe the policy and options of `row` in words."""
     options, policy = dict(row["options"]), row["policy"]
     share = f"{options['budget']:.0%}" if options.get("budget", 0) >= 0.01 else ""
     stored = row["engine"].get("kv_format") or row["engine"].get("kv_cache_dtype")
@@ -47,14 +47,17 @@ def setting(row: Row) -> str:
 
 
 def change(row: Row) -> str:
-    """Format the change of perplexity against full attention with its 95 % interval."""
+    """Format the change in perplexity relative to full attention, with its 95 % interval."""
     low, high = row["against_full_perplexity_low"], row["against_full_perplexity_high"]
     shown = f"{row['against_full_perplexity']:+.1%} [{100 * low:+.1f}, {100 * high:+.1f}]"
     return re.sub(r"[+-](0\.0\b)", r"\1", shown)
 
 
 def most_windows(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """Return one row for each text, context and setting: the measurement with the most windows."""
+    """Return one row for each text, context and setting.
+
+    If there are several measurements, use the one with the most windows.
+    """
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = (row["text"], row["context"], setting(row))

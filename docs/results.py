@@ -1,6 +1,6 @@
-"""Tables of `docs/pages/results.md` and the README, generated from `eval/results`.
+"""Generate the tables in `docs/pages/results.md` and the README from `eval/results`.
 
-`python docs/results.py` writes them between the marks of both files. A test checks that they are up to date.
+`python docs/results.py` writes the tables between the marks in both files. A test checks that they are up to date.
 """
 
 from __future__ import annotations

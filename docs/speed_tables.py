@@ -1,4 +1,4 @@
-"""Tables of the results page on speed: CPU, threads, drafts and disk."""
+"""Speed tables for the results page: CPU, threads, drafts and disk."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RUNTIMES = (
     DYNAMIC, "transformers, StaticCache", "transformers, QuantizedCache", "kvpress", "llama.cpp, 16-bit KV",
     "full", "infinigen", "auto",
 )  # fmt: skip
-"""Rows of the table of other runtimes. llama.cpp with 8-bit and 4-bit KV is slower than with 16-bit KV."""
+"""Rows of the table that shows other runtimes. llama.cpp is slower with 8-bit and 4-bit KV than with 16-bit KV."""
 
 
 def others() -> str:
-    """Prompt time and time per token of other runtimes on Qwen at two context lengths."""
+    """Prompt time and time per token of other runtimes, on Qwen at two context lengths."""
     found: dict[str, dict[int, Row]] = {}
-    # A runtime that was measured twice has the times of the newer run, which is the later file.
+    # If a runtime was measured twice, use the times of the newer run, which is in the later file.
     for name in ("rivals", "rivals/8000", "rows_in_c", "rows_in_c/long"):
         for row in load(f"qwen/{name}/real_speed"):
             found.setdefault(row["runtime"], {})[8192 if row["context"] == 8000 else row["context"]] = row
@@ -50,7 +50,7 @@ PACKED = {
     "infinigen, GGUF": ("offload-rt, `infinigen`", "Q4_K_M"),
     "llama.cpp, 16-bit KV": ("llama.cpp, 16-bit KV", "Q4_K_M"),
 }
-"""Runtimes of the table of packed weights, with their weights."""
+"""Maps runtimes in the table of packed weights to their labels and their weights."""
 
 
 def packed_weights() -> str:
@@ -64,7 +64,7 @@ def packed_weights() -> str:
 
 
 def packed_without_bfloat16() -> str:
-    """The same model on a processor without bfloat16 instructions."""
+    """Like `packed_weights`, but on a processor without bfloat16 instructions."""
     found = {row["runtime"]: row for row in load("qwen15/packed/real_speed_avx512")}
     rows = [
         [*PACKED[name], f"{row['prefill']:.0f}", f"{row['step']:.0f}", f"{row['peak'] / 1024:.1f}"]
@@ -83,15 +83,18 @@ LENGTHS = {
     "cpu/intel/avx2": ("Xeon (AVX2)", "smollm2"),
     "cpu/intel/avx2_qwen": ("Xeon (AVX2)", "qwen"),
 }
-"""Folders of the table of context lengths, with the processor and the model."""
+"""Maps the result folders in the table of context lengths to the processor and the model."""
 
 
 ELSEWHERE = {("qwen/rows_in_c", 2048), ("qwen/rows_in_c/long", 8192), ("smollm2/rows_in_c", 4096)}
-"""Folders and contexts that this table omits. The table of other runtimes shows the contexts of Qwen."""
+"""(folder, context) pairs that this table omits.
+
+The table of other runtimes already shows the omitted contexts of Qwen.
+"""
 
 
 def lengths() -> str:
-    """Prompt time and time per token compared with transformers, by processor and context length."""
+    """Prompt time and time per token, compared with transformers, by processor and context length."""
     rows = []
     for folder, (processor, model) in LENGTHS.items():
         found: dict[int, dict[str, Row]] = {}
@@ -111,7 +114,7 @@ THREADS = {
     "EPYC": [f"cpu/threads/{name}_selecting" for name in ("smollm2_16k", "smollm2_32k", "qwen_8k", "qwen_16k")],
     "Xeon": [f"cpu/intel/auto/{model}_{context}" for model in ("smollm2", "qwen") for context in (2000, 8000, 16000)],
 }
-"""Folders of the table of full attention and selection, by processor."""
+"""Maps processors to the result folders for the table of full attention and selection."""
 
 
 def selecting() -> str:

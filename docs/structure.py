@@ -1,8 +1,9 @@
-"""Draw the folders of the package in the order of their imports, sized by lines of code.
+"""Draw the package's folders in the order of their imports. The size of a box depends on the lines of code.
 
     python docs/structure.py docs/pages/structure.svg
 
-`tests/unit/project/test_layering.py` defines the order. The script also prints the lines of each folder.
+The order is defined in `tests/unit/project/test_layering.py`. The script also prints the number of lines in each
+folder.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ EVAL = [[f"eval/{folder}" for folder in rank.split()] for rank in EVAL_ORDER]
 """Layers of the folders of `eval`."""
 
 WIDTH, LAYER, GAP, MARGIN = 1080, 74, 14, 24
-"""Pixels: width of the picture, height of a layer, gap between boxes, margin."""
+"""In pixels: the width of the picture, the height of a layer, the gap between boxes, and the margin."""
 
 
 def layers() -> list[list[str]]:
-    """Return the folders by layer, the lowest layer first."""
+    """Return the folders of each layer, starting with the lowest layer."""
     found: list[list[str]] = []
     for rank in ORDER:
         names = rank.split()
@@ -34,12 +35,12 @@ def layers() -> list[list[str]]:
 
 
 def folder_of(parts: tuple[str, ...]) -> str:
-    """Return the folder of a module with the name `parts` below `offload_rt`."""
+    """Return the folder of a module. `parts` is the module's dotted name below `offload_rt`, split at the dots."""
     return "/".join(parts[:2]) if parts[0] == "eval" and len(parts) > 1 else parts[0]
 
 
 def folders() -> tuple[Counter[str], dict[str, set[str]]]:
-    """Return the lines of every folder, and the folders that it imports."""
+    """Return the number of lines of every folder, and the folders that each folder imports."""
     lines: Counter[str] = Counter()
     uses: dict[str, set[str]] = defaultdict(set)
     for path in python_files():
@@ -54,7 +55,7 @@ def folders() -> tuple[Counter[str], dict[str, set[str]]]:
 
 
 def places(lines: Counter[str]) -> dict[str, tuple[float, float, float]]:
-    """Return left edge, top and width of each box. The highest layer is at the top."""
+    """Return the left edge, the top and the width of each box. The highest layer is at the top."""
     found, top = {}, float(MARGIN)
     for layer in reversed([[folder for folder in names if lines[folder]] for names in layers()]):
         if not layer:

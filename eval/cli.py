@@ -22,10 +22,10 @@ def run_eval(arguments: Sequence[str]) -> int:
     """Run an evaluation and return its exit code. `--help` lists all evaluations.
 
     Args:
-        arguments: Name of an evaluation, or path of a Python file that registers one, and then flags.
+        arguments: The name of an evaluation, or the path of a Python file that registers one, followed by flags.
 
     Raises:
-        ConfigError: The evaluation is missing or unknown.
+        ConfigError: No evaluation is given, or it is unknown.
     """
     if not arguments:
         raise ConfigError(f"name an evaluation: {', '.join(MEASURES)} (see offload-rt eval --help)")

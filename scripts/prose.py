@@ -26,10 +26,10 @@ BUDGETS = {
     "tests/adversary": 2,
     "tests/unit": 2,
 }
-"""Matches per 1,000 words that each folder or page may have; all others 1."""
+"""Number of matches per 1,000 words that each folder or page may have. For all others, the budget is 1."""
 
 LEAST_WORDS = 200
-"""Smaller folders are not checked."""
+"""Folders with fewer words are not checked."""
 
 IS = "is|are|was|were|has|have|can|does"
 CONSTRUCTIONS = (
@@ -55,7 +55,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z'’-]*")
 
 
 def python_prose(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each docstring, comment and message of at least five words."""
+    """For each docstring, comment and message of at least five words, yield its line and its text."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(WORD.findall(node.value)) >= 5:
             yield node.lineno, node.value
@@ -65,7 +65,7 @@ def python_prose(source: str) -> Iterator[tuple[int, str]]:
 
 
 def markdown_prose(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each paragraph outside of code blocks."""
+    """For each paragraph outside code blocks, yield its line and its text."""
     text = re.sub(r"^```.*?^```", lambda block: "\n" * block.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
     line = 1
     for paragraph in text.split("\n\n"):
@@ -74,13 +74,13 @@ def markdown_prose(text: str) -> Iterator[tuple[int, str]]:
 
 
 def part_of(path: Path) -> str:
-    """Return the folder or page whose budget applies to `path`: `offload_rt/engine`, `docs`, `README.md`."""
+    """Return the folder or page whose budget applies to `path`, such as `offload_rt/engine`, `docs` or `README.md`."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts[: 2 if parts[0] in ("offload_rt", "eval", "tests") and len(parts) > 2 else 1])
 
 
 def files() -> Iterator[Path]:
-    """Yield the Python and Markdown files of the project, those of linked folders only once."""
+    """Yield the project's Python and Markdown files. Files in linked folders appear only once."""
     for top in ("offload_rt", "kernels", "skewing", "eval", "scripts", "tests", "docs"):
         for path in sorted((ROOT / top).rglob("*")):
             generated = path.name == "commands.md" or "results" in path.parts
@@ -90,7 +90,7 @@ def files() -> Iterator[Path]:
 
 
 def count() -> tuple[Counter[str], dict[str, list[str]]]:
-    """Return the number of words and the matches of each folder or page."""
+    """Return the number of words, and the matches, for each folder or page."""
     words: Counter[str] = Counter()
     found: dict[str, list[str]] = {}
     for path in files():

@@ -1,4 +1,4 @@
-"""Measure the time to first token of a client that sends whole conversations without a session name.
+"""Measure the time to first token for a client that sends complete conversations and no session name.
 
 The script starts `offload-rt serve` with the default store in a temporary folder and prints the table of
 `eval/results/smollm2/stateless_client.md`. It takes about two minutes with SmolLM2-135M on two cores.
@@ -36,7 +36,7 @@ QUESTIONS = (
 TITLE = "Write a title of at most five words for the conversation that begins with this text:\n\n"
 TITLE_CHARACTERS = 1500
 STEP = 40_000
-"""Distance in characters between the beginnings of two texts in the book."""
+"""Number of characters in the book between the beginnings of two texts."""
 NEW_TOKENS = 24
 START_SECONDS = 300.0
 
@@ -45,7 +45,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Answer:
-    """Measurements of one request.
+    """Measurements for one request.
 
     Attributes:
         prompt: Number of prompt tokens.
@@ -67,7 +67,7 @@ class Client:
     def ask(self, messages: list[Message], timeout: float = 600.0) -> Answer:
         """Return the answer to a conversation.
 
-        Raises openai.APITimeoutError if the server sends no data for `timeout` seconds.
+        Raises openai.APITimeoutError if the server sends no data for `timeout` seconds at a time.
         """
         begun, first, text, usage = time.perf_counter(), 0.0, "", None
         stream = self._openai.chat.completions.create(
@@ -101,7 +101,7 @@ def serving(model: str, data: Path, *flags: str) -> Iterator[Client]:
         wait_until_ready(server, port, data / "log.txt")
         yield Client(port)
     finally:
-        server.send_signal(signal.SIGTERM)  # the server writes its KV to the store before it exits
+        server.send_signal(signal.SIGTERM)  # before it exits, the server writes its KV to the store
         server.wait(60)
 
 
@@ -132,7 +132,7 @@ class Measurements:
         return answer.text
 
     def conversation(self) -> None:
-        """Measure the turns of a conversation and the first turn after a restart."""
+        """Measure the turns of a conversation, including the first turn after a restart of the server."""
         store, messages = self._folder / "conversation", self.first_turn(0)
 
         def turn(name: str, question: str | None = None) -> None:
@@ -161,7 +161,10 @@ class Measurements:
         self.row("the same prompt again", client, self.first_turn(1))
 
     def documents(self) -> None:
-        """Measure two documents in turn, with host memory for one, and a second server that reads the same store."""
+        """Ask about two documents in turn, with host memory for only one of them.
+
+        Then measure a second server that reads the same store.
+        """
         store, flags = self._folder / "documents", ("--host-memory", self._host_memory)
         with serving(self._model, store, *flags) as client:
             for again in ("", " again"):

@@ -1,4 +1,4 @@
-"""Load a model once and evaluate it under several variants (policy, options, pool settings)."""
+"""Load a model once, and evaluate it under several variants (policy, options, pool settings)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .variants import Scored, Text, Variant, text_digest
 
 
 class ModelUnderTest:
-    """A model to evaluate. Scores are computed by `LLM.score`, with the decode steps of the runtime.
+    """A model to evaluate. `LLM.score` computes the scores, using the decode steps of the runtime.
 
     Args:
-        skew: Skew artifact or folder of tuned options. None calibrates the model on first use.
-        batch: Number of texts per `LLM.score` batch.
+        skew: Skew artifact, or a folder with tuned options. If None, the model is calibrated on first use.
+        batch: Number of texts that `LLM.score` processes as one batch.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ModelUnderTest:
 
     @property
     def name(self) -> str:
-        """Model name without folders. Different weights may have the same name."""
+        """The model name without folders. Models with different weights may have the same name."""
         return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
 
     @property
@@ -62,7 +62,7 @@ class ModelUnderTest:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Columns of every result row that identify the model."""
+        """The columns that identify the model in every result row."""
         adapter = self.loaded.adapter
         return {
             "model": self.name,
@@ -79,12 +79,12 @@ class ModelUnderTest:
         return self._encoded[digest]
 
     def options(self, variant: Variant) -> dict[str, Any]:
-        """Return the policy options of the variant, and tuned values for all other options."""
+        """Return the policy options that the variant sets, plus tuned values for all other options."""
         skew, fingerprint = self._settings["skew"], self.loaded.fingerprint
         options = dict(default_options(skew, variant.policy, variant.options, fingerprint))
         if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper" and "ahead" not in options:
-            # On a CPU, the default is to select with the true query of the layer. Use a predicted query as on an
-            # accelerator, so that results on a CPU also hold for accelerators.
+            # On a CPU, selection uses the layer's true query by default. Use a predicted query, as on an accelerator,
+            # so that results measured on a CPU also hold for accelerators.
             options.setdefault("source", "attention_input")
         return options
 
@@ -92,7 +92,7 @@ class ModelUnderTest:
         """Build the policy of the variant for this model.
 
         Raises:
-            ConfigError: An option is unknown, or the budget selects no token of `context` tokens.
+            ConfigError: An option is unknown, or with `context` tokens the budget is too small to select any token.
         """
         options = self.options(variant)
         if context is not None:
@@ -101,14 +101,15 @@ class ModelUnderTest:
 
     def key(self, variant: Variant) -> dict[str, Any]:
         """Return the part of a `RowStore` key that identifies the variant and its settings for this model."""
-        # Use all options with their defaults: equal variants are measured once, and again if a default changes.
+        # The key covers all options, including defaults. Equal variants are thus measured only once, and again if a
+        # default changes.
         provenance_key = self.policy(variant).provenance_key
         return {"policy": variant.policy, "engine": variant.key["engine"], "provenance": provenance_key}
 
     def describe(self, variant: Variant) -> dict[str, Any]:
-        """Return the model and variant columns of a result row.
+        """Return the columns of a result row that describe the model and the variant.
 
-        The column `provenance` (KV provenance key) identifies the options, defaults and skew artifact of the policy.
+        The column `provenance` (KV provenance key) identifies the policy's options, defaults and skew artifact.
         """
         policy = self.policy(variant)
         return {
@@ -127,17 +128,23 @@ class ModelUnderTest:
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return a runtime with these engine settings. The default runtime and the latest other runtime are cached."""
+        """Return a runtime with these engine settings.
+
+        The default runtime and the most recent other runtime are cached.
+        """
         if not engine:
             return self._first
         name = json.dumps(dict(engine), sort_keys=True)
         if self._other is None or self._other[0] != name:
-            self._other = None  # frees the KV cache before the next one is allocated
+            self._other = None  # free the KV cache before the next one is allocated
             self._other = name, LLM(self.model, policy="full", **self._settings, **engine)
         return self._other[1]
 
     def score(self, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
-        """Score each text under the variant. Texts with equal `decode_from` are scored in one call of `LLM.score`."""
+        """Score each text under the variant.
+
+        Texts with the same `decode_from` are scored in one call of `LLM.score`.
+        """
         llm = self.llm(variant)
         batch = 1 if "host_memory" in variant.engine else self.batch  # the limit applies to a single sequence
         done: dict[int, Scored] = {}
@@ -150,7 +157,7 @@ class ModelUnderTest:
         return [done[i] for i in range(len(texts))]
 
     def score_observed(self, variant: Variant, text: Text, on_logprobs: Callable[[torch.Tensor], None]) -> Scored:
-        """Score one text. `on_logprobs` is called with the log-probabilities `[V]` of each scored token, in order."""
+        """Score one text. For each scored token in order, `on_logprobs` is called with the log-probabilities `[V]`."""
         runner = self.llm(variant).runner
         with runner.pool.lock:
             [score] = score_continuations(
@@ -182,7 +189,7 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
     """Tokenize `text`.
 
     Returns:
-        Token ids, the byte offset (UTF-8) of the end of each token, and the special tokens that precede a text.
+        The token ids, the byte offset (in UTF-8) at which each token ends, and the special tokens that precede a text.
 
     Raises:
         InputError: The model has no fast tokenizer.
@@ -203,16 +210,16 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model, a text to evaluate it on, and a folder for the results."""
+    """Everything that an evaluation needs: a model, a text to evaluate it on, and a folder for the results."""
 
     tested: ModelUnderTest
     text: str
     name: str  # name of the text in results
     out: Path  # Folder of the results. Rows in this folder are not measured again.
-    say: Say = say_nothing  # shows a line about the progress
+    say: Say = say_nothing  # shows a line about progress
     deadline_passed: Callable[[], bool] = lambda: False  # if it returns True, no new row is measured
 
     def about(self, config: Any = None) -> dict[str, Any]:
-        """Return the settings that all rows share: model, text, and the fields of the dataclass `config`."""
+        """Return the settings that all rows share: the model, the text, and the fields of the dataclass `config`."""
         text = {"text": self.name, "text_digest": text_digest(self.text)}
         return {**self.tested.identity, **text, **(asdict(config) if config is not None else {})}

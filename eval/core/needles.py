@@ -1,11 +1,11 @@
 """Needle-in-a-haystack tasks: facts are hidden in a book, and questions about them follow at the end.
 
-The sentences follow templates that the reference models were trained on. The names do not occur in the training data,
-so a correct answer must come from the context. Names in answers (`LINKED`) combine syllables from training, because the
-reference models cannot generate other syllables.
+The reference models were trained on the templates of the sentences. The names do not occur in the training data, so a
+correct answer must come from the context. Names in answers (`LINKED`) are made of syllables from the training data,
+because the reference models cannot generate other syllables.
 
-Each kind of needle tests one failure mode of token selection. Chains of facts in random order correspond to variable
-tracking in RULER (Hsieh et al. 2024).
+Each kind of needle tests one way in which token selection can fail. Chains of facts in random order correspond to
+variable tracking in RULER (Hsieh et al. 2024).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PROMPT_AND_ANSWER = tuple[str, str]
 class Needle:
     """Statements to hide in a text in any order, and questions about them.
 
-    Each question is a sequence of (prompt, answer) pairs. It counts as correct only if all its answers are correct.
+    Each question is a sequence of (prompt, answer) pairs. It counts as correct only if all of the answers are correct.
     """
 
     statements: tuple[str, ...]
@@ -103,7 +103,7 @@ def _several_queries(rng: Rng) -> Needle:
 
 
 def _chain(rng: Rng) -> Needle:
-    """Create two chains of four names, and a question that follows the first chain to its end."""
+    """Create two chains of four names, and a question that requires following the first chain to its end."""
     people = _people(rng, 8, LINKED)
     chains = [tuple((f" After {a} comes", f" {b}") for a, b in pairwise(names)) for names in (people[:4], people[4:])]
     return Needle(_told([*chains[0], *chains[1]]), (chains[0],))
@@ -121,12 +121,12 @@ KINDS: dict[str, Callable[[Rng], Needle]] = {
 @dataclass(frozen=True)
 class Question:
     answers: tuple[int, ...]  # positions of the answer tokens
-    distance: int  # number of tokens from the first statement that the question refers to, to the first answer token
+    distance: int  # number of tokens between the first statement that the question refers to and the first answer token
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text with hidden statements and questions at its end.
+    """A text that contains hidden statements and ends with questions about them.
 
     By default, all tokens before the first question are prefilled.
     """
@@ -137,7 +137,7 @@ class Passage:
 
 
 class Haystack:
-    """A book to hide needles in.
+    """A book in which needles are hidden.
 
     Raises:
         InputError: The model has no fast tokenizer, or the book contains no sentences.
@@ -156,7 +156,9 @@ class Haystack:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def hide(self, rng: Rng, kind: str, length: int) -> Passage:
-        """Build a passage of exactly `length` tokens with a needle hidden at random sentence starts of the book.
+        """Build a passage of exactly `length` tokens from the book.
+
+        The statements of a needle are inserted before random sentences.
 
         Raises:
             InputError: The needle and its questions do not fit, or the book is too short.
@@ -181,7 +183,7 @@ class Haystack:
         tokens += self._ids[at : begin + room]
         start = len(tokens)
         questions = []
-        first = 0  # index of the first statement about the question, as statements are in the order of the questions
+        first = 0  # index of the question's first statement; statements are in the same order as questions
         for question, positions in zip(needle.questions, marks, strict=True):
             stated = min(told[first + i] for i in range(len(question)))
             first += len(question)

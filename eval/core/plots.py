@@ -1,4 +1,4 @@
-"""Plots. Each figure is written as a PNG file, together with a JSON file of the plotted data."""
+"""Plots. Each figure is written as a PNG file, together with a JSON file that contains the plotted data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ MARKERS = "osD^vPX*p"
 
 @contextmanager
 def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 1)) -> Iterator[list[Axes]]:
-    """Yield the axes of a new figure, row by row. Then write the figure to `path` and `data` to a JSON file next to it.
+    """Yield the axes of a new figure, row by row.
+
+    At the end of the `with` block, write the figure to `path` and `data` to a JSON file next to it.
 
     `panels` is (rows, columns). Axes without data are hidden.
     """
@@ -64,8 +66,8 @@ def lines(
 
     Args:
         series: Points (x, y) by name.
-        percent: Axes to format as percentages: "x", "y" or "xy".
-        errors: Lengths of the error bars (below, above) of each point, by name.
+        percent: The axes to label in percent: "x", "y" or "xy".
+        errors: By name, the lengths of each point's error bar as (below, above).
     """
     from matplotlib.ticker import PercentFormatter
 

@@ -1,11 +1,13 @@
-"""Registry of the evaluations of `offload-rt eval`: `@measure` registers one, `run_measure` runs it.
+"""Registry of the evaluations that `offload-rt eval` runs.
+
+`@measure` registers an evaluation, and `run_measure` runs it.
 
     @measure("tokens", "how many tokens a text has", add_flags)
     def tokens(args: argparse.Namespace) -> int:
         ...
 
-`offload-rt eval ./tokens.py --text book.txt` runs an evaluation that a Python file registers. Large packages are
-imported inside functions, so that listing the evaluations is fast.
+`offload-rt eval ./tokens.py --text book.txt` runs the evaluation that the Python file registers. Large packages are
+imported inside functions, so that the evaluations can be listed quickly.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ MEASURES: dict[str, Measure] = {}
 
 
 def measure(name: str, help: str, add_flags: Flags | None) -> Callable[[Run], Run]:
-    """Register the decorated function as the evaluation `name`. Raises ConfigError if the name is taken."""
+    """Register the decorated function as the evaluation `name`. Raise ConfigError if the name is already taken."""
 
     def register(run: Run) -> Run:
         if name in MEASURES:
@@ -55,7 +57,7 @@ def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
     """Run an evaluation and return its exit code.
 
     Args:
-        name: Name of a registered evaluation, or path of a Python file that registers one.
+        name: The name of a registered evaluation, or the path of a Python file that registers one.
 
     Raises:
         ConfigError: The evaluation or a flag is unknown.

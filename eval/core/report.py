@@ -1,7 +1,7 @@
 """Store results on disk.
 
-Each measured row is one file, so a rerun measures only missing rows. A `Report` collects the rows and writes them as
-JSON, CSV and a Markdown table.
+Each measured row is stored in its own file, so a rerun measures only the missing rows. A `Report` collects the rows and
+writes them as JSON, CSV and a Markdown table.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ...utils.native_libraries import native_status
 from ...utils.small_files import read_json
 
 Row = dict[str, Any]
-"""A result row: each column has a number, text, list or None."""
+"""A result row. The value in each column is a number, a text, a list or None."""
 
 Say = Callable[[str], None]
-"""Shows a line about the progress."""
+"""A function that shows a line about progress."""
 
 FORMAT = 3
-"""Version of the row files. Increase it if a measurement changes, so that old rows are measured again."""
+"""Version of the row files. Increase it when a measurement changes, so that old rows are measured again."""
 
 PACKAGES = ("offload-rt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "lm-eval")
 
@@ -51,7 +51,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 class RowStore:
-    """Store result rows in `out`/rows by key. A key contains every input that affects the row, as plain JSON values."""
+    """Stores result rows in `out`/rows, by key.
+
+    A key contains every input that affects the row, as plain JSON values.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -65,7 +68,7 @@ class RowStore:
         return self.out / "rows" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def get(self, key: Mapping[str, Any]) -> Row | None:
-        """Return the row of `key`, or None if it is missing or its file is damaged."""
+        """Return the row stored under `key`, or None if it is missing or its file is damaged."""
         try:
             found = read_json(self._path(key))
         except (OSError, ValueError):
@@ -76,7 +79,7 @@ class RowStore:
         return row if isinstance(row, dict) else None
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
-        """Return the row of `key`. If the row is missing, call `measure` and store the result."""
+        """Return the row stored under `key`. If there is none, call `measure` and store the result."""
         row = self.get(key)
         if row is None:
             row = measure()
@@ -119,7 +122,7 @@ class Report:
         return "\n".join([f"# {self.title}", "", *about, "", head, rule, *body, "", *self.notes]).rstrip() + "\n"
 
     def write(self, out: Path) -> list[Path]:
-        """Write `out`/name.json, .csv and .md. Returns their paths."""
+        """Write `out`/name.json, .csv and .md, and return their paths."""
         record = {
             "title": self.title,
             "about": self.about,
@@ -154,13 +157,13 @@ def now() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return package versions, commit, machine and command line of this process.
+    """Return the package versions, the commit, the machine and the command line of this process.
 
-    OFFLOAD_RT_COMMIT overrides the commit, for copies without a repository.
+    OFFLOAD_RT_COMMIT overrides the commit. This is useful for copies of the source that are not in a repository.
     """
     import torch
 
-    # Absolute paths are shortened to file names, because folders are specific to this machine.
+    # Absolute paths are shortened to file names, because the folders exist only on this machine.
     program, *rest = sys.argv
     return {
         "command": " ".join(

@@ -1,4 +1,4 @@
-"""Define and register the options of the policies in `quality/rivals.py`. This module does not import torch."""
+"""Options of the policies in `quality/rivals.py`, and their registration. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class SnapKVOptions(BudgetOptions):
 
 
 def register_rivals() -> None:
-    """Register the policies. Only evaluations call this function, so other commands do not list them."""
+    """Register the policies. Only evaluations call this function, so other commands do not list these policies."""
     register_policy("landmarks", f"{RIVALS}:Landmarks")(LandmarkOptions)
     register_policy("snapkv", f"{RIVALS}:SnapKV")(SnapKVOptions)

@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 DRAWS = 10_000
 
 BATCH_NUMBERS = 1 << 22
-"""Number of values that are resampled at once. It limits memory."""
+"""Number of values that are resampled at once, to limit memory."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,15 @@ class Interval:
 
 
 def ratio(values: Array, weights: Array) -> Array:
-    """Return sum(`values`) / sum(`weights`) over the last axis of both, for example nats per token."""
+    """Return sum(`values`) / sum(`weights`), summed over the last axis. The result is, for example, nats per token."""
     return np.asarray(values.sum(-1) / weights.sum(-1))
 
 
 def ratio_error(values: ArrayLike, weights: ArrayLike) -> float:
-    """Return the standard error of sum(values) / sum(weights), both `[n]`, by the delta method. 0 for n = 1."""
+    """Return the standard error of sum(values) / sum(weights) by the delta method (0 if n = 1).
+
+    Both arrays are `[n]`.
+    """
     v, w = np.asarray(values, float), np.asarray(weights, float)
     if len(v) < 2:
         return 0.0
@@ -45,9 +48,10 @@ def paired_bootstrap(
     *,
     change: Callable[[Array, Array], Array] = np.subtract,
 ) -> Interval:
-    """Return the paired bootstrap interval of change(ratio(values), ratio(base)), by `scipy.stats.bootstrap`.
+    """Return the paired bootstrap interval of change(ratio(values), ratio(base)), computed with
+    `scipy.stats.bootstrap`.
 
-    With one document, the interval is the value itself.
+    If there is only one document, both ends of the interval are the value itself.
 
     Args:
         values: Scores of n documents, `[n]`.
@@ -82,7 +86,7 @@ def paired_bootstrap(
 
 
 def perplexity_change(nats: Array, base: Array) -> Array:
-    """Return the relative change of perplexity from nats per token: exp(nats - base) - 1."""
+    """Return the relative change in perplexity, computed from nats per token: exp(nats - base) - 1."""
     return np.expm1(nats - base)
 
 

@@ -1,4 +1,4 @@
-"""Texts to score, and variants to score them under. This module imports no large packages."""
+"""Texts to score, and the variants under which they are scored. This module imports no large packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINE = ("host_memory", "eviction", "kv_cache_dtype", "quantize")
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy, its options, and further `LLM` arguments (`host_memory`, `eviction`, ...), as plain JSON values."""
+    """A policy, its options, and other arguments of `LLM` (`host_memory`, `eviction`, ...), as plain JSON values."""
 
     policy: str = "full"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -57,9 +57,9 @@ class Scored:
     is_greedy: list[bool]  # whether each scored token is the most probable one, `[n]`
     attended: float  # exact attention fraction, mean over all layers and decoded positions
     fetched: float  # fetched fraction, mean over all layers and decoded positions
-    sparse_attended: float  # like `attended`, over the sparse layers only
-    sparse_fetched: float  # like `fetched`, over the sparse layers only
-    missed: float | None  # Missed attention mass, mean over the sparse layers. None if it was not measured.
+    sparse_attended: float  # like `attended`, but only over the sparse layers
+    sparse_fetched: float  # like `fetched`, but only over the sparse layers
+    missed: float | None  # Missed attention mass, averaged over the sparse layers. None if it was not measured.
     worst_layer: float | None  # missed attention mass of the layer with the largest value, or None
 
 
@@ -68,9 +68,9 @@ def text_digest(text: str) -> str:
 
 
 def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
-    """Return the variants to compare: `full`, and every other policy at every budget with these options.
+    """Return the variants to compare: `full`, and every other policy at every budget, with the given options.
 
-    Without budgets, each policy has its default budget.
+    If `budgets` is empty, each policy uses its default budget.
     """
     variants, shared = [Variant("full")], dict(options or {})
     for policy in policies:
@@ -88,7 +88,7 @@ def make_variants(
     Args:
         policies: Policies to combine with every budget. `full` is always the first variant.
         budgets: Budgets, as fractions of the context.
-        settings: "key=value" options for all combined policies.
+        settings: "key=value" options that apply to all policies in `policies`.
         more: Further variants, each as "POLICY key=value ...".
     """
     made = grid(policies, budgets, read_settings(settings))

@@ -24,7 +24,7 @@ TEXT_HELP = "a file (plain text; .jsonl, .csv, .parquet[:COLUMN]), '-', or a dat
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     """Add a flag for each field of `config` that `config_fields.option` created.
 
-    The value of a flag that is not set is None. `config_of` then uses the default of `config`.
+    If a flag is not set, its value is None, and `config_of` uses the default in `config`.
     """
     hints = get_type_hints(config)
     for field in fields(config):
@@ -104,9 +104,9 @@ def model_under_test(args: argparse.Namespace) -> ModelUnderTest:
 
 
 def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
-    """Create the variants from the flags.
+    """Create the variants that the flags describe.
 
-    Raise ConfigError for an unknown policy option, before anything is measured.
+    If a policy option is unknown, raise ConfigError before anything is measured.
     """
     from ..core.variants import make_variants
 
@@ -117,7 +117,7 @@ def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
 
 
 def say_on_stderr(quiet: bool = False) -> Say:
-    """Return a function that prints a line to stderr, or ignores it if `quiet`."""
+    """Return a function that prints a line to stderr, or ignores it if `quiet` is set."""
     from rich.console import Console
 
     console = Console(stderr=True, quiet=quiet, highlight=False)

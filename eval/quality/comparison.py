@@ -1,6 +1,6 @@
-"""Compare a policy with full attention on a generated text: quality, speed, transfers and memory.
+"""Compare a policy with full attention on a generated text, in quality, speed, transfers and memory.
 
-The text is scored under the policy and under full attention, so that every position has the same context under both.
+The same text is scored under the policy and under full attention, so every position has the same context under both.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ if TYPE_CHECKING:
     from ...model_runner.trace import Recorder
 
 MAX_SCORED = 256
-"""Maximum number of new tokens to compare. Log-probabilities of the whole vocabulary are kept for each token."""
+"""Maximum number of new tokens to compare.
+
+It is limited because log-probabilities of the whole vocabulary are kept per token.
+"""
 
 MAX_OTHERS = 17
-"""Number of new tokens that the policies `OTHERS` decode: enough for two measurements of missed attention mass."""
+"""Number of new tokens that the policies in `OTHERS` decode.
+
+It is enough for two measurements of missed attention mass.
+"""
 
 BINS = 160
 """Number of position ranges (bins) in the plot of the selected positions."""
@@ -41,7 +47,7 @@ BINS = 160
 NOT_MEASURED = "The attention mass was not measured.\nSet --missed-mass-every 16."
 
 LABELLED = 0.14
-"""Bars in the plot that are shorter than this fraction of the axis have no label."""
+"""In the plot, bars shorter than this fraction of the axis get no label."""
 
 OTHERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
     ("infinigen", {"preset": "rows"}, "infinigen without\napproximate KV"),
@@ -51,10 +57,10 @@ OTHERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
 
 
 class SelectionHistogram:
-    """Count the selected positions of a text of `size` tokens, over all layers and KV heads.
+    """Counts how often each position of a text of `size` tokens is selected, over all layers and KV heads.
 
     Attributes:
-        steps: For each decode step, the number of selected positions in each bin, `[BINS]`.
+        steps: For each decode step, the number of selected positions per bin, `[BINS]`.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,7 +68,7 @@ class SelectionHistogram:
         self.steps: list[NDArray[np.int64]] = []
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Count the positions `tokens` `[Hkv, n]` that a layer selects in the decode step of `position`."""
+        """Count the positions `tokens` `[Hkv, n]` that a layer selects in the decode step for `position`."""
         if position != self._position:
             self._position = position
             self.steps.append(np.zeros(BINS, np.int64))
@@ -89,7 +95,7 @@ def compare(
     full_tokens = [event.token_id for event in full.stream(list(prompt), params)]
     assert stats is not None and full.last_stats is not None
     scored, rows = list(tokens[:MAX_SCORED]), list[torch.Tensor]()
-    # With `exact`, one pass of full attention scores several tokens.
+    # If `exact` is set, one pass of full attention scores several tokens.
     _replay(llm.under("full", exact="lookup"), prompt, scored, rows.append)
     expected, selections = iter(rows), SelectionHistogram(len(prompt) + len(scored))
     recorder = None if plot is None else selections
@@ -111,9 +117,9 @@ def _replay(
     on_logprobs: Callable[[torch.Tensor], None] = lambda row: None,
     recorder: Recorder | None = None,
 ) -> Stats:
-    """Decode the given `tokens` after `prompt`, even if the model predicts other tokens. Return the statistics.
+    """Decode the given `tokens` after `prompt`, no matter which tokens the model predicts. Return the statistics.
 
-    `on_logprobs` receives the float32 log-probabilities `[V]` of each token on the CPU.
+    For each token, `on_logprobs` is called with the log-probabilities `[V]`, in float32 on the CPU.
     """
     with llm.runner.pool.lock:
         [found] = score(
@@ -141,7 +147,9 @@ def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[st
 
 
 def _masses(stats: Stats) -> tuple[float, float, float] | None:
-    """Return the exact, approximate and missed fractions of attention mass, or None if they were not measured."""
+    """Return which fractions of the attention mass were exact, approximate and missed, or None if this was not
+    measured.
+    """
     rest = 0.0 if stats.policy == "full" else stats.missed_mass
     if rest is None:
         return None

@@ -1,7 +1,8 @@
-"""Measure how far the next-token distributions of a policy are from full attention, at each position.
+"""Measure, at each position, how far the next-token distribution of a policy is from that of full attention.
 
-Perplexity can hide errors: a higher probability of one token compensates a lower probability of another. The KL
-divergence KL(full || policy) over the vocabulary, and the agreement of the most probable token, show such errors.
+Perplexity can hide errors: a higher probability of one token can make up for a lower probability of another. Such
+errors show in the KL divergence KL(full || policy) over the vocabulary, and in how often both agree on the most
+probable token.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ FULL = Variant("full")
 
 @dataclass(frozen=True)
 class Divergence:
-    """Differences of one policy from full attention at the n scored positions of a window."""
+    """How one policy differs from full attention at the n scored positions of a window."""
 
     kl: list[float] = field(default_factory=list)  # KL(full || policy) of the next-token distributions in nats, `[n]`
-    agrees: list[int] = field(default_factory=list)  # 1 where both have the same most probable token, else 0, `[n]`
+    agrees: list[int] = field(default_factory=list)  # 1 if both have the same most probable token, else 0, `[n]`
 
     def add(self, full: torch.Tensor, policy: torch.Tensor) -> None:
         # Use float64, because the terms of a small divergence nearly cancel.
@@ -40,7 +41,7 @@ class Divergence:
 
 
 class FullAttention:
-    """Log-probabilities of full attention on one window, computed once for all policies."""
+    """Log-probabilities under full attention on one window, computed once for all policies."""
 
     def __init__(self, tested: ModelUnderTest, text: Text) -> None:
         self._tested, self._text = tested, text
@@ -60,7 +61,7 @@ def measure(tested: ModelUnderTest, variant: Variant, text: Text, full: FullAtte
 
 
 def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
-    """Summarize the rows of a variant, with 95 % bootstrap intervals over windows.
+    """Summarize the rows of a variant. Bootstrap intervals (95 %) are computed over windows.
 
     `base` contains the rows of full attention on the same windows.
     """
@@ -98,8 +99,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
     """Measure every variant, window by window.
 
-    A window is prefilled once for all variants with equal engine settings. After the deadline, the summary covers the
-    windows that have been measured for all variants.
+    Variants with equal engine settings share one prefill of each window. If the deadline passes, the summary covers the
+    windows that have been measured for all variants by then.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     shared = {"suite": "divergence", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}

@@ -1,11 +1,11 @@
-r"""Adapter for the LM Evaluation Harness (0.4), which makes this runtime a model of the harness.
+r"""Adapter that makes this runtime available as a model in the LM Evaluation Harness (0.4).
 
     offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa
     offload-rt lm-eval --model_args pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \
         --metadata '{"max_seq_lengths": [4096]}' --limit 20
 
-The second command runs tasks of RULER without downloads. It needs the extra `lm_eval[ruler]`. The harness's own command
-cannot load models of other packages, so `main` registers the model and calls the harness.
+The second command runs RULER tasks that need no downloads. It requires the extra `lm_eval[ruler]`. The harness's own
+command cannot load models from other packages, so `main` registers the model and calls the harness.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TASKS = Path(__file__).parent / "tasks"
-"""Folder of task files in the package. Their tasks use local files and have names ending in `_local`."""
+"""Folder with the package's task files. Their tasks use local files, and the names of these tasks end in `_local`."""
 
 Request = tuple[Any, list[int], list[int]]
-"""A request: (cache key of the harness, token ids of the context, token ids of the continuation)."""
+"""A request: (the harness's cache key, token ids of the context, token ids of the continuation)."""
 
 MAX_BATCH = EngineConfig.max_num_seqs
 """Default number of sequences per batch."""
@@ -45,17 +45,17 @@ _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 @register_model("offload-rt")
 class OffloadLM(TemplateLM):  # type: ignore[misc]
-    """Harness model that runs on this runtime. Requests with equal contexts share one prefill.
+    """Harness model that uses this runtime. Requests with equal contexts share one prefill.
 
     Args:
-        decode_from: Maximum number of prefilled tokens per request. By default, all tokens of the context but the last
-            are prefilled.
+        decode_from: Maximum number of prefilled tokens per request. By default, all context tokens except the last are
+            prefilled.
         max_length: Maximum number of tokens per request. By default, the context length of the model.
         add_bos_token: Whether to add special tokens. None uses the default of the tokenizer.
-        **options: Options of the policy (lists as 0:1, None as "none").
+        **options: Options of the policy. A list is written as 0:1, and None as "none".
 
     Raises:
-        InputError: The model has no tokenizer. Errors of `LLM` are raised too.
+        InputError: The model has no tokenizer. `LLM` can raise other errors.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         self.max_length = max_length or llm.geometry.max_positions
         self.batch_size = batch_size
         self.decode_from, self.add_bos_token = decode_from, add_bos_token
-        self.fractions: list[tuple[float, float]] = []  # (attended, fetched) fractions of each request
-        self.shares: dict[str, list[tuple[float, float]]] = {}  # (attended, fetched) fractions by task
+        self.fractions: list[tuple[float, float]] = []  # (exact attention, fetched) fractions of each request
+        self.shares: dict[str, list[tuple[float, float]]] = {}  # (exact attention, fetched) fractions by task
 
     @property
     def eot_token_id(self) -> int:
@@ -115,7 +115,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token in front of a text without context: BOS if defined, otherwise the end-of-text token."""
+        """Id of the token that precedes a text if there is no context: BOS if the tokenizer defines it, otherwise the
+        end-of-text token.
+        """
         begin = cast(Any, self.tokenizer).bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
@@ -124,7 +126,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokenize `string`. By default, special tokens are not added to a text that already begins with BOS."""
+        """Tokenize `string`. By default, no special tokens are added if the text already begins with BOS."""
         wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(str(self.tokenizer.decode([self.prefix_token_id]))):
             wanted = False
@@ -135,9 +137,10 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Return (sum of log-probabilities, whether all tokens are greedy) for each continuation.
+        """For each continuation, return the sum of log-probabilities, and whether greedy decoding would generate all of
+        its tokens.
 
-        Requests longer than `max_length` are truncated on the left, as in the harness's transformers class.
+        Requests longer than `max_length` are truncated on the left, as the harness's own transformers class does.
         """
         prompts, targets = [], []
         for _, context, continuation in requests:
@@ -158,9 +161,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text as a whole.
+        """Return the log-probability of each complete text.
 
-        A text is scored in windows of `max_length` tokens, and each token is scored once.
+        A text is scored in windows of `max_length` tokens. Each token is scored exactly once.
         """
         windows: list[Request] = []
         counts = []
@@ -181,9 +184,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate continuations up to a stop string or the end of the text.
+        """Generate a continuation for each request, up to a stop string or the end of the text.
 
-        Generation is greedy unless the task sets sampling parameters.
+        Decoding is greedy unless the task sets sampling parameters.
         """
         prompts: list[list[int]] = []
         params: list[SamplingParams] = []
@@ -228,7 +231,10 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the exact attention and fetched fractions of each task. The harness adds them to its results."""
+        """Return the exact attention fraction and the fetched fraction of each task.
+
+        The harness adds them to its results.
+        """
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
         return {"attended_and_fetched_fractions": means}
 
@@ -268,7 +274,7 @@ def _batch(size: int | str, most: int | None) -> int:
 def _option(name: str, value: Any) -> Any:
     """Convert a value parsed by the harness to a policy option.
 
-    "none" becomes None, and `dense_layers` "0:1" becomes the tuple (0, 1), or () for "none".
+    "none" becomes None. For `dense_layers`, "0:1" becomes the tuple (0, 1), and "none" becomes ().
     """
     if name == "dense_layers" and not isinstance(value, (tuple, list)):
         return () if value == "none" else tuple(int(layer) for layer in str(value).split(":"))
@@ -276,7 +282,7 @@ def _option(name: str, value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of the harness. None as `arguments` means the arguments of this process."""
+    """Run the command line of the harness. If `arguments` is None, use the arguments of this process."""
     from lm_eval.__main__ import cli_evaluate
 
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -285,9 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not flags & {"--model", "-M", "--config", "-C"}:
             given += ["--model", "offload-rt"]
         if "--device" not in flags:
-            given += ["--device", "auto"]  # the default of the harness is cuda:0 on every machine
+            given += ["--device", "auto"]  # the harness defaults to cuda:0 on every machine
         if not flags & {"--batch_size", "-b"}:
-            given += ["--batch_size", "auto"]  # the default of the harness is one sequence at a time
+            given += ["--batch_size", "auto"]  # the harness defaults to one sequence at a time
         if "--include_path" not in flags:
             given += ["--include_path", str(TASKS)]
     before, sys.argv = sys.argv, ["lm-eval", *given]

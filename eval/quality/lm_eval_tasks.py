@@ -1,7 +1,7 @@
-"""Tasks of the LM Evaluation Harness under each policy.
+"""Run tasks of the LM Evaluation Harness under each policy.
 
-Prompts and metrics are those of the harness. Every policy is compared with `full`, document by document. `full` is
-compared with the harness's own transformers class.
+Prompts and metrics are the harness's own. Every policy is compared with `full`, document by document. `full` itself is
+compared with the harness's transformers class.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TasksConfig:
 
     @property
     def about(self) -> dict[str, Any]:
-        # Empty `lengths` are omitted, so that rows that were stored without this field stay valid.
+        # If `lengths` is empty, it is omitted, so that rows stored without this field stay valid.
         found = asdict(self)
         return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}
 
@@ -68,9 +68,12 @@ def run_tasks(
     say: Say = say_nothing,
     deadline_passed: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Run every task with every variant. Existing rows in `out` are reused. Write tasks.json, .csv and .md to `out`.
+    """Run every task with every variant, and write tasks.json, .csv and .md to `out`.
 
-    All variants are compared with the first one, which should be `full`. The run stops after the deadline.
+    Rows that already exist in `out` are reused.
+
+    All variants are compared with the first variant, which should be `full`. After the deadline, no new row is
+    measured.
     """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
@@ -122,8 +125,8 @@ def measure(model: OffloadLM, task: str, config: TasksConfig, length: int | None
     """Run one task. `length` is the length of RULER documents, in tokens of the model `tokenizer`.
 
     Returns:
-        A row with `metrics` {name: [value, standard error]}, numbers of documents, and mean exact attention and fetched
-        fractions. `samples` contains the metrics and responses of each document.
+        A row with `metrics` {name: [value, standard error]}, the numbers of documents, and the mean exact attention and
+        fetched fractions. The column `samples` contains each document's metrics and responses.
     """
     from lm_eval import simple_evaluate
 
@@ -165,9 +168,10 @@ def measure(model: OffloadLM, task: str, config: TasksConfig, length: int | None
 
 @functools.cache
 def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int | None = None) -> Any:
-    """Return the task manager of the harness, which also finds the task files in `folders`.
+    """Return the harness's task manager, set up to find the task files in `folders` as well.
 
-    If `length` is set, RULER generates `limit` documents (None: the default number) of `length` tokens of `tokenizer`.
+    If `length` is set, RULER generates `limit` documents (None: the default number). Each has `length` tokens, as
+    counted by `tokenizer`.
     """
     # Cached because the harness takes seconds to read its thousands of task files.
     from lm_eval.tasks import TaskManager
@@ -196,7 +200,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _responses(sample: Mapping[str, Any]) -> list[Any]:
-    """Return the log-likelihoods of a document's requests, or the texts for a generation task."""
+    """Return the log-likelihoods of a document's requests, or the generated texts if it belongs to a generation
+    task.
+    """
     found = []
     for (response,) in (responses[:1] for responses in sample["resps"]):
         found.append(response[0] if isinstance(response, (tuple, list)) else response)
@@ -204,11 +210,11 @@ def _responses(sample: Mapping[str, Any]) -> list[Any]:
 
 
 def compare(row: Row, base: Row) -> Row:
-    """Compare the results of a variant with the results `base` of the first variant.
+    """Compare the results `row` of a variant with `base`, the results of the first variant.
 
     Returns:
-        The fraction of equal answers, the absolute differences of log-likelihoods, and the difference of each metric
-        with its paired 95 % interval over documents.
+        The fraction of equal answers, the absolute differences between log-likelihoods, and the difference in each
+        metric, with its paired 95 % interval over documents.
     """
     mine, other = ([s["responses"] for s in r["samples"]] for r in (row, base))
     same = [_choice(a) == _choice(b) for a, b in zip(mine, other, strict=True)]
@@ -235,7 +241,9 @@ def metrics(row: Row) -> list[tuple[str, tuple[float, float | None]]]:
 
 
 def _choice(responses: Sequence[Any]) -> Any:
-    """Return the answer to a document: the index of the most likely choice, or the generated text, or None."""
+    """Return the answer to a document: the index of the most likely choice, the generated text, or None if there is
+    neither.
+    """
     if len(responses) > 1:
         return max(range(len(responses)), key=lambda i: responses[i])
     return responses[0] if responses and isinstance(responses[0], str) else None

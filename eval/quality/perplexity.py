@@ -1,6 +1,7 @@
-"""Perplexity of a text under each policy.
+"""Measure the perplexity of a text under each policy.
 
-Every scored token is predicted by a decode step. Each window of the text is compared with the same window under `full`.
+Every scored token is predicted by a decode step. Each window of the text is compared with the result for the same
+window under `full`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ CHUNK = 256
 class PerplexityConfig:
     """Settings of the perplexity evaluation.
 
-    The tokens of a window after `decode_from` are decoded with the policy and scored. `margin` skips title pages and
-    licences at both ends of the text.
+    In each window, the tokens after `decode_from` are decoded with the policy and scored. `margin` is skipped at both
+    ends of the text, to leave out title pages and licences.
     """
 
     context: int = option(2048, help="tokens per window", metavar="N")
@@ -67,9 +68,9 @@ class Window:
 
 
 def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
-    """Cut up to `config.windows` evenly spaced windows from the text. Each begins with the special tokens (BOS).
+    """Cut up to `config.windows` evenly spaced windows from the text. Each window begins with the special tokens (BOS).
 
-    `config.margin` at both ends is skipped if the text is long enough. Raises InputError if the text is shorter than a
+    If the text is long enough, `config.margin` is skipped at both ends. Raises InputError if the text is shorter than a
     window.
     """
     ids, ends, lead = tested.encode(text)
@@ -89,7 +90,10 @@ def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> 
 
 
 def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window]) -> Row:
-    """Measure a variant on all windows and return its row. `samples` contains nats, tokens and bytes of each window."""
+    """Measure a variant on all windows and return its row.
+
+    The column `samples` contains the nats, tokens and bytes of each window.
+    """
     scored = tested.score(variant, [window.text for window in windows])
     samples: dict[str, list[Any]] = {
         "nats": [sum(score.nats) for score in scored],
@@ -107,14 +111,19 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window])
 
 
 def _chunks(nats: Sequence[float]) -> list[float]:
-    """Return the mean nats per token of each complete section of `CHUNK` tokens, or of the window if it is shorter."""
+    """Return the mean nats per token for each complete section of `CHUNK` tokens.
+
+    If the window is shorter, it is one section.
+    """
     whole = max(1, len(nats) // CHUNK)
     size = min(CHUNK, len(nats))
     return [sum(nats[i * size : (i + 1) * size]) / size for i in range(whole)]
 
 
 def costs(scored: Sequence[Scored]) -> Row:
-    """Return the cost columns as means over texts: exact attention and fetched fractions, and missed attention mass."""
+    """Return the cost columns, averaged over texts: exact attention fraction, fetched fraction and missed attention
+    mass.
+    """
     found: Row = {}
     columns = {name: name for name in ("attended", "fetched", "sparse_attended", "sparse_fetched", "missed")}
     for column, name in (columns | {"missed_worst": "worst_layer"}).items():
@@ -136,9 +145,9 @@ def summary(samples: dict[str, list[Any]]) -> Row:
 
 
 def compare(row: Row, base: Row, name: str) -> Row:
-    """Return the relative change of the perplexity from `base`, with a 95 % bootstrap interval, paired over windows.
+    """Return the relative change in perplexity from `base`, with a 95 % bootstrap interval that is paired over windows.
 
-    The names of the columns begin with `name`. `{name}_shown` contains the text for tables.
+    The column names begin with `name`. The column `{name}_shown` contains the text for tables.
     """
     mine, other = row["samples"], base["samples"]
     change = paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change)
@@ -151,7 +160,9 @@ def compare(row: Row, base: Row, name: str) -> Row:
 
 
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
-    """Measure every variant. Compare it with the first one, which should be `full`, and with `infinigen` at its budget.
+    """Measure every variant.
+
+    Compare it with the first variant, which should be `full`, and with `infinigen` at the same budget.
 
     After the deadline, only existing rows are returned.
     """
@@ -185,7 +196,9 @@ def run_perplexity(evaluation: Evaluation, variants: Sequence[Variant], config: 
 
 
 def _against_rivals(rows: list[Row]) -> None:
-    """Add columns `against_infinigen_*`: the comparison with `infinigen` at the same budget and dense layers."""
+    """Add the columns `against_infinigen_*`, which compare each row with `infinigen` at the same budget and dense
+    layers.
+    """
     for row in rows:
         same = [r for r in rows if all(r[key] == row[key] for key in ("budget", "dense_layers"))]
         mine = [r for r in same if r["policy"] == "infinigen" and r["budget"] is not None]
@@ -202,7 +215,7 @@ COST = (
     Column("fetched", "fetched", ".1%"),
     Column("of sparse layers", "sparse_fetched", ".1%"),
 )
-"""Cost columns, which follow the accuracy columns of every table."""
+"""Cost columns. In every table, they follow the accuracy columns."""
 
 COLUMNS = (
     *WHAT,

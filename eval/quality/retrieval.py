@@ -1,7 +1,7 @@
 """Needle retrieval: the fraction of hidden facts that a model finds under each policy.
 
-Results are listed by kind of needle, length of the text and distance of the fact, with the difference from full
-attention.
+Results are listed by the kind of needle, the length of the text and the distance of the fact, together with the
+difference from full attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..core.model_under_test import Evaluation, ModelUnderTest
 
 NEAREST = 128
-"""Upper limit in tokens of the first group of distances. The limit doubles with each further group."""
+"""Upper limit, in tokens, of the first distance group. Each further group doubles the limit."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class RetrievalConfig:
     passages: int = option(20, help="passages of each kind and length", metavar="N")
     kinds: tuple[str, ...] = option(tuple(KINDS), help="kinds of needles", metavar="A,B")
     seed: int = option(0, help="seed of the passages", metavar="N")
-    # Fraction of a passage that is prefilled with full attention. All further tokens are decoded under the policy. None
-    # prefills everything before the first question.
+    # Fraction of a passage that is prefilled with full attention. The remaining tokens are decoded under the policy.
+    # None means that everything before the first question is prefilled.
     prefilled: float | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +51,10 @@ class RetrievalConfig:
 
 
 def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind: str) -> list[Passage]:
-    """Build the passages of one length and kind. They do not depend on the policy or on other lengths and kinds."""
+    """Build the passages for one length and kind.
+
+    They depend neither on the policy nor on the other lengths and kinds.
+    """
     rng = np.random.default_rng([config.seed, length, *kind.encode()])
     made = [haystack.hide(rng, kind, length) for _ in range(config.passages)]
     if config.prefilled is None:
@@ -61,9 +64,10 @@ def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind
 
 
 def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage]) -> Row:
-    """Measure a variant and return its row. `samples` contains [kind, distance, right] for each question.
+    """Measure a variant and return its row. The column `samples` contains [kind, distance, right] for each question.
 
-    An answer is right if each of its tokens is the most probable one, so that greedy decoding would generate it.
+    An answer is right if each of its tokens is the most probable token, so that greedy decoding would generate the
+    answer.
     """
     scored = tested.score(variant, [passage.text for passage in passages])
     samples: list[tuple[str, int, bool]] = []
@@ -84,7 +88,7 @@ def together(rows: Sequence[Row]) -> Row:
 
 
 def accuracies(samples: Sequence[Sequence[Any]]) -> Row:
-    """Return accuracy, standard error and number of questions, in total, by kind and by distance."""
+    """Return the accuracy, its standard error and the number of questions: in total, by kind and by distance."""
     found: Row = _accuracy("", [right for _, _, right in samples])
     for kind in dict.fromkeys(kind for kind, _, _ in samples):
         found |= _accuracy(f" {kind}", [right for k, _, right in samples if k == kind])
@@ -108,7 +112,7 @@ def _accuracy(name: str, rights: Sequence[bool]) -> Row:
 
 
 def against(row: Row, base: Row) -> Row:
-    """Return the accuracy difference from `base`, with its paired 95 % interval over questions."""
+    """Return the difference in accuracy from `base`, with its paired 95 % interval over questions."""
     mine, other = ([float(right) for _, _, right in r["samples"]] for r in (row, base))
     change = paired_bootstrap(mine, other, np.ones(len(mine)))
     shown = f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
@@ -122,10 +126,10 @@ def against(row: Row, base: Row) -> Row:
 def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: RetrievalConfig) -> Report:
     """Measure every variant at every length, and write retrieval.json, .csv, .md and two plots.
 
-    All variants are compared with the first one, which should be `full`. After the deadline, only the first variant is
-    measured.
+    All variants are compared with the first variant, which should be `full`. After the deadline, only the first variant
+    is measured.
     """
-    # Iterate over variants in the inner loop, so that a passage is prefilled once for all variants.
+    # Variants are the inner loop, so that a passage is prefilled only once for all of them.
     tested, store = evaluation.tested, RowStore(evaluation.out)
     haystack = Haystack(tested, evaluation.text)
     rows: list[Row] = []

@@ -1,6 +1,7 @@
-"""Selection rules of published systems, as baseline policies.
+"""Baseline policies with the selection rules of published systems.
 
-Only the selection rule is reproduced. Keys and values are exact, so quality may be better than in the original systems.
+Only the selection rule is reproduced. Keys and values are exact here, so the quality may be better than in the original
+systems.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ NEWEST = 1e30
 
 
 class Landmarks(ScorerPolicy[LandmarkOptions]):
-    """Policy that ranks blocks of adjacent tokens by the score of their mean key (ShadowKV, arXiv 2410.21465)."""
+    """Policy that ranks blocks of adjacent tokens by the score of each block's mean key (ShadowKV, arXiv
+    2410.21465).
+    """
 
     name = "landmarks"
 
@@ -32,9 +35,10 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
         self._block = options.block
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return the score of each token: the log-softmax over blocks of the query's product with the block's mean key.
+        """Return each token's score: the product of the query and the mean key of the token's block, after a
+        log-softmax over blocks.
 
-        A mean key includes only candidates. The score of a KV head is the maximum over its query heads.
+        Only candidates contribute to a mean key. The score for a KV head is the maximum over its query heads.
         """
         lists, tokens, _ = keys.entries.shape
         before = keys.first % self._block
@@ -48,10 +52,10 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
 
 
 class SnapKV(ScorerPolicy[SnapKVOptions]):
-    """Policy that selects tokens with much attention from the last queries of the prompt (SnapKV, arXiv 2404.14469).
+    """Policy that selects the tokens to which the prompt's last queries attend most (SnapKV, arXiv 2404.14469).
 
-    A token's vote is its attention weight, summed over these queries and the query heads of a KV head. SnapKV keeps all
-    generated tokens, so they have the highest score.
+    A token's vote is its attention weight, summed over these queries and the query heads of a KV head. SnapKV always
+    keeps generated tokens, so these tokens get the highest score.
     """
 
     name = "snapkv"
@@ -69,17 +73,20 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the highest score for each new token. `on_queries` replaces the scores of prompt tokens by votes."""
+        """Give each new token the highest score.
+
+        For prompt tokens, `on_queries` later replaces the scores with votes.
+        """
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return the score of each token: the largest vote among its neighbouring tokens."""
+        """Return each token's score: the largest vote among the neighbouring tokens."""
         return max_pool1d(keys.entries.transpose(1, 2), self._pooled, stride=1, padding=self._pooled // 2)[:, 0]
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
         """Write the votes of the prompt's last queries to `entries`.
 
-        q `[H, m, d]` contains the queries of tokens [start, start + m).
+        `q` `[H, m, d]` contains the queries of the tokens [start, start + m).
         """
         stop = start + q.shape[1]
         observed = q[:, -self._observed :].view(len(entries), -1, min(self._observed, q.shape[1]), q.shape[2])

@@ -1,4 +1,4 @@
-"""Patches for RULER's tasks in the LM Evaluation Harness.
+"""Patches for the RULER tasks in the LM Evaluation Harness.
 
 The patches avoid unnecessary downloads, make the documents reproducible, and limit the number of generated documents.
 """
@@ -15,14 +15,14 @@ from unittest.mock import patch
 import numpy as np
 
 MAKERS = ("generate_samples", "sys_kwext", "sys_vartrack_w_noise_random", "sys_word_pair_random")
-"""Names of functions in the task modules that generate documents. Each has a parameter `num_samples`."""
+"""Names of the functions that generate documents in the task modules. Each has a parameter `num_samples`."""
 
 
 @contextmanager
 def without_downloads() -> Iterator[None]:
-    """Prevent RULER's tasks from downloading the punkt sentence splitter.
+    """Within the `with` block, prevent RULER's tasks from downloading the punkt sentence splitter.
 
-    Tasks that use the splitter fail with the error message of nltk.
+    If a task uses the splitter, it fails with nltk's error message.
     """
     # The task modules look for the splitter when they are imported, even if they do not need it.
     try:
@@ -40,7 +40,7 @@ def without_downloads() -> Iterator[None]:
 
 
 def begin_documents(seed: int) -> None:
-    """Reset the random generators of RULER, so that the next loaded task has reproducible documents."""
+    """Reset RULER's random generators, so that the documents of the next loaded task are reproducible."""
     random.seed(seed)
     np.random.seed(seed)
     # The cwe task has a module-level generator that is not reset between loads.
@@ -49,7 +49,7 @@ def begin_documents(seed: int) -> None:
 
 @contextmanager
 def first_documents(limit: int | None) -> Iterator[None]:
-    """Limit tasks that are loaded within the `with` statement to `limit` documents (None: no limit)."""
+    """Limit tasks that are loaded within the `with` block to `limit` documents (None: no limit)."""
     # Generating all 500 documents takes minutes at 32k tokens.
     from lm_eval.api.task import ConfigurableTask
 

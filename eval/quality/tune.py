@@ -1,12 +1,12 @@
-"""Choose options of the policy `infinigen` for one model and text.
+"""Choose options of the policy `infinigen` for one model and one text.
 
 The search minimizes the bytes that the sparse layers read in a decode step: KV fetched from the host, and scoring keys
-and resident KV on the device. At every decoded position and in every layer, the missed attention mass is measured. It
-must stay below a limit.
+and resident KV on the device. The missed attention mass is measured at every decoded position in every layer, and it
+must stay within a limit.
 
-The search is greedy, one option at a time: scorer, source, window, skew. For each of their values, bisection finds the
-smallest `alpha` within the limit. The last stage starts from the best setting. It tries a smaller `max_fraction`, with
-and without a threshold, and `max_missed_mass` with a smaller alpha.
+The search is greedy and handles one option at a time: scorer, source, window, skew. For each value of an option, it
+finds by bisection the smallest `alpha` that meets the limit. The last stage starts from the best setting so far. It
+tries a smaller `max_fraction`, with and without a threshold, and then `max_missed_mass` with a smaller alpha.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("recent", (64, 16, 256)),
     ("skew", ("balanced", "svd")),
 )
-"""Options with the values to try, in search order. The search starts with the first values."""
+"""The options in search order, each with the values to try. The search starts with the first value of each option."""
 
 UNLIMITED = 1e9
-"""Value of `alpha` without effect. It is finite, because JSON has no infinity."""
+"""Value of `alpha` that has no effect. It is finite because JSON has no infinity."""
 
 Options = dict[str, Any]
 
@@ -67,7 +67,7 @@ class TuneConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting of the options, and its measured results per decode step."""
+    """One setting of the options and the results measured with it. Numbers of bytes are per decode step."""
 
     options: Options
     missed: float  # missed attention mass, mean over the sparse layers
@@ -127,15 +127,18 @@ class Search:
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """Return the trial with the fewest bytes within the limit, or the lowest `worst` if there is none."""
+        """Return the trial with the fewest bytes among those that meet the limit.
+
+        If none does, return the trial with the lowest `worst`.
+        """
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """Try values in `ladder` for the option `name`, and return the trial of the first value within the limit.
+        """Try values in `ladder` for the option `name`. Return the trial for the first value that meets the limit.
 
-        If no value is within the limit, return the trial of the last one. The search is a bisection, so the missed
+        If no value meets the limit, return the trial for the last value. The search is a bisection, so the missed
         attention mass must decrease along `ladder`.
         """
         low, high = 0, len(ladder) - 1
@@ -168,7 +171,7 @@ class Search:
 
 
 def most_trials() -> int:
-    """Return the maximum number of trials of a search, for progress bars."""
+    """Return the maximum number of trials in a search, for progress bars."""
 
     def steps(ladder: Sequence[float]) -> int:
         return math.ceil(math.log2(len(ladder))) + 1
@@ -178,7 +181,9 @@ def most_trials() -> int:
 
 
 def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
-    """Return the first `context` tokens of a text, but at most `positions`. The last `scored` tokens are scored.
+    """Return the first `context` tokens of a text, but at most `positions` tokens.
+
+    The last `scored` of them are scored.
 
     Raises InputError if the text is too short.
     """
@@ -192,9 +197,12 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
 def run_tune(
     tested: ModelUnderTest, text: str, name: str, config: TuneConfig, out: Path, done: Callable[[], None] = lambda: None
 ) -> tuple[Report, TunedPolicy]:
-    """Search on `text`, which is called `name` in results. Write skew.safetensors, policy.json and all trials to `out`.
+    """Search options using `text`, which results call `name`.
 
-    If no setting is within the limit, the setting with the lowest missed attention mass is written with "kept": false.
+    Write skew.safetensors, policy.json and all trials to `out`.
+
+    If no setting meets the limit, the setting with the lowest missed attention mass is written, marked with "kept":
+    false.
 
     Raises:
         InputError: The text is too short, or `out` cannot be written.

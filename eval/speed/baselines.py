@@ -1,6 +1,6 @@
-"""Baselines of the speed benchmark: transformers with each of its caches, and this runtime with each policy.
+"""Baselines for the speed benchmark: transformers with each of its caches, and this runtime with each policy.
 
-All baselines use the same random model and synthetic context. The sequences of a batch share no prefix.
+All baselines use the same random model and the same synthetic context. The sequences in a batch do not share a prefix.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Baseline(Protocol):
     def name(self) -> str: ...
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Load K and V `[Hkv, N, d]` of one layer. Called for each layer, in order, before the first step."""
+        """Load K and V `[Hkv, N, d]` of one layer. Before the first step, this is called for every layer, in order."""
         ...
 
     def step(self) -> None: ...
@@ -128,12 +128,15 @@ class TransformersBaseline:
 
 
 class SyntheticContext:
-    """A synthetic context in a host pool. Every policy decodes forks of its sequences, which share no blocks."""
+    """A synthetic context in a host pool.
+
+    Its sequences share no blocks. Every policy decodes forks of these sequences.
+    """
 
     def __init__(
         self, pool: HostPool, transfer: Transfer, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
     ) -> None:
-        """Write the context to the pool, with slots for `room` tokens per sequence."""
+        """Write the context to the pool, and reserve slots for `room` tokens per sequence."""
         self.pool, self.transfer, self.room = pool, transfer, room
         self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
         for layer, kv in enumerate(synthetic.layers(device)):
@@ -150,7 +153,7 @@ class SyntheticContext:
 
 
 class OffloadBaseline:
-    """This runtime with one policy. A step is a call of `Runner.decode`, without sampling."""
+    """This runtime with one policy. A step is one call of `Runner.decode` and does not sample."""
 
     def __init__(
         self, name: str, model: LoadedModel, policy: Policy, context: SyntheticContext, block_tables: list[BlockTable]
@@ -197,16 +200,16 @@ class OffloadBaseline:
 
 @dataclass(frozen=True)
 class BenchInputs:
-    model: Any  # model for the baselines of transformers
-    own: Any  # model with the same weights in the memory layout of `load_model`, for this runtime
+    model: Any  # model for the transformers baselines
+    own: Any  # for this runtime: a model with the same weights in the memory layout that `load_model` creates
     synthetic: SyntheticKV
     context: SyntheticContext  # the synthetic context in a pool
-    room: int  # number of tokens for which preallocated caches have slots
+    room: int  # number of slots, in tokens, that preallocated caches have
     batch: int = 1
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model for this runtime, with an adapter that shifts all queries (see `synthetic_kv`)."""
+        """The model as this runtime uses it. Its adapter adds a constant vector to all queries (see `synthetic_kv`)."""
         adapter = SyntheticAdapter(adapter_for(self.own), self.synthetic)
         return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
 
@@ -226,7 +229,7 @@ class BenchInputs:
 
 
 class Skipped(Exception):  # noqa: N818 - a result, not an error
-    """A baseline cannot run on this machine. The message says why."""
+    """Raised if a baseline cannot run on this machine. The message says why."""
 
 
 def _static(inputs: BenchInputs) -> Baseline:
@@ -259,7 +262,7 @@ def _installed(module: str) -> bool:
 
 
 SELECTION: dict[str, Any] = {"preset": "rows", "dense_layers": ()}
-"""Options of the baseline "infinigen": no dense layers and no approximate KV."""
+"""Options of the baseline "infinigen". It has no dense layers and no approximate KV."""
 
 
 def _infinigen(label: str = "", **options: Any) -> Callable[[BenchInputs], Baseline]:

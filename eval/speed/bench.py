@@ -1,4 +1,4 @@
-"""Compare a decode step with the caches of transformers, over context lengths, batches and model sizes."""
+"""Compare a decode step with transformers and its caches, over context lengths, batch sizes and model sizes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .baselines import MAKERS, SHAPES, Baseline, BenchInputs, Shape, Skipped, Sy
 from .synthetic_kv import SyntheticKV
 
 BURST = 2
-"""Number of tokens that a baseline decodes in its turn.
+"""Number of tokens that a baseline decodes per turn.
 
-The first runs with cold processor caches, the second with warm ones.
+The first token is decoded with cold processor caches, and the second with warm caches.
 """
 
 WARM_UP = 2
@@ -91,7 +91,10 @@ class BenchConfig:
             raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: policies select no larger fraction")
 
     def made_shape(self, name: str, device: torch.device) -> Shape:
-        """Return the shape `name` with the configured `layers` and `dtype`. On a CPU, dtype "auto" means float32."""
+        """Return the shape `name` with the configured number of layers and dtype.
+
+        On a CPU, the dtype "auto" means float32.
+        """
         shape = SHAPES[name]
         dtype = {"auto": torch.float32 if device.type == "cpu" else shape.dtype}.get(self.dtype)
         return replace(shape, layers=self.layers or shape.layers, dtype=dtype or getattr(torch, self.dtype))
@@ -109,7 +112,7 @@ class Point:
 
 
 def run_bench(config: BenchConfig, out: Path, say: Say) -> Report:
-    """Measure every baseline at every shape, batch size and context length.
+    """Measure every baseline for every shape, batch size and context length.
 
     Write `decode_step.json`, `.csv`, `.md` and `time_per_step.png` to `out`. Raises ConfigError if the device does not
     exist.
@@ -148,7 +151,10 @@ def _about(config: BenchConfig, device: torch.device) -> dict[str, Any]:
 
 
 def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: list[str]) -> list[Row]:
-    """Measure all baselines at one point. On a CPU, they take turns. Add baselines that cannot run to `skipped`."""
+    """Measure all baselines at one point.
+
+    On a CPU, they take turns. Baselines that cannot run are added to `skipped`.
+    """
     # On CUDA the baselines run one after another, because device memory is too small for all at once.
     room = point.context + (WARM_UP + config.repeats) * BURST + BLOCK_SIZE
     inputs = make_inputs(model, point.context, room, config.fraction, config.spread, point.batch)
@@ -169,7 +175,7 @@ def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: li
 def _interleaved(
     config: BenchConfig, inputs: BenchInputs, point: Point, names: Sequence[str], say: Say, skipped: list[str]
 ) -> list[Row]:
-    """Measure the baselines `names` in turns. All are in memory at the same time."""
+    """Measure the baselines `names`, which take turns. All of them are in memory at the same time."""
     baselines = _baselines(names, inputs, say, skipped)
     for layer, kv in enumerate(inputs.synthetic.layers(inputs.model.device)):
         for baseline in baselines:
@@ -198,10 +204,12 @@ def _row(baseline: Baseline, point: Point, seconds: Sequence[float]) -> Row:
 def make_inputs(
     model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1
 ) -> BenchInputs:
-    """Create a synthetic context of `length` tokens in a pool with room for `room` tokens per sequence and baseline."""
+    """Create a synthetic context of `length` tokens in a pool that has room for `room` tokens per sequence and
+    baseline.
+    """
     adapter = adapter_for(model)
     synthetic = SyntheticKV.draw(adapter.geometry, length, fraction, spread)
-    # Each baseline of this runtime decodes forks of the context.
+    # Each of this runtime's baselines decodes forks of the context.
     slots = batch * (length + len(MAKERS) * (room - length + BLOCK_SIZE))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
     pool = HostPool(adapter.geometry, adapter.dtype, limit, pin=_is_cuda(model))
@@ -249,7 +257,11 @@ def _device(name: str) -> torch.device:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds: CPU time of the process on a CPU, else wall time after synchronizing the device."""
+    """Return a clock in seconds.
+
+    On a CPU, it measures the CPU time of the process. On other devices, it measures wall time after synchronizing the
+    device.
+    """
     if device.type == "cpu":
         return time.process_time
 
@@ -261,9 +273,9 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot the time per step with quartiles over the varied setting (InfiniGen, Figures 14 to 16).
+    """Plot the time per step, with quartiles, against the setting that is varied (InfiniGen, Figures 14 to 16).
 
-    The x axis shows the setting with the most values. Each combination of other settings is a line.
+    The x axis shows the setting that has the most values. There is one line for each combination of the other settings.
     """
     settings = {"context": "tokens in context", "batch": "sequences", "shape": "shape"}
     values = {key: list(dict.fromkeys(row[key] for row in rows)) for key in settings}

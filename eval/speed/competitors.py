@@ -17,13 +17,13 @@ from ...sampling_params import SamplingParams
 from ...utils.config_fields import check_choice, option
 
 FIRST = "transformers, DynamicCache"
-"""The competitor with which all others are compared."""
+"""The competitor that all others are compared with."""
 
 FLOAT32 = "full, float32"
-"""The competitor whose tokens are the reference."""
+"""The competitor whose tokens serve as the reference."""
 
 Turn = Iterator[int]
-"""Function that takes a prompt and yields its greedy continuation, token by token."""
+"""Greedy continuation of a prompt, token by token."""
 
 Ask = Callable[[Sequence[int]], Turn]
 
@@ -139,5 +139,6 @@ COMPETITORS: Mapping[str, Callable[[str, SpeedConfig], Ask]] = {
 }
 """Competitors by name. Each function loads a model and returns a function that answers a prompt.
 
-QuantizedCache uses 4 bits of optimum-quanto, with the newest 128 tokens unquantized. kvpress uses ExpectedAttention.
+QuantizedCache uses optimum-quanto with 4 bits and does not quantize the newest 128 tokens. kvpress uses
+ExpectedAttention.
 """

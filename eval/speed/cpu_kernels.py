@@ -1,6 +1,7 @@
-"""Compare the time of each C kernel with its lower bounds, at each instruction set level of this processor.
+"""Compare the time of each C kernel with lower bounds, for each instruction set level of this processor.
 
-The bounds follow from memory traffic and arithmetic, as explained in the C sources in `kernels/`. One thread is used.
+The bounds are derived from memory traffic and arithmetic, as explained in the C sources in `kernels/`. All kernels run
+on one thread.
 """
 
 from __future__ import annotations
@@ -30,24 +31,26 @@ from ...utils.native_code import LEVEL_VARIABLE, available_levels
 from ..core.report import Column, Report, Row
 
 HEADS, GROUP, D, VALUE_BITS, SHARE = 3, 3, 64, 4, 0.05
-"""Shape of one layer of SmolLM2 135M, and the fraction of tokens selected."""
+"""Shape of one layer of SmolLM2 135M, and the fraction of tokens that is selected."""
 
 LANES = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
 CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16": 64}
-"""Number of products of a code and a weight per vector instruction. Additions are included."""
+"""Number of products of a code and a weight that one vector instruction computes, including their addition."""
 VALUE_PRODUCTS = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
 EXPONENTIAL, RANKING = 14, 4
-"""Minimum number of vector instructions for the exponentials, and for the top-k selection, of one vector."""
+"""Minimum number of vector instructions per vector, for exponentials and for top-k selection."""
 
 COLD = 96 << 20
-"""Number of bytes to read between two reads of the same data, so that processor caches no longer contain it."""
+"""Number of other bytes to read between two reads of the same data, so that the data is no longer in processor
+caches.
+"""
 QUERIES = 256
-"""Number of queries per head in prefill."""
+"""Number of queries per head in a prefill."""
 WEIGHT = (1536, 576)
-"""Shape of the weight of a linear layer of SmolLM2's MLP. A decode step multiplies it by one row."""
+"""Weight shape of a linear layer in SmolLM2's MLP. A decode step multiplies the weight by one row."""
 
 PER_CYCLE = 2
-"""Assumed number of vector instructions per cycle. Some processors execute only one 512-bit instruction."""
+"""Assumed number of vector instructions per cycle. Some processors execute only one 512-bit instruction per cycle."""
 
 COLUMNS = (
     Column("level", "level"),
@@ -62,7 +65,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel to measure, with its minimum memory traffic in bytes and its minimum number of vector instructions."""
+    """A kernel to measure.
+
+    `moved` is its minimum memory traffic in bytes, and `instructions` is its minimum number of vector instructions.
+    """
 
     name: str
     moved: int
@@ -95,9 +101,10 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
 
 
 def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
-    """Yield three cases over `tokens` tokens: scores of low-bit keys, selection, and attention over low-bit values.
+    """Yield three cases with `tokens` tokens: scores of low-bit keys, selection, and attention over low-bit values.
 
-    Yield no case without a C compiler. The minimum number of instructions depends on the instruction set `level`.
+    If there is no C compiler, yield no cases. The minimum number of instructions depends on the instruction set
+    `level`.
     """
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
@@ -129,7 +136,7 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
 
 
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:
-    """Yield two cases of attention to `tokens` tokens per dtype: decoding and prefill.
+    """For each dtype, yield two cases of attention to `tokens` tokens: decoding and prefill.
 
     In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries. The lower bound
     depends on the instruction set `level`.
@@ -158,7 +165,7 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
 
 
 def linear_cases(level: str) -> Iterator[Case]:
-    """Yield one case per dtype: a linear layer with one input row.
+    """For each dtype, yield one case: a linear layer with one input row.
 
     The minimum number of instructions depends on the instruction set `level`.
     """
@@ -189,7 +196,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _products_at_once(level: str, dtype: torch.dtype) -> int:
-    """Return the number of products that one instruction of `level` adds to each element of a vector."""
+    """Return how many products one instruction of `level` adds to each element of a vector."""
     return 2 if level == "avx512_bf16" and dtype == torch.bfloat16 else 1
 
 

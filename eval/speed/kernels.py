@@ -1,6 +1,7 @@
-"""Benchmark of each operation of the decode step: time relative to a lower bound, and error relative to float64.
+"""Benchmark each operation of the decode step: its time relative to a lower bound, and its error relative to float64.
 
-The bound follows from the bytes that must be moved. Without CUDA, the torch definitions run, to test the benchmark.
+The bound is derived from the number of bytes that must be moved. If there is no CUDA device, the torch definitions run
+instead, to test the benchmark itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ...transfer.streams import DeviceStream, InlineStream
 from ..core.report import Row
 
 KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
-"""Shape of one layer of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
+"""Shape of one layer of an 8B Llama. `COLUMNS` is the number of columns of scoring keys for partial_ratio 0.3."""
 
 FORMATS: dict[str, dict[str, Any]] = {
     "Q4_K": {"bits": 4, "group": 32, "has_minima": True, "has_factors": True},
@@ -37,16 +38,16 @@ FORMATS: dict[str, dict[str, Any]] = {
 """Formats of packed weights to measure."""
 
 HIDDEN = 5120
-"""Number of inputs of linear layers, as in a model with 27 billion parameters."""
+"""Number of inputs of linear layers, as in models with 27 billion parameters."""
 
 WARM_UP = 3
-"""Number of untimed calls before the measurement. The first one compiles the kernel."""
+"""Number of untimed calls before the measurement. The first call compiles the kernel."""
 
 CACHES = 1 << 28
-"""Number of bytes to write between calls, to empty the device's cache. It is larger than any device's cache."""
+"""Number of bytes to write between calls to flush the device's cache. It is larger than the cache of any device."""
 
 SHORTEST = 1e-6
-"""Shortest time of a copy in ms. Coarse clocks of virtual machines measure 0."""
+"""Minimum time of a copy in ms, needed because the coarse clocks of virtual machines may measure 0."""
 
 REPLAYED = 8
 """Number of calls in a CUDA graph."""
@@ -56,12 +57,13 @@ REPLAYED = 8
 class KernelSize:
     copied: int = 1 << 28  # bytes of each copy that measures a bandwidth
     tokens: int = 131_072
-    share: float = 0.05  # fraction of the tokens that is copied from the host
+    share: float = 0.05  # fraction of the tokens copied from the host
     batch: int = 32  # number of sequences with a shared prefix
     prefix: int = 4096  # tokens of the shared prefix
     own: int = 64  # tokens of each sequence after the shared prefix
     repeats: int = 30
-    # Additional numbers of Triton programs of a gather. Too few do not saturate PCIe, too many delay other kernels.
+    # Additional numbers of Triton programs to try for a gather. Too few do not saturate PCIe, and too many delay other
+    # kernels.
     programs: tuple[int, ...] = (8, 16, 64, 132, 1024)
     outs: int = 17_408
 
@@ -73,13 +75,16 @@ SMALL = KernelSize(1 << 20, 1024, 0.05, 3, 128, 64, 3, (8,), 40)
 class Case:
     name: str
     moved: int  # number of bytes that the operation must read and write
-    over_pcie: bool  # whether these bytes are copied from host to device, not within device memory
+    over_pcie: bool  # whether these bytes are copied from host to device (otherwise, within device memory)
     call: Callable[[], Any]
     error: Callable[[], float]  # returns the largest error relative to its tolerance (kernels/README.md)
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Return median and minimum time in ms of `repeats` calls after `WARM_UP` calls. On a CPU, measure CPU time."""
+    """Return the median and the minimum time of `repeats` calls in ms, after `WARM_UP` untimed calls.
+
+    On a CPU, measure CPU time.
+    """
     spent = []
     for repeat in range(WARM_UP + repeats):
         if device.type != "cpu":
@@ -99,9 +104,9 @@ def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) ->
 
 
 def replayed(call: Callable[[], Any], device: torch.device, repeats: int) -> float | None:
-    """Return the time in ms of a call in a replayed CUDA graph, with a cold L2 cache.
+    """Return the time of a call in ms, measured in a replayed CUDA graph with a cold L2 cache.
 
-    The time excludes launches from the host. The result is None on a CPU, or if the call cannot be captured.
+    The time does not include launches from the host. The result is None on a CPU, and if the call cannot be captured.
     """
     if device.type != "cuda":
         return None
@@ -134,7 +139,7 @@ def _repeated(step: Callable[[], Any]) -> Callable[[], tuple[torch.Tensor, ...]]
 
 
 def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]:
-    """Measure bandwidths in bytes per second, with copies of `size` bytes.
+    """Measure bandwidths in bytes per second by copying `size` bytes.
 
     Returns:
         "host_to_device" and "device_to_host" with pinned memory, "both_ways" (the sum of both at the same time), and
@@ -163,7 +168,7 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
 
 
 def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:
-    """Measure each operation, both launched from the host and in a replayed CUDA graph.
+    """Measure each operation twice: launched from the host, and in a replayed CUDA graph.
 
     `rates` are the measured bandwidths in bytes per second: "device" within device memory, "pcie" from host to device.
     """
@@ -181,14 +186,14 @@ def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> 
 
 
 def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
-    """Yield all operations. The memory of one is freed before the next one is created."""
+    """Yield all operations. The memory of each operation is freed before the next operation is created."""
     torch.manual_seed(0)
     for make in (_gather, _partial, _quantised, _select, _attend, _runs, _append, _packed):
         yield from make(device, size)
 
 
 def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return starts and stops int32 `[Hkv]` of lists that contain all `tokens` tokens of one sequence."""
+    """Return the starts and stops, each int32 `[Hkv]`, of lists that contain all `tokens` tokens of one sequence."""
     zeros = torch.zeros(KV_HEADS, dtype=torch.int32, device=device)
     return zeros, zeros + tokens
 
@@ -361,7 +366,7 @@ def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _unpacked(rows: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Unpack weights `[in, out]` by multiplying the identity matrix with them."""
+    """Return the unpacked weights, transposed to `[in, out]`."""
     return unpack_rows(rows, form, dtype).T
 
 

@@ -1,4 +1,4 @@
-"""Compare prompt and decode times of this runtime with other runtimes, on a trained model.
+"""Compare prompt and decode times of this runtime with those of other runtimes on a trained model.
 
 All competitors use the same weights and tokens. Each runs in its own process, and the processes take turns.
 """
@@ -33,7 +33,7 @@ COLUMNS = (
 def run_real_speed(model: str, text: str, config: SpeedConfig, out: Path, say: Say) -> Report:
     """Measure CPU time, memory and tokens of each competitor. Write real_speed.{json,csv,md} to `out`.
 
-    Competitors that do not start are left out. The files are written after each context length.
+    Competitors that fail to start are left out. The files are written after each context length.
 
     Raises:
         InputError: The text is too short, or a competitor fails to generate.

@@ -1,7 +1,7 @@
-"""Baseline that keeps all KV on the device and reads all of it in each step, in a CUDA graph.
+"""Baseline that keeps all KV on the device. Each step is a CUDA graph that reads all of the KV.
 
-It is the fair comparison for exact attention if the KV cache fits in device memory. transformers' StaticCache launches
-every kernel from the host.
+If the KV cache fits in device memory, this is the fair baseline for exact attention. transformers' StaticCache is
+slower, because it launches every kernel from the host.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ...core import KVPart
 from ...model_runner.cuda_graphs import CudaGraph
 
 ATTENTION = "offload_rt_resident"
-"""Name of the attention function in transformers. For custom functions, transformers creates no mask."""
+"""Name under which the attention function is registered in transformers, which creates no mask for custom functions."""
 
 
 def _attend(
     module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scaling: float, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend to all of k and v `[B, Hkv, N, d]` with q `[B, H, 1, d]`. Return `[B, 1, H, d]`."""
+    """Return the attention `[B, 1, H, d]` of `q` `[B, H, 1, d]` to all of `k` and `v` `[B, Hkv, N, d]`."""
     assert mask is None
     return scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=True).transpose(1, 2), None
 
 
 class _Fixed(DynamicCache):
-    """Cache of constant length: each new token replaces the last one, so that a CUDA graph can be replayed."""
+    """Cache of constant length. Each new token replaces the last token, so that a CUDA graph can be replayed."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Fixed(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace the last token of a layer. Return the KV of all tokens."""
+        """Replace the KV of a layer's last token. Return the KV of all tokens."""
         k, v = self._kv[layer_idx]
         k[:, :, -1:], v[:, :, -1:] = key_states, value_states
         return k, v
@@ -52,7 +52,7 @@ class _Fixed(DynamicCache):
 
 
 class Resident:
-    """transformers' model with all KV on the device, torch's attention, and one CUDA graph per step."""
+    """transformers' model with all KV on the device and torch's attention. Each step is one CUDA graph."""
 
     name = "resident"
 
@@ -72,7 +72,7 @@ class Resident:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one forward pass. The second step on a CUDA device is captured, and later ones replay it."""
+        """Run one forward pass. On a CUDA device, the second step is captured, and later steps replay it."""
         self._steps += 1
         if self._graph is None and self._steps > 1 and self._tokens.is_cuda:
             self._graph = CudaGraph(torch.cuda.graph_pool_handle())

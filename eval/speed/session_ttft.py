@@ -1,6 +1,6 @@
-"""Measure the time to first token (TTFT) of the next turn of a session.
+"""Measure the time to first token (TTFT) of a session's next turn.
 
-The KV of earlier turns is computed again, or read from host memory, the page cache (warm), or the disk (cold).
+The KV of earlier turns is either recomputed, or read from host memory, the page cache (warm) or the disk (cold).
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ TURN = 64
 """Number of tokens of the new turn."""
 
 VOCABULARY = 2048
-"""Token ids are drawn below this number."""
+"""Token ids are drawn from the range below this number."""
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-"""Two tokens, so that the work at the end of a turn (saving the history) is not timed."""
+"""Generate two tokens, so that the time to the first token excludes the work at the end of a turn (saving the
+history).
+"""
 
 
 def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) -> list[Row]:
-    """Measure the time to the first token of a turn after `history` tokens, for each source of the history's KV.
+    """Measure the time to the first token of a turn that follows `history` tokens, for each source of the history's KV.
 
-    The sources take turns, with `repeats` turns each. Recomputation is measured only once.
+    The sources take turns, and each is measured `repeats` times. Recomputation is measured only once.
 
     Args:
         make: Creates a runtime with an empty pool.
-        store: Folder of the session store. Each history length needs a separate folder, because equal texts share
+        store: Folder of the session store. Use a different folder for each history length, because equal texts share
             blocks.
     """
     llm, prompt = fresh(make, history), tokens(history, "history")
@@ -62,9 +64,9 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
-    """Create a runtime with an empty pool, and allocate the pool's memory for `history` tokens."""
-    # Touch the memory of the pool for `history` tokens and a turn, as pinning would. On a busy machine, the first touch
-    # of a page can take longer than reading it from disk.
+    """Create a runtime with an empty pool, and touch the pool memory that `history` tokens will use."""
+    # Touch the pool memory for `history` tokens and one turn, as pinning would. On a busy machine, touching a page for
+    # the first time can take longer than reading it from disk.
     llm = make()
     list(llm.stream(tokens(TURN, "warm up"), SHORT))
     pool, count = llm.runner.pool, history + TURN + BLOCK_SIZE
@@ -95,7 +97,10 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
 
 
 def timed_fork(llm: LLM, store: Path, name: str) -> float:
-    """Return the seconds to the first token of a turn in a new fork `name`. The session itself stays unchanged."""
+    """Return the time in seconds to the first token of a turn in a new fork called `name`.
+
+    The session itself is not changed.
+    """
     session = llm.session("s", store)
     fork = session.fork(name)
     seconds = first_token(lambda: fork.send(tokens(TURN, name), SHORT))
@@ -110,7 +115,7 @@ def fill_cache(folder: Path) -> None:
 
 
 def drop_cache(folder: Path) -> None:
-    """Remove the files in the folder from the page cache, so that the next read comes from the disk."""
+    """Remove the files in `folder` from the page cache, so that they are read from the disk next time."""
     for path in folder.rglob("*.kv"):
         handle = os.open(path, os.O_RDONLY)
         try:

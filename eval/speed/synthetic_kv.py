@@ -1,12 +1,13 @@
-"""Create the KV of a long context without a prefill. A fixed fraction of its tokens gets nearly all attention.
+"""Create the KV of a long context without a prefill. A fixed fraction of the tokens receives nearly all attention.
 
-With random weights, attention is uniform and every threshold selects all tokens. Therefore, some tokens are *planted*:
-a constant vector `c` is added to all queries of a KV head, and `HEIGHT / (scale |c|)` along `c` to the keys of planted
-tokens. Keys are noise otherwise. Every query then scores planted tokens higher by `HEIGHT`. The scores of planted
-tokens differ by less than one nat.
+If weights are random, attention is uniform and every threshold selects all tokens. Therefore, some tokens are
+*planted*. A constant vector `c` is added to all queries of a KV head. The keys of planted tokens are shifted along `c`
+by `HEIGHT / (scale |c|)`. Apart from this, keys are noise. Every query then scores planted tokens higher than other
+tokens by `HEIGHT`. The scores of planted tokens differ from each other by less than one nat.
 
-Planted tokens are drawn for each layer and KV head. The heads have different numbers of planted tokens, because
-InfiniGen selects the mean number for all heads. With equal numbers, no ranking of planted tokens would be needed.
+Planted tokens are drawn separately for each layer and KV head. The heads have different numbers of planted tokens,
+because InfiniGen selects the mean number in every head. If the numbers were equal, planted tokens would never have to
+be ranked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...skewing.artifact import SkewArtifact
 from ...skewing.prediction import Correction
 
 HEIGHT = 40.0
-"""Difference between the scores (after scaling) of planted and other tokens. It is large enough for int2 keys."""
+"""Difference between the scaled scores of planted tokens and other tokens. It is large enough even for int2 keys."""
 
 NOISE = 0.1
 """Standard deviation of the elements of a key."""
@@ -33,7 +34,10 @@ SEED = 0
 CPU = torch.device("cpu")
 
 RESIDENT = (4, 64)
-"""Numbers of tokens at the start and at the end that are never planted: sinks and recent window of the default."""
+"""Numbers of tokens at the start and at the end that are never planted.
+
+They equal the default sinks and recent window.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +73,7 @@ class SyntheticKV:
         return cls(geometry, length, fraction, directions, tokens)
 
     def layers(self, device: torch.device = CPU) -> Iterator[KVPart]:
-        """Yield K and V of each layer, float32 `[Hkv, N, d]`. Every call gives the same values on the same device."""
+        """Yield K and V of each layer, float32 `[Hkv, N, d]`. All calls yield the same values on the same device."""
         geometry = self.geometry
         shape = (geometry.kv_heads, self.length, geometry.head_dim)
         for layer in range(geometry.layers):
@@ -81,11 +85,11 @@ class SyntheticKV:
             yield KVPart(k, v)
 
     def _along(self, layer: int) -> float:
-        """Return the factor f of `c` in a planted key, so that HEIGHT = scale * f * |c|^2."""
+        """Return the factor f by which `c` is multiplied in planted keys, so that HEIGHT = scale * f * |c|^2."""
         return HEIGHT / (self.geometry.scales[layer] * float(self.directions[layer, 0].square().sum()))
 
     def artifact(self) -> SkewArtifact:
-        """Return the skew artifact that a calibration on these keys would give.
+        """Return the skew artifact that a calibration on these keys would produce.
 
         The first column of the basis is `c / |c|`, and the other columns span the rest of the space.
         """
@@ -110,7 +114,10 @@ class SyntheticKV:
 
 
 def _counts(n: int, heads: int, spread: float) -> list[int]:
-    """Return a count per head, spread evenly from `(1 - spread) n` to `(1 + spread) n`. Their sum is `heads * n`."""
+    """Return one count per head.
+
+    The counts are evenly spaced from `(1 - spread) n` to `(1 + spread) n` and add up to `heads * n`.
+    """
     steps = [2 * i / (heads - 1) - 1 if heads > 1 else 0.0 for i in range(heads)]
     counts = [max(1, round(n * (1 + spread * step))) for step in steps]
     counts[-1] += heads * n - sum(counts)
@@ -118,7 +125,7 @@ def _counts(n: int, heads: int, spread: float) -> list[int]:
 
 
 class SyntheticAdapter(ForwardingAdapter):
-    """Model adapter that adds the constant vector `c` of its KV head (see the module) to every query."""
+    """Model adapter that adds to every query the constant vector `c` of its KV head (see the module docstring)."""
 
     def __init__(self, inner: ModelAdapter, synthetic: SyntheticKV) -> None:
         super().__init__(inner)

@@ -1,7 +1,8 @@
-"""Measure the wall time per token by number of threads, on an idle machine and while another process is busy.
+"""Measure the wall time per token for different numbers of threads, on an idle machine and beside a busy process.
 
-Each load is measured in its own process, with torch and transformers imported first, as in most programs. Policies and
-numbers of threads take turns of three tokens, because the speed of a machine may change within a minute.
+Idle and busy machines are each measured in a separate process that imports torch and transformers first, as most
+programs do. Policies and numbers of threads take turns of three tokens each, because a machine's speed may change
+within a minute.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from ..core.report import Column, Report, Row, Say
 TURN = 3
 
 WARM_UP = 4
-"""Number of untimed first turns of each policy, in which `ThreadChoice` makes its measurements."""
+"""Number of turns of each policy that are not timed at the start.
+
+During these turns, `ThreadChoice` makes its measurements.
+"""
 
 _CASE = "import torch, transformers; from offload_rt.eval.speed import threads; threads.run_case()"
 
@@ -98,7 +102,7 @@ def _median(rows: Sequence[Row], row: Row, **other: object) -> float:
 
 @contextmanager
 def _busy_process(share: float) -> Iterator[None]:
-    """Run another process that uses the fraction `share` of a processor, during the `with` statement."""
+    """Within the `with` block, run another process that uses the fraction `share` of a processor."""
     if not share:
         yield
         return
@@ -124,7 +128,7 @@ def _in_a_process(case: _Case) -> list[Row]:
 
 
 def run_case() -> None:
-    """Measure the case that is described on stdin, and print its rows as JSON."""
+    """Measure the case described on stdin, and print its rows as JSON."""
     given = json.load(sys.stdin)
     print(json.dumps(measure_case(_Case(**given | {"config": ThreadsConfig(**given["config"])}))))
 
@@ -162,7 +166,7 @@ def _generation(case: _Case) -> Iterator[Callable[[str], Iterator[object]]]:
     from ...sampling_params import SamplingParams
 
     config, (first, *_) = case.config, case.config.policies
-    # Do not share prefixes, so that each policy has its own contiguous KV, as if it ran alone.
+    # Prefixes are not shared, so that each policy has its own contiguous KV, as if it ran alone.
     options: dict[str, Any] = {"policy": first, "missed_mass_every": 0, "enable_prefix_caching": False}
     with ExitStack() as ends:
         if config.interface == "offload":

@@ -1,4 +1,4 @@
-"""Run a competitor in its own process, so that memory, threads and caches are not shared with other competitors."""
+"""Run a competitor in its own process, so that it shares no memory, threads or caches with other competitors."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one prompt."""
+    """Result for one prompt."""
 
     prefill: float  # CPU time to the first token in seconds
     steps: list[float]  # CPU time of each further token in seconds
     tokens: list[int]
-    peak_bytes: int  # peak memory of the process up to now, in bytes
+    peak_bytes: int  # peak memory of the process so far, in bytes
 
 
 class SubprocessCompetitor:
     """A competitor that runs in its own process, until `close` is called."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
-        """Start the process. If loading fails in it, raise InputError with the error message."""
+        """Start the process. If it fails to load the model, raise InputError with its error message."""
         self._name, self._tokens = name, config.tokens
         self._process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         try:
@@ -45,9 +45,9 @@ class SubprocessCompetitor:
             raise
 
     def ask(self, prompt: Sequence[int]) -> Result:
-        """Generate the continuation of one prompt in the process. Return its tokens and times.
+        """Have the process generate the continuation of one prompt. Return the tokens and the times.
 
-        Raises InputError with the error message of the process if it fails.
+        If the process fails, raise InputError with its error message.
         """
         return self._run(_ask, list(prompt), self._tokens)
 
@@ -62,7 +62,7 @@ class SubprocessCompetitor:
 
 
 _loaded: list[Ask] = []
-"""The competitor of this process, after it was loaded."""
+"""The competitor that this process runs, once it is loaded."""
 
 
 def _load(name: str, model: str, config: SpeedConfig) -> None:
@@ -75,7 +75,7 @@ def _ask(prompt: Sequence[int], tokens: int) -> Result:
 
 
 def timed(ask: Ask, prompt: Sequence[int], tokens: int) -> Result:
-    """Generate the first token and `tokens` further ones after `prompt`. Return them with their times."""
+    """Generate the first token after `prompt` and `tokens` more. Return the tokens and the times."""
     began = time.process_time()
     times, found = [], []
     for token in islice(ask(prompt), tokens + 1):

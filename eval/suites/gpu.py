@@ -44,7 +44,9 @@ def machine(job: GpuJob) -> dict[str, Any]:
 
 
 def _nvidia_smi() -> dict[str, str]:
-    """Return properties of the first GPU from nvidia-smi, or only its name if nvidia-smi is missing or fails."""
+    """Return properties of the first GPU as reported by nvidia-smi, or only its name if nvidia-smi is missing or
+    fails.
+    """
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", "-i", "0"]
     if shutil.which("nvidia-smi") is not None:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip().splitlines()
@@ -60,7 +62,8 @@ def _nvidia_smi() -> dict[str, str]:
 def run_part(name: str, job: GpuJob) -> bool:
     """Run one part in this process. Return whether it succeeded.
 
-    Results so far are written to `out`/name.json. If the part fails, the error is written too, and advice is printed.
+    Results are written to `out`/name.json as they arrive. If the part fails, the error is also written, and advice is
+    printed.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     path, began = job.out / f"{name}.json", time.perf_counter()
@@ -121,7 +124,7 @@ def advice(error: Exception) -> str:
 
 
 def run_gpu(part: str | None, device: str, small: bool, out: Path | None) -> int:
-    """Run one part, or all parts in sequence, each in its own process. Returns 1 if a part failed, otherwise 0.
+    """Run one part, or all parts in sequence, each in its own process. Return 1 if a part failed, otherwise 0.
 
     Raises ConfigError if the device is a CPU and `small` is not set.
     """
@@ -140,7 +143,7 @@ def run_gpu(part: str | None, device: str, small: bool, out: Path | None) -> int
 
 
 def _run_all(flags: list[str], small: bool) -> int:
-    """Run every part in its own process, so that memory and errors of one part do not affect the next."""
+    """Run every part in its own process, so that one part's memory use and errors do not affect the next part."""
     failed = []
     for name, part in PARTS.items():
         if not small:

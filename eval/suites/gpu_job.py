@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TracePoint:
-    """A context to trace decode steps with. `fraction` is the fraction of planted tokens (`synthetic_kv`)."""
+    """A context for which decode steps are traced.
+
+    `fraction` is the fraction of planted tokens (see `synthetic_kv`).
+    """
 
     context: int
     batch: int
@@ -35,7 +38,7 @@ class TracePoint:
 
 @dataclass(frozen=True)
 class PrefillPoint:
-    """A prompt for a random model, and the programs that prefill it: "transformers", or policies of this runtime."""
+    """A prompt for a random model, and the programs that prefill it: "transformers" or policies of this runtime."""
 
     shape: str
     tokens: int
@@ -113,7 +116,7 @@ SMALL = GpuSize(
     trained_perplexity=("--context", "256", "--windows", "1"),
     trained_needles=("--lengths", "256", "--passages", "1"),
 )
-"""Tiny sizes, to check on a machine without a GPU that all parts run. The measured numbers have no meaning."""
+"""Tiny sizes for checking that all parts run on a machine without a GPU. The measured numbers have no meaning."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The parts of `make gpu`.
 
-After every measurement, a part yields all its results again, so that an interruption does not lose them. An `exit_code`
-other than 0 counts as a failure, except after a timeout.
+After every measurement, a part yields all of its results so far, so that an interruption does not lose them. An
+`exit_code` other than 0 counts as a failure, unless it is the result of a timeout.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LIMIT = 570
 """Timeout in seconds of each program that a part runs."""
 
 LEAN = {"OFFLOAD_RT_LEAN": "1"}
-"""Environment variable with which tests run without optional packages."""
+"""Environment variable that makes tests run without optional packages."""
 
 
 def run_tests(job: GpuJob) -> Iterator[Results]:
-    """Run all tests marked `gpu`, and then compute-sanitizer on the kernels whose indices depend on data."""
+    """Run all tests marked `gpu`. Then run compute-sanitizer on the kernels whose indices depend on data."""
     beside = ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
     results: Results = {"marked gpu": programs.run_tests([*job.size.tests, "-m", "gpu", *beside], LIMIT // 2, **LEAN)}
     yield results
@@ -47,7 +47,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
     told_where = [f"tests/unit/kernels/test_triton_{name}.py" for name in ("gather", "attention", "kv_runs")]
     for tool in ("memcheck", "racecheck"):
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
-        # The caching allocator is disabled, so that an access past the end of a tensor is outside of its allocation.
+        # The caching allocator is disabled, so that an access past the end of a tensor falls outside its allocation.
         results[tool] = programs.run_tests(
             [*told_where, "-m", "gpu", "-x"], LIMIT // 4, prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1", **LEAN
         )
@@ -55,7 +55,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
 
 
 def run_kernels(job: GpuJob) -> Iterator[Results]:
-    """Compare the time of every operation with its lower bound, and its result with float64."""
+    """Compare every operation's time with its lower bound, and its result with float64."""
     size = job.size.kernels
     rates = kernels.bandwidth(job.device, size.copied, size.repeats)
     floors = {"device": rates["device"], "pcie": rates["host_to_device"]}
@@ -63,7 +63,9 @@ def run_kernels(job: GpuJob) -> Iterator[Results]:
 
 
 def run_decode(job: GpuJob) -> Iterator[Results]:
-    """Compare a decode step with transformers' caches, for an 8B shape with 5 % planted tokens."""
+    """Compare a decode step with transformers' caches, for a model of 8B shape and a context with 5 % planted
+    tokens.
+    """
     rows: list[Any] = []
     for context in job.size.decode.contexts:
         config = replace(job.size.decode, contexts=(context,), device=job.device.type)
@@ -73,7 +75,7 @@ def run_decode(job: GpuJob) -> Iterator[Results]:
 
 
 def run_accuracy(job: GpuJob) -> Iterator[Results]:
-    """Measure perplexity and needle retrieval of the reference models in the package, in bf16 under each policy."""
+    """Measure perplexity and needle retrieval of the packaged reference models, in bf16 and under each policy."""
     data = Path(os.environ.get("OFFLOAD_RT_DATA", ROOT.parent / "shared" / "data"))
     book = next(iter(data.glob("books/war_and_peace.txt")), None)
     text = str(book or files("offload_rt").joinpath("data", "black_arrow.txt"))

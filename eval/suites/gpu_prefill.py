@@ -57,7 +57,7 @@ def _ours(job: GpuJob, model: Any, policy: str, prompt: list[int]) -> Callable[[
 
 
 def _measured(job: GpuJob, point: PrefillPoint, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Time `run` repeatedly after an untimed call. Return all times, their median, and the last result."""
+    """Call `run` once untimed, then several times with timing. Return all times, their median, and the last result."""
     run()
     if job.cuda:
         torch.cuda.reset_peak_memory_stats()

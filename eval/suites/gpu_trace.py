@@ -1,6 +1,7 @@
-"""The part "trace" of `make gpu`: times and kernels of decode steps, with all KV in host memory or on the device.
+"""The part "trace" of `make gpu`: times and kernels of decode steps, with all KV either in host memory or on the
+device.
 
-A trace lists the time by kernel and stream, and how long PCIe is in use.
+A trace shows how much time each kernel and stream takes, and how long PCIe is in use.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ..speed.bench import make_inputs
 from .gpu_job import GpuJob, Results
 
 TRANSFERS = ("_gather", "_write", "Memcpy HtoD", "Memcpy DtoH")
-"""Parts of the names of kernels and copies that use PCIe."""
+"""Substrings in the names of kernels and copies that use PCIe."""
 
 WARM_UP = 4
-"""Number of untimed steps. The first ones compile kernels and capture CUDA graphs."""
+"""Number of untimed steps. The first steps compile kernels and capture CUDA graphs."""
 
 ROOM = 192
-"""Number of new tokens per baseline that have slots."""
+"""Number of new tokens for which each baseline has slots."""
 
 
 def run_trace(job: GpuJob) -> Iterator[Results]:
@@ -74,7 +75,7 @@ def _measured(job: GpuJob, inputs: BenchInputs, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DeviceEvent:
-    """A kernel or copy: name, stream, and start and stop in µs."""
+    """A kernel or copy: its name, its stream, and its start and stop in µs."""
 
     name: str
     stream: int
@@ -87,7 +88,7 @@ class DeviceEvent:
 
 
 def traced(step: Callable[[], None], steps: int) -> dict[str, Any]:
-    """Profile `steps` decode steps, and return the times per step in µs. The caller warms `step` up first.
+    """Profile `steps` decode steps, and return times per step in µs. The caller must warm up `step` first.
 
     Returns:
         "kernels": name, launches and µs, by descending time. "streams": launches and µs by stream. "wall": µs from the
@@ -108,7 +109,7 @@ def _events(recorded: Any) -> list[DeviceEvent]:
 
 
 def summary(events: Sequence[DeviceEvent], steps: int) -> dict[str, Any]:
-    """Summarize the events of `steps` steps, per step. The result is described in `traced`."""
+    """Summarize the events of `steps` steps as averages per step. For the result, see `traced`."""
     kernels: dict[str, list[float]] = defaultdict(list)
     streams: dict[int, list[float]] = defaultdict(list)
     for event in events:
@@ -125,7 +126,7 @@ def summary(events: Sequence[DeviceEvent], steps: int) -> dict[str, Any]:
 
 
 def covered(events: Sequence[DeviceEvent]) -> float:
-    """Return the time in µs during which at least one of the events runs."""
+    """Return the time in µs during which at least one of the events is running."""
     total, end = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.start):
         total += max(0.0, event.stop - max(event.start, end))

@@ -1,4 +1,4 @@
-"""The part "trained" of `make gpu`: trained models end to end on the device, compared with transformers."""
+"""The part "trained" of `make gpu`: run trained models end to end on the device, and compare with transformers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .programs import CLI, KEPT_OUTPUT
 
 
 def run_trained(job: GpuJob) -> Iterator[Results]:
-    """Compare greedy tokens with transformers, measure tokens per second, perplexity and needle retrieval.
+    """Compare greedy tokens with transformers, and measure tokens per second, perplexity and needle retrieval.
 
-    The models are the folders `GpuSize.trained`. Folders that do not exist are skipped.
+    The models are the folders in `GpuSize.trained`. Folders that do not exist are skipped.
     """
     found: Results = {"text": job.size.text.name}
     for folder in job.size.trained:
@@ -38,7 +38,10 @@ def run_trained(job: GpuJob) -> Iterator[Results]:
 
 
 def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return a row per prompt length and policy: equal tokens, and tokens/s of transformers and of this runtime."""
+    """Return one row per prompt length and policy.
+
+    It contains the number of equal tokens, and the tokens per second of transformers and of this runtime.
+    """
     ids = AutoTokenizer.from_pretrained(folder)(job.size.text.read_text("utf-8")[: 1 << 18])["input_ids"]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(job.device).eval()
@@ -67,8 +70,9 @@ def _margin(model: Any, ids: list[int]) -> float:
 
 
 def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict[str, float]]:
-    """Generate greedily with transformers. Return the tokens, the seconds to the first token, and the tokens per
-    second.
+    """Generate greedily with transformers.
+
+    Return the tokens and the times: seconds to the first token, and tokens per second.
     """
     given = torch.tensor([prompt], device=job.device)
 

@@ -2,8 +2,8 @@
 
     offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
-Plots and their data are written to a folder named after the model. Existing rows with the same settings and model
-fingerprint are not measured again. Harness tasks run only if their files are available.
+Plots and their data are written to a folder named after the model. If a row with the same settings and model
+fingerprint exists, it is not measured again. Harness tasks run only if their files are available.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ CONTEXTS = (256, 512, 1024, 2048, 4096)
 TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
 FORMATS = ("int8", "int4", "int2")
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
-"""Resident tokens of every policy in comparisons at equal budgets. They are few enough for the smallest budget."""
+"""Resident tokens of every policy in comparisons at equal budgets.
+
+There are few enough of them for the smallest budget.
+"""
 
 ROWS: dict[str, Any] = {"preset": "rows"}
-"""InfiniGen options of these tables: tokens that are not selected are ignored, as in the paper."""
+"""InfiniGen options for these tables. As in the paper, tokens that are not selected are ignored."""
 
 LIMIT = 0.8
-"""Size of the KV pool for Table 2, as a fraction of the KV of a window."""
+"""Size of the KV pool for Table 2, as a fraction of the KV size of a window."""
 
 EVICTIONS: tuple[Any, ...] = ("counter", "lru", "fifo", {"policy": "fifo", "protect": "none"})
-"""Eviction policies of Table 2. The last one is FIFO as in the paper."""
+"""Eviction policies of Table 2. The last is FIFO as in the paper."""
 
 
 def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Variant]:
@@ -55,7 +58,10 @@ def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Varia
 
 @dataclass(frozen=True)
 class PaperSize:
-    """Sample sizes of the reproduction. Lengths and contexts are in tokens, budgets are fractions of the context."""
+    """Sample sizes of the reproduction.
+
+    Lengths and contexts are given in tokens, and budgets as fractions of the context.
+    """
 
     context: int = 2048
     windows: int = 14
@@ -74,8 +80,8 @@ SIBLING = PaperSize(
 )
 """Sample sizes for every model except the first.
 
-Policies are also compared with the second layer dense, because in the OPT model its attention is spread over many
-tokens.
+Policies are also compared with a dense second layer, because the attention of this layer is spread over many tokens in
+the OPT model.
 """
 
 QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
@@ -103,9 +109,9 @@ class Paper:
         run_perplexity(self.evaluation, self._compared(), config)
 
     def _compared(self) -> list[Variant]:
-        """Return the variants of the perplexity figures: each policy at each budget with each set of dense layers.
+        """Return the variants for the perplexity figures: each policy at each budget and with each set of dense layers.
 
-        In addition, `full` and `infinigen` at a budget of 10 % run with a quantized KV cache, in each format of
+        In addition, `full` and `infinigen` (at a budget of 10 %) run with a quantized KV cache in each of the
         `FORMATS`.
         """
         rounded: list[Variant] = []
@@ -189,7 +195,7 @@ class Paper:
             axis.set(xlabel="skew (20 % attended, columns by prompt)", ylabel="needles found")
 
     def _unskewed(self, out: Path) -> Evaluation:
-        """Return the evaluation of the model with the identity matrix in place of the SVD skew."""
+        """Return an evaluation of the model that uses the identity matrix instead of the skew from the SVD."""
         tested = self.evaluation.tested
         real = cached_artifact(tested.loaded, "svd")
         unit = torch.eye(real.query.shape[-1], dtype=real.query.dtype).expand_as(real.query).clone()
@@ -216,7 +222,7 @@ class Paper:
                 lines(axes[2 + column], time_of, x=option, y="ms per token")
 
     def _milliseconds(self, variant: Variant) -> float:
-        """Return the mean time of a decode step with one sequence in ms: the median of three runs."""
+        """Return the mean time in ms of a decode step with one sequence. It is the median of three runs."""
         length = self.size.lengths[0]
         key = {
             "suite": "cost",
@@ -261,7 +267,7 @@ STEPS: dict[str, Callable[[Paper], None]] = {
     "lengths": Paper.lengths,
     "tasks": Paper.tasks,
 }
-"""Steps of the reproduction by name, the longest first."""
+"""Steps of the reproduction by name. The longest step comes first."""
 
 
 @dataclass(frozen=True)
@@ -280,9 +286,9 @@ class PaperJob:
 
 
 def run_jobs(jobs: Sequence[PaperJob], processes: int) -> None:
-    """Run jobs in order, `processes` at a time.
+    """Run jobs in order, up to `processes` at a time.
 
-    If a job fails, its error is raised after the running jobs have ended, and the waiting jobs are cancelled.
+    If a job fails, the waiting jobs are cancelled, and the error is raised when the running jobs have ended.
     """
     if processes == 1:
         for job in jobs:

@@ -15,20 +15,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 CLI = (sys.executable, "-P", "-m", "offload_rt")
-"""Command line of `offload-rt` that also works if its script is not on the path."""
+"""Command line for `offload-rt` that works even if its script is not on the path."""
 
 TIMED_OUT = 124
-"""Exit code for a program that was stopped at its time limit."""
+"""Exit code of a program that was stopped at its time limit."""
 
 KEPT_OUTPUT = 6000
-"""Number of characters of a failed program's output that are kept."""
+"""Number of characters that are kept of a failed program's output."""
 
 
 def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Run a program in the root of the repository. Return its exit code and output.
+    """Run a program in the repository's root folder. Return its exit code and output.
 
-    After `limit` seconds, the program is interrupted, and the result has the exit code `TIMED_OUT`. `variables` are
-    environment variables of the program.
+    After `limit` seconds, the program is interrupted, and the returned exit code is `TIMED_OUT`. `variables` are
+    environment variables for the program.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **variables})
@@ -47,7 +47,7 @@ def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple
 
 
 def run_tests(arguments: Sequence[str], limit: float, prefix: Sequence[str] = (), **variables: str) -> dict[str, Any]:
-    """Run pytest. Return its exit code and the numbers of tests by result.
+    """Run pytest. Return its exit code, and the number of tests for each result.
 
     If a test failed, also return the end of the output.
     """

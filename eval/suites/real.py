@@ -1,8 +1,8 @@
 """Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
-Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS) and run in bfloat16. The evaluation
-has parts (`PARTS`). After the time limit `--minutes`, a part writes the rows measured so far to eval/results/MODEL, and
-the next run measures the missing rows. RULER and question tasks run in the LM Evaluation Harness.
+Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS) and run in bfloat16. The evaluation consists of
+parts (`PARTS`). When the time limit `--minutes` is reached, a part writes the rows measured so far to
+eval/results/MODEL. The next run measures the missing rows. RULER and question tasks run in the LM Evaluation Harness.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..quality.retrieval import RetrievalConfig, run_retrieval
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16, "dense_layers": ()}
 """Options of every policy in comparisons at equal budgets.
 
-There are no dense layers, so a budget applies to all layers.
+There are no dense layers, so the budget applies to all layers.
 """
 
 RESIDENT_ONLY = 1e-4
-"""Budget smaller than the resident window, so that only approximate KV represents all other tokens."""
+"""A budget smaller than the resident window, so that all other tokens are represented only by approximate KV."""
 
 KV_INT4 = Variant("full", {}, {"kv_cache_dtype": "int4"})
 
@@ -44,13 +44,13 @@ RIVALS = ("quest", "landmarks", "snapkv", "h2o", "streaming")
 
 BUDGETS = (0.05, 0.02)
 CONTEXTS = {"smollm2": (4096, 8192), "qwen": (8192, 16384)}
-"""Tokens per window by model. Lengths above the maximum context length are skipped."""
+"""Window lengths in tokens, by model. Lengths above the model's maximum context length are skipped."""
 
 RULER = (
     "ruler_cwe", "ruler_fwe", "ruler_vt", "niah_multikey_2", "niah_multivalue_local", "niah_multiquery_local",
     "niah_multikey_3", "niah_single_1",
 )  # fmt: skip
-"""RULER tasks whose scores fall most if few tokens are selected."""
+"""The RULER tasks whose scores drop most when few tokens are selected."""
 
 EXTRACTION = ("text2json_16", "text2json_64", "text2json_128", "longproc_routes", "longproc_pages")
 """Tasks with long outputs that depend on much of the context."""
@@ -60,7 +60,7 @@ TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rt
 
 @dataclass(frozen=True)
 class RealSize:
-    """Sample sizes, and the dtype of the models. Divergence tables use float32, to exclude rounding errors."""
+    """Sample sizes, and the dtype of the models. Divergence tables use float32 to exclude rounding errors."""
 
     windows: int = option(3, help="windows per text", metavar="N")
     decoded: int = option(512, help="decoded tokens per window", metavar="N")
@@ -80,9 +80,9 @@ class RealSize:
 
 
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
-    """Return the variants of the perplexity tables.
+    """Return the variants for the perplexity tables.
 
-    Policies other than `infinigen` and `oracle` have the first budget only.
+    Policies other than `infinigen` and `oracle` are measured only at the first budget.
     """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in budgets:
@@ -97,7 +97,7 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
 
 
 def diverging() -> list[Variant]:
-    """Return the variants of the divergence tables, including full attention with 4-bit and 8-bit KV caches."""
+    """Return the variants for the divergence tables, including full attention with 4-bit and 8-bit KV caches."""
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in (0.02, 0.05, 0.1):
         found += [Variant("infinigen", WINDOW | {"budget": budget, "approximate_kv": kv}) for kv in ("int4", "off")]
@@ -106,7 +106,7 @@ def diverging() -> list[Variant]:
 
 
 def looked_up() -> list[Variant]:
-    """Return the variants of the retrieval and task tables. Most policies have the first budget only."""
+    """Return the variants for the retrieval and task tables. Most policies are measured only at the first budget."""
     sized = WINDOW | {"budget": BUDGETS[0]}
     ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
     rivals = [Variant(policy, sized) for policy in ("quest", "landmarks", "streaming")]
@@ -133,9 +133,9 @@ class Real:
         return time.monotonic() > self.until
 
     def texts(self) -> list[tuple[str, str, str]]:
-        """Load the texts as (kind, name, text): a held-out novel, code, Wikipedia."""
+        """Load the texts (a held-out novel, code, Wikipedia), each as (kind, name, text)."""
         # The code is the Python standard library, which the models may have been trained on. It shows attention
-        # patterns on code, and not how well a model writes code.
+        # patterns on code, but not how well a model writes code.
         novel, wiki = self.data / "books" / "war_and_peace.txt", self.data / "wikitext-2" / "valid_raw.txt"
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = (library / name for name in ("argparse.py", "tarfile.py", "typing.py", "subprocess.py", "ast.py"))
@@ -231,7 +231,9 @@ COLUMNS = (
 
 
 def model_folders(names: Sequence[str]) -> list[Path]:
-    """Return the folders of models. A name is an existing path, or the name of a folder below $OFFLOAD_RT_MODELS.
+    """Return the folders of the models `names`.
+
+    Each name is an existing path, or the name of a folder below $OFFLOAD_RT_MODELS.
 
     Raises InputError if a model does not exist.
     """
@@ -256,7 +258,7 @@ def run_real(
 ) -> None:
     """Run `parts` (keys of `PARTS`) for each model.
 
-    No new row begins after `minutes`. `chosen` replaces the default variants of each part.
+    After `minutes`, no new row is started. If `chosen` is given, it replaces the default variants of every part.
 
     Raises:
         InputError: A model or a text is missing.

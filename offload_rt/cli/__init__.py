@@ -1,7 +1,7 @@
 """The command line `offload-rt`: its subcommands and exit codes.
 
-A user error is reported as one line on stderr with exit code 2. After Ctrl-C, the exit code is 130. torch and
-transformers are imported only when a command runs, so that `--help` and usage errors are fast.
+A user error is reported as one line on stderr, and the exit code is 2. After Ctrl-C, the exit code is 130. torch and
+transformers are imported only when a command runs, so `--help` and usage errors are fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXTRAS = {
     "lm_eval": "eval", "datasets": "eval", "matplotlib": "plot", "optimum": "bench", "ray": "ray",
     "llguidance": "structured",
 }  # fmt: skip
-"""Optional packages, each with the extra of this package that installs it."""
+"""Maps optional packages to the extras of this package that install them."""
 
 COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, cache, evaluate)
 
@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Suppress warnings of libraries. Print each warning of this package once, in one line on stderr."""
+    """Suppress warnings from libraries. Print each warning from this package only once, as one line on stderr."""
     quiet_transformers()
     package = str(Path(__file__).parents[1])
-    shown = set[str]()  # one request may create several sequences, which warn of the same
+    shown = set[str]()  # one request may create several sequences that issue the same warning
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: object, **line: object) -> None:
         if Path(filename).is_relative_to(package) and str(message) not in shown:
@@ -89,7 +89,7 @@ def _positional(action: argparse.Action) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser without abbreviations of options, so that a new option never changes the meaning of a command."""
+    """Parser that does not accept abbreviated options, so that a new option never changes the meaning of a command."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **arguments})
@@ -100,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
             left_out = not action.option_strings and action.nargs == "?" and getattr(found, action.dest) is None
             if left_out and rest and not rest[0].startswith("-"):
                 setattr(found, action.dest, rest.pop(0))
-        if rest:  # reported here and not by the main parser, which does not know the options of this command
+        if rest:  # reported here because the main parser does not know the options of this command
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
 

@@ -1,4 +1,4 @@
-"""`offload-rt batch`: process the requests of a JSON-lines file. Requests with an existing result are skipped."""
+"""`offload-rt batch`: process the requests in a JSON-lines file. Requests that already have a result are skipped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling
 from .openai_batch import ServerRequest, process_openai
 
 ShowProgress = Callable[[int, int], None]
-"""Called with the number of processed requests and the number of all requests."""
+"""Called with the number of processed requests and the total number of requests."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,14 +85,14 @@ def add(commands: Any) -> None:
 class BatchRequest:
     """One line of the input file. Either `prompt` or `messages` is set."""
 
-    id: str  # by default, the line number
+    id: str  # the line number by default
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
     sampling: Mapping[str, Any]  # fields of `SamplingParams` that the request sets
 
     @property
     def beginning(self) -> str:
-        """Key for sorting, by which requests with a common prefix are adjacent."""
+        """Sort key that places requests with a common prefix next to each other."""
         return json.dumps(self.messages if self.prompt is None else self.prompt)
 
 
@@ -101,9 +101,9 @@ R = TypeVar("R", BatchRequest, ServerRequest)
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[AnyRequest]:
-    """Read the requests of a JSON-lines file. Raises InputError if a line is invalid, or an id occurs twice.
+    """Read the requests in a JSON-lines file. Raise InputError if a line is invalid or an id occurs twice.
 
-    `defaults` are fields of `SamplingParams` for requests that do not set them.
+    `defaults` are fields of `SamplingParams` that apply to requests that do not set them.
     """
     try:
         # `splitlines()` would also split at other line separators, which JSON strings may contain.
@@ -137,10 +137,10 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 
 
 class Results:
-    """The output file of a batch. `done` contains the ids of requests with a result.
+    """The output file of a batch. `done` contains the ids of the requests that have a result.
 
-    Opening the file removes an incomplete last line. Raises InputError if the file cannot be written, is locked by
-    another process, or contains other data.
+    When the file is opened, an incomplete last line is removed. Raises InputError if the file cannot be written, is
+    locked by another process, or contains other data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -176,7 +176,7 @@ class Results:
         os.fsync(self._file.fileno())
 
     def add_all(self, groups: Iterable[list[dict[str, Any]]], count: int, show: ShowProgress) -> int:
-        """Append each group of results when it is complete. Return the number of failed requests."""
+        """Append each group of results as soon as it is complete. Return the number of failed requests."""
         done = failed = 0
         for group in groups:
             self.add(group)
@@ -197,7 +197,7 @@ def process(
 ) -> Iterator[list[dict[str, Any]]]:
     """Process requests in groups of at most `at_once`. Yield the results (or errors) of each group.
 
-    `defaults` are sampling parameters that requests do not set.
+    `defaults` are the sampling parameters for requests that do not set them.
     """
     for group in group_requests([one for one in requests if isinstance(one, BatchRequest)], at_once):
         yield process_group(llm, group, defaults)
@@ -206,7 +206,7 @@ def process(
 
 
 def group_requests(requests: Sequence[R], at_once: int) -> list[list[R]]:
-    """Divide requests into groups of at most `at_once`. Those with a common prefix are adjacent."""
+    """Divide requests into groups of at most `at_once`, sorted so that requests with a common prefix are adjacent."""
     left = sorted(requests, key=lambda one: one.beginning)
     return [left[first : first + at_once] for first in range(0, len(left), at_once)]
 
@@ -236,7 +236,10 @@ def _generate_group(llm: Any, requests: Sequence[BatchRequest], defaults: Mappin
 
 
 class Worker:
-    """Ray Data actor with one engine. Converts rows of requests to rows of results, one group each, as JSON."""
+    """Ray Data actor with one engine.
+
+    Converts rows of requests to rows of results. Each row contains one group as JSON.
+    """
 
     def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:
         from ..llm import LLM
@@ -256,11 +259,11 @@ def process_on_ray(
     at_once: int,
     workers: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Process requests with `workers` engines on a Ray cluster. Yield the results of each group.
+    """Process requests with `workers` engines on a Ray cluster. Yield the results group by group.
 
-    The environment variable RAY_ADDRESS has the address of the cluster. Without it, a local cluster is started. Ray
-    Data assigns the group of a dead actor to another actor. Raises ConfigError if Ray Data is not installed or the
-    engines fail.
+    The address of the cluster is read from the environment variable RAY_ADDRESS. If it is not set, a local cluster is
+    started. If an actor dies, Ray Data assigns its group to another actor. Raises ConfigError if Ray Data is not
+    installed or the engines fail.
     """
     if not all(importlib.util.find_spec(name) for name in ("ray", "pyarrow", "pandas")):
         raise ConfigError(f"--ray needs Ray Data: {install_command('ray')}")

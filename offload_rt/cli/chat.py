@@ -1,4 +1,4 @@
-"""`offload-rt chat`: a conversation in the terminal, with slash commands. Its session is stored on disk."""
+"""`offload-rt chat`: a conversation in the terminal, with slash commands. The session is stored on disk."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def add(commands: Any) -> None:
 
 
 class Chat:
-    """Conversation in the terminal, until /quit or the end of the input.
+    """A conversation in the terminal. It ends with /quit or at the end of the input.
 
-    Responses go to stdout, and all other text to `console` (stderr). A user error prints one line and leaves the
-    session unchanged. Unless `saved`, the session is deleted at the end.
+    Responses are written to stdout, and all other text to `console` (stderr). A user error prints one line and leaves
+    the session unchanged. The session is deleted at the end, unless `saved` is set.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Chat:
         self._print(f"session {self._session.name!r} is saved")
 
     def _lines(self) -> Iterator[str]:
-        """Yield the non-empty input lines. A backslash at the end of a line joins it with the next one.
+        """Yield the non-empty input lines. If a line ends with a backslash, it is joined with the next line.
 
-        Ctrl-C discards the line that is being typed.
+        Ctrl-C discards the line that the user is typing.
         """
         parts: list[str] = []
         if sys.stdin.isatty():
@@ -194,7 +194,7 @@ class Chat:
     # ------------------------------------------------------------------------------------------------------- commands
 
     def _read(self, rest: str) -> None:
-        """Send the content of a file as a message. A file name with spaces must be in double quotes."""
+        """Send the content of a file as a message. If the file name contains spaces, it must be in double quotes."""
         path, _, words = rest[1:].partition('"') if rest.startswith('"') else rest.partition(" ")
         if not path:
             raise InputError("/read needs a file: write /read FILE [words]")

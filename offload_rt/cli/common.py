@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 
 def default_store() -> Path:
-    """Return the default store's folder: `offload-rt/store` in `$XDG_DATA_HOME` or `~/.local/share`."""
+    """Return the folder of the default store: `offload-rt/store` under `$XDG_DATA_HOME` or `~/.local/share`."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "offload-rt" / "store"
 
 
@@ -69,7 +69,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a subcommand. The docstring of `run` becomes its description in `--help`.
 
-    With `model`, the subcommand gets the argument MODEL and the flag `--dtype`.
+    If `model` is set, the subcommand gets the argument MODEL and the flag `--dtype`.
     """
     summary = " ".join((run.__doc__ or "").split())
     head = summary.split(". ")[0].split(";")[0].rstrip(".")
@@ -96,7 +96,8 @@ def token_count(text: str) -> int:
 def check_before_loading(model: str, config: EngineConfig, *, text: bool = True) -> None:
     """Raise an error if the model does not exist, or if `host_memory` exceeds the available memory.
 
-    With `text`, it also needs a tokenizer. This is fast, because it imports neither torch nor transformers.
+    If `text` is set, also raise an error if there is no tokenizer. The checks are fast because they import neither
+    torch nor transformers.
     """
     memory_limit(config.host_memory, at_most=1 << 62)
     hub = hub_of(config)
@@ -125,7 +126,10 @@ def check_store(folder: str | Path) -> Path:
 
 
 def load_llm(model: str, config: EngineConfig, console: Console, *, text: bool = True) -> LLM:
-    """Call `check_before_loading` and load a model. If `console` is a terminal, show the current loading task."""
+    """Call `check_before_loading`, then load a model.
+
+    If `console` is a terminal, show which loading task is running.
+    """
     check_before_loading(model, config, text=text)
 
     from ..llm import LLM
@@ -150,8 +154,8 @@ def stderr_console(quiet: bool) -> Console:
 def recorded_interrupts() -> Iterator[Callable[[], None]]:
     """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed.
 
-    Call it often, because Python loses a KeyboardInterrupt in a destructor or a weak reference callback. Outside the
-    main thread, it does nothing.
+    Call this function often. It is needed because Python loses a KeyboardInterrupt that occurs in a destructor or a
+    weak reference callback. Outside the main thread, the function does nothing.
     """
     pressed = False
 

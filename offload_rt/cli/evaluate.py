@@ -15,7 +15,7 @@ SUMMARIES = {
 
 
 def add(commands: Any) -> None:
-    """Add the subcommands. They pass all their arguments, including `--help`, to the evaluation program."""
+    """Add the subcommands. Each passes all of its arguments, including `--help`, to the evaluation program."""
     for name, summary in SUMMARIES.items():
         parser = commands.add_parser(name, help=summary, add_help=False, prefix_chars="\0")
         parser.add_argument("arguments", nargs="*")

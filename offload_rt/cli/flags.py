@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 POLICY_OPTION = "policy_option_"
-"""Prefix of policy options in the parsed arguments, because engine and policies both have an option `skew`."""
+"""Prefix of policy options in the parsed arguments.
+
+It is needed because the engine and the policies both have an option `skew`.
+"""
 
 COMMON = ("policy", "exact", "device", "device_memory", "host_memory", "tokenizer")
 """Fields of `EngineConfig` whose flags come first in `--help`."""
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
-"""Default sampling parameters of the command line, for checkpoints that define none."""
+"""Default sampling parameters on the command line for checkpoints that do not define any."""
 
 STORE_OPTION = "store_option_"
 SAMPLING = "sampling_"
@@ -35,7 +38,7 @@ SAMPLING = "sampling_"
 _UNITS = {Size: "SIZE", Duration: "TIME"}
 
 Groups = dict[str, Any]
-"""Argument groups of a parser by title."""
+"""Argument groups of a parser, by title."""
 
 
 def group_of(parser: argparse.ArgumentParser, groups: Groups, title: str) -> Any:
@@ -53,12 +56,14 @@ def add_option(
     suffix: str = "",
     metavar: str | None = None,
 ) -> None:
-    """Add a flag for a field of the configuration class `owner`. Its value is None if the user does not set it.
+    """Add a flag for a field of the configuration class `owner`.
+
+    The parsed value is None if the user does not set the flag.
 
     Args:
-        prefix: Prefix of the name in the parsed arguments.
+        prefix: Prefix of the field's name in the parsed arguments.
         suffix: Text to append to the field's help.
-        metavar: Replaces the metavar of the field's `Option`.
+        metavar: Metavar to use instead of that of the field's `Option`.
     """
     option = option_of(field)
     kind = _without_none(field_types(owner)[field.name])
@@ -88,7 +93,10 @@ def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> di
 
 
 def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return the values of the arguments `names` that the user has set. In `args`, names have the `prefix`."""
+    """Return the values of those arguments in `names` that the user has set.
+
+    In `args`, their names begin with `prefix`.
+    """
     values = ((name, getattr(args, prefix + name, None)) for name in names)
     return {name: value for name, value in values if value is not None}
 
@@ -117,7 +125,7 @@ def add_engine_flags(
 ) -> None:
     """Add flags for all fields of `config` that have a group, and for all policy options.
 
-    With `plan`, add only flags that affect memory requirements.
+    If `plan` is set, add only flags that affect memory requirements.
     """
     groups: Groups = {}
     common = group_of(parser, groups, "common engine options")
@@ -141,7 +149,7 @@ def add_engine_flags(
 
 
 def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
-    """Return a configuration from the user's flags and the fields `more`. Raises ConfigError."""
+    """Return a configuration made from the user's flags and the fields `more`. Raises ConfigError."""
     options = given(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
     eviction, exact = given_options(args, EvictionOptions, "eviction_"), given_options(args, DraftOptions, "exact_")
     if "protect" in eviction and "policy" not in eviction:
@@ -192,13 +200,13 @@ def _add_policy_options(parser: argparse.ArgumentParser, common: Any) -> None:
 
 
 def in_flags(message: str, args: argparse.Namespace) -> str:
-    """Replace the names of Python parameters in an error message by flags.
+    """Replace the names of Python parameters in an error message with flags.
 
     Examples: "top_k=-2" becomes "--top-k -2", and "`exact`" becomes "--exact".
     """
     flags: dict[str, str] = {}
     actions = [] if (parser := getattr(args, "parser", None)) is None else parser._actions
-    # If two options have the same name, use the flag that the user has given.
+    # If two options have the same name, use the flag that the user has set.
     for action in sorted(actions, key=lambda action: getattr(args, action.dest, None) is not None):
         name = "eviction" if action.dest == "eviction_policy" else action.dest
         for prefix in (POLICY_OPTION, STORE_OPTION, SAMPLING, "server_", "eviction_", "exact_"):
@@ -233,7 +241,7 @@ def store_options(args: argparse.Namespace) -> StoreOptions:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_tokens: str | None = None) -> None:
-    """Add the sampling flags. With `several`, add flags for several outputs per prompt.
+    """Add the sampling flags. If `several` is set, include the flags for several outputs per prompt.
 
     `max_tokens` replaces the help text of `--max-new-tokens`.
     """
@@ -263,9 +271,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_to
 
 
 def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters `given`, with `SAMPLED` if neither user nor checkpoint chooses how to sample.
+    """Return the sampling parameters `given`. Add `SAMPLED` if neither the user nor the checkpoint says how to sample.
 
-    Small models give poor texts if they sample without filters, which is the default in Python.
+    In Python, the default is to sample without filters, but small models then generate poor texts.
     """
     known, unchanged = llm.get_default_sampling_params(), SamplingParams()
     filters = ("temperature", "top_k", "top_p", "min_p")

@@ -1,4 +1,4 @@
-"""`offload-rt generate`: continue a text. The new text goes to stdout, and all other output to stderr."""
+"""`offload-rt generate`: continue a text. The new text is written to stdout, and all other output to stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TAIL = 40
 """Number of prompt tokens to show before the new text."""
 
 _SEAM = 8
-"""A truncated text may have this many more tokens if it is tokenized again, because its first word was cut."""
+"""If a truncated text is tokenized again, it may have up to this many more tokens, because its first word was cut."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,14 +125,15 @@ def _text(args: argparse.Namespace) -> str:
 
 
 def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
-    """Return {"max_model_len": n} if the flags determine the length of the text, else {}."""
+    """Return {"max_model_len": n} if the flags determine the length of the text, and {} otherwise."""
     if args.max_model_len is not None or args.prompt_tokens is None:
         return {}
     return {"max_model_len": max(1, args.prompt_tokens) + params.max_tokens}
 
 
 def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
-    """Return the token ids of the prompt: the first `--prompt-tokens` tokens of the text, or all.
+    """Return the token ids of the prompt: the first `--prompt-tokens` tokens of the text, or all if the flag is not
+    set.
 
     Raise InputError if the prompt does not fit in the context and `--truncate` is not set.
     """
@@ -167,10 +168,10 @@ def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) ->
 def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> tuple[list[int], bool]:
     """Show the end of the prompt on stderr, then stream the new text to stdout.
 
-    Return the new tokens, and False if Ctrl-C ended the text.
+    Return the new tokens and whether the text is complete (False if Ctrl-C ended it).
     """
     written: list[int] = []
-    end = "" if console.is_terminal else "\n"  # without colours, a line end separates the new text from the prompt
+    end = "" if console.is_terminal else "\n"  # without colours, a line break separates prompt and new text
     tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
     with closing(llm.stream(prompt, params)) as events:  # type: ignore[type-var]
         try:
@@ -215,9 +216,9 @@ def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, A
 def _compare(
     llm: LLM, prompt: list[int], written: list[int], params: SamplingParams, plot: str | None, console: Console
 ) -> dict[str, Any]:
-    """Generate the continuation again with full attention, and show how the texts differ.
+    """Generate the continuation again with full attention, and show how the two texts differ.
 
-    Return the comparison. If `plot` is given, write a plot to this PNG file.
+    Return the comparison. If `plot` is not None, also write a plot to this PNG file.
     """
     from ..eval.quality.comparison import compare
     from .tables import comparison_table, texts_table, verdict

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     plan = None if config.device_memory is None else plan_for(config, shape)
     shape = shape.with_placement(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
-    # A growing sequence captures one graph per length bucket. Up to 512 tokens, each block is a bucket.
+    # While a sequence grows, one graph is captured per length bucket. Up to 512 tokens, each block is a bucket.
     graphs = min(-(-context // BLOCK_SIZE), max_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, context, graphs)
     needed = replace(needed, snapshots=host.snapshots)

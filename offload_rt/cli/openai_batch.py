@@ -1,4 +1,7 @@
-"""Process a batch file in the format of OpenAI's Batch API. Each line has a path of the server and a request body."""
+"""Process a batch file in the format of OpenAI's Batch API.
+
+Each line contains an endpoint of the server and a request body.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,20 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions")
-"""Paths whose bodies have the field names of `SamplingParams`. The sampling flags set defaults for these fields."""
+"""Endpoints whose request bodies use the field names of `SamplingParams`.
+
+The sampling flags set the defaults of these fields.
+"""
 
 PATHS = (*SAMPLED, "/v1/responses")
 
 NO_LIMIT = 1 << 30
-"""Value for limits of the server that do not apply here: timeout in seconds and size of a body in bytes."""
+"""Value for server limits that do not apply here: the timeout in seconds and the body size in bytes."""
 
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """One line of a file for OpenAI's Batch API."""
+    """One line of a batch file for OpenAI's Batch API."""
 
     id: str  # the line's `custom_id`
     path: str  # the endpoint, such as "/v1/completions"
@@ -53,7 +59,9 @@ class ServerRequest:
 def process_openai(
     llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Process groups of requests with the server's application in this process. Yield the results of each group.
+    """Process groups of requests with the server's application, running in this process.
+
+    Yield the results group by group.
 
     Raises ConfigError if the server's packages are not installed.
     """

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 DEFAULT_LIMIT = 32 << 30
-"""Size limit in bytes of the default store, if the user sets none."""
+"""Default size limit in bytes of the default store."""
 
 _log = logging.getLogger("offload_rt.server")
 
 KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
-"""Environment variable with an API key. Unlike a flag, its value does not appear in process listings."""
+"""Environment variable for an API key. Unlike the value of a flag, its value does not appear in process listings."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 class _Store:
     folder: Path | None  # None if nothing is stored on disk
     options: StoreOptions
-    chosen: bool  # the user has set `--store` or `--no-store`
+    chosen: bool  # whether the user has set `--store` or `--no-store`
 
     @property
     def documents(self) -> Path | None:
@@ -101,10 +101,10 @@ def _store(args: argparse.Namespace) -> _Store:
 
 
 def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path | None]:
-    """Return the engine, and the folder for conversations and responses.
+    """Return the engine, and the folder for stored conversations and responses.
 
-    If another process writes to the default store, it is opened read-only. If it cannot be used, the server starts
-    without a store.
+    If another process writes to the default store, the store is opened read-only. If the default store cannot be used
+    at all, the server starts without a store.
     """
     from ..async_llm import AsyncLLM
 

@@ -102,11 +102,11 @@ def _transfer_rows(stats: Stats) -> Rows:
 
 
 TOO_MUCH = 0.1
-"""With a higher missed attention mass, the text usually differs from the text of full attention."""
+"""If the missed attention mass is higher than this, the text usually differs from that of full attention."""
 
 
 def _attention_rows(stats: Stats) -> Rows:
-    # No layer selects tokens if sinks and the recent window use up the whole budget of a policy.
+    # If sinks and the recent window use up the whole budget of a policy, no layer selects tokens.
     selecting = len(stats.dense_layers) < stats.layers and stats.working_set_hit_rate is None
     nothing = selecting and stats.attended_by_step and stats.sparse_fetched_fraction == 0 and stats.verifications == 0
     why = " (sinks and recent window only, no tokens selected)" if nothing else ""
@@ -175,15 +175,15 @@ def summary_table(stats: Stats) -> Table:
 
 
 def stats_table(stats: Stats) -> Table:
-    """Return a table with all statistics of a run. Fractions are means over layers and decode steps."""
+    """Return a table with all statistics of a run. Fractions are averaged over layers and decode steps."""
     rows = (_run_rows, _time_rows, _transfer_rows, _attention_rows, _memory_rows)
     return _table("Statistics", *(make(stats) for make in rows))
 
 
 def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequence[int], full: Sequence[int]) -> Table:
-    """Return a table with two texts side by side: `written` by the policy, and `full` by full attention.
+    """Return a table with two texts side by side: `written` is the policy's, and `full` is that of full attention.
 
-    Text after the first different token is bold.
+    In both, the text from the first different token on is bold.
     """
     same = next(
         (i for i, (a, b) in enumerate(zip(written, full, strict=False)) if a != b), min(len(written), len(full))
@@ -199,11 +199,11 @@ def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequen
 
 
 CLOSE, VISIBLE = 0.01, 0.1
-"""KL divergence in nats: below CLOSE, sampled texts hardly differ; above VISIBLE, they differ visibly."""
+"""KL divergences in nats. Below CLOSE, sampled texts hardly differ. Above VISIBLE, they differ visibly."""
 
 
 def comparison_table(found: Comparison) -> Table:
-    """Return a table that compares quality, speed, transfers and memory of a policy with full attention."""
+    """Return a table that compares a policy with full attention: quality, speed, transfers and memory."""
     policy, full = found.policy, found.full
     kl = "below 0.001" if found.kl < 0.001 else f"{found.kl:.3f}"
     same = f"at {found.top_1:.1%} of {found.scored:,} positions"
@@ -225,7 +225,7 @@ def comparison_table(found: Comparison) -> Table:
 
 
 def verdict(found: Comparison) -> str:
-    """Return one sentence about the savings of a policy and its similarity to full attention."""
+    """Return one sentence that says what a policy saves and how similar its results are to those of full attention."""
     policy, full = found.policy, found.full
     if policy.device == "cpu" or not full.h2d_bytes_per_token:
         savings = f"attends exactly to {_share(policy.exact_fraction)} of the tokens"
@@ -330,7 +330,7 @@ def requirements_table(
     disk: DiskPlan | None = None,
     shape: ModelShape | None = None,
 ) -> Table:
-    """Return a table of the memory that one sequence needs, the free memory, and the device memory plan."""
+    """Return a table with the memory that one sequence needs, the free memory, and the device memory plan."""
     free = [("host memory", f"{format_size(machine.host_free)}, for KV {format_size(machine.pool_limit)}")]
     if machine.device_free is not None:
         free.append((f"on {machine.device}", format_size(machine.device_free)))

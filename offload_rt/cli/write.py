@@ -1,4 +1,4 @@
-"""`offload-rt write`: write a long document to a file. The command can be interrupted and resumed."""
+"""`offload-rt write`: write a long document to a file. An interrupted command can be resumed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The interface between the runtime and a model: everything in a layer except attention.
 
-An adapter calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP. It has neither a
-KV cache nor a loop over layers. The T tokens of a call may belong to different sequences.
+An adapter calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP. It has no KV
+cache, and it does not loop over layers. The T tokens of one call may belong to different sequences.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .recurrent import RecurrentState, Stage, StateSlots
 class ModelAdapter(ABC):
     """Computes the layers of one decoder-only transformer, except attention.
 
-    In all methods, a layer is an attention layer, numbered from 0. Tensors are on `device`, and in `dtype` unless
-    noted. Only `run_stages` modifies its arguments.
+    In all methods, `layer` counts attention layers, starting at 0. Tensors are on `device` and have dtype `dtype`
+    unless noted otherwise. Only `run_stages` modifies its arguments.
 
     Attributes:
-        sinks: The learned attention sinks of each layer, `[H]` in float32 or wider, or None. A sink is a score that
-            adds to the softmax denominator and has no value. The attention scale does not apply to it.
+        sinks: The learned attention sinks of each layer, `[H]` in float32 or wider, or None. A sink is a score that is
+            added to the softmax denominator but has no value vector. The attention scale does not apply to it.
     """
 
     def __init__(
@@ -42,41 +42,45 @@ class ModelAdapter(ABC):
         self.sinks = sinks or (None,) * geometry.layers
 
     def with_state(self, state: RecurrentState | None) -> ModelAdapter:
-        """Return an adapter that reads and updates `state`. Its calls must have the sequences of `state`, in the same
-        order.
+        """Return an adapter that reads and updates `state`.
 
-        Required for hybrid models (layers with and without attention). Every token must pass through each layer exactly
-        once, in order. Adapters of other models return themselves.
+        Every call must process the sequences of `state`, in the same order.
+
+        Required for hybrid models, in which only some layers have attention. Every token must pass through each layer
+        exactly once, in order. For other models, the adapter returns itself.
         """
         return self
 
     def for_new_sequence(self) -> ModelAdapter:
-        """Return an adapter for one sequence, with an empty recurrent state for hybrid models."""
+        """Return an adapter for one new sequence. For hybrid models, it starts with an empty recurrent state."""
         if not self.geometry.states:
             return self
         slots = StateSlots(self.geometry, self.dtype, self.device)
         return self.with_state(slots.view([slots.allocate()]))
 
     def stages(self, layer: int) -> Sequence[Stage]:
-        """Return the decoder layers without attention that follow attention layer `layer` (-1: before the first one).
+        """Return the attention-free decoder layers between attention layer `layer` and the next one (-1: before the
+        first).
 
-        All tokens must pass through them after `mlp` (or after `embed`).
+        All tokens must pass through these layers after `mlp` (or after `embed` if `layer` is -1).
         """
         return ()
 
     def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
-        """Replace `hidden` `[T, D]`, the output of attention layer `layer`, by the output of its stages.
+        """Overwrite `hidden` `[T, D]`, the output of attention layer `layer`, with the output of the stages that follow
+        it.
 
-        To save memory, the tokens of each slice are computed separately.
+        To save memory, each slice of tokens is computed separately.
         """
         for stage in self.stages(layer):
             for s in slices:
                 hidden[s] = stage.run(hidden[s])
 
     def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
-        """Update the recurrent state of a decoder layer from recorded inputs `[T, D]` of its recurrent mixer.
+        """Update the recurrent state of a decoder layer by running its recurrent mixer on recorded inputs `[T, D]`.
 
-        Speculative decoding uses this to compute the state without rejected draft tokens.
+        After some draft tokens are rejected, speculative decoding uses this to recompute the state from the accepted
+        ones.
         """
         raise NotImplementedError
 
@@ -105,9 +109,10 @@ class ModelAdapter(ABC):
         """Like `qkv`, but return only q, `[H, T, d]`."""
 
     def lone_query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return q `[H, T, d]` of a layer that uses the K and V of an earlier layer (`geometry.kv_layer`).
+        """Return q `[H, T, d]` for a layer that uses the K and V of an earlier layer (`geometry.kv_layer`).
 
-        Such layers call it instead of `qkv`. Unlike `query`, it never predicts the query of a later layer.
+        Such layers use this method instead of `qkv`. Unlike `query`, it is never used to predict the query of a later
+        layer.
         """
         return self.query(layer, attention_input, positions)
 
@@ -118,9 +123,9 @@ class ModelAdapter(ABC):
         """Like `qkv`, but return only k and v, both `[Hkv, T, d]`."""
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Rotate cached keys k `[Hkv, n, d]` with RoPE to positions higher by `offset`.
+        """Rotate cached keys k `[Hkv, n, d]` with RoPE, so that their positions increase by `offset`.
 
-        Angles are computed in float64, and products in float32. The scale of the keys (YaRN) does not change.
+        Angles are computed in float64, and products in float32. If YaRN scales the keys, they are not scaled again.
 
         Raises:
             ModelError: The model uses absolute positions.
@@ -129,25 +134,27 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream `[T, D]`: the layer's input `hidden` plus the projection of `attended`.
+        """Return the residual stream `[T, D]`: the layer's input `hidden` plus the output projection of `attended`.
 
-        If attention and MLP run in parallel, the output of the MLP is added too.
+        If attention and MLP run in parallel, the MLP's output is also added.
         """
 
     @abstractmethod
     def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the layer's output `[T, D]`, computed from the residual stream after attention `[T, D]`.
 
-        The token ids `tokens` `[T]` are used only by models with `LayerEmbeddings`.
+        Only models with `LayerEmbeddings` use the token ids `tokens` `[T]`.
         """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[T, V]` in float32 or wider, after final norm, head and soft cap."""
+        """Return logits `[T, V]` in float32 or wider: the final norm, the head and the soft cap are applied to
+        `hidden`.
+        """
 
 
 class ForwardingAdapter(ModelAdapter):
-    """Forwards every call to the adapter `inner`, except methods that a subclass overrides."""
+    """Base class of wrappers: forwards every method that the subclass does not override to the adapter `inner`."""
 
     def __init__(self, inner: ModelAdapter) -> None:
         super().__init__(inner.geometry, inner.dtype, inner.device, inner.sinks)

@@ -1,7 +1,7 @@
 """Load a transformers model, its configuration and its tokenizer from a checkpoint.
 
 Weights come from safetensors files or a GGUF file. Incomplete checkpoints are refused. Code in a checkpoint runs only
-with `trust_remote_code`. Errors of transformers become ModelErrors.
+if `trust_remote_code` is set. Errors from transformers are re-raised as ModelErrors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 def read_config(source: ModelSource) -> PreTrainedConfig:
     """Return the configuration of a checkpoint, from its config.json or the header of a GGUF file.
 
-    Raise ModelError if it is missing or damaged, or if neither this package nor transformers knows the architecture.
+    Raise ModelError if the configuration is missing or damaged, or if neither this package nor transformers knows the
+    architecture.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -113,13 +114,13 @@ def read_weights(
     *,
     offloaded: bool = False,
 ) -> PreTrainedModel:
-    """Load the model of a checkpoint to `device`, in eval mode and without gradients.
+    """Load the model of a checkpoint onto `device`, in eval mode and with gradients disabled.
 
-    Weights that the model does not use cause a warning.
+    If the checkpoint contains weights that the model does not use, a warning is issued.
 
     Args:
-        dtype: Dtype of the weights. None keeps the dtype of the file.
-        offloaded: Whether weights will be copied between host and device memory later.
+        dtype: Dtype of the weights. None keeps the dtype stored in the file.
+        offloaded: Whether weights will later be copied between host and device memory.
 
     Raises:
         ModelError: A weight is missing, damaged or has the wrong shape.
@@ -187,7 +188,7 @@ def _format_options(source: ModelSource) -> dict[str, Any]:
 
 
 def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a checkpoint on the meta device. Raises ModelError for an invalid configuration."""
+    """Build the model of a checkpoint on the meta device. Raise ModelError if the configuration is invalid."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -237,7 +238,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype | None:
-    """Return the dtype that the configuration declares, or None. GGUF files have bfloat16."""
+    """Return the dtype that the configuration declares, or None if it declares none.
+
+    For GGUF files, return bfloat16.
+    """
     declared: Any = config.dtype or text_config(config).dtype  # a torch.dtype, as transformers has read it
     return torch.bfloat16 if source.gguf is not None else declared
 
@@ -245,10 +249,12 @@ def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype
 def resolve_dtype(
     dtype: str | torch.dtype, source: ModelSource, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype | None:
-    """Return the torch dtype named `dtype`, or None to keep the dtype of the weights. Raises ConfigError.
+    """Return the torch dtype that `dtype` names, or None to keep the dtype of the weights.
 
-    "auto" is the checkpoint's dtype on CUDA. On a CPU, it is bfloat16 for half-precision checkpoints if bfloat16 is
-    fast, else at least float32.
+    Raise ConfigError for other names.
+
+    On CUDA, "auto" means the checkpoint's dtype. On a CPU, it means bfloat16 if the checkpoint has half precision and
+    the CPU computes bfloat16 fast. Otherwise, it means float32 or wider.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
@@ -266,9 +272,9 @@ def resolve_dtype(
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Convert errors in the `with` statement to a ModelError whose message begins with `what`.
+    """Convert errors raised in the `with` block to a ModelError whose message begins with `what`.
 
-    Errors of this package are not converted. If the device has too little memory, MemoryLimitError is raised.
+    Errors of this package are not converted. Out-of-memory errors of the device become MemoryLimitError.
     """
     try:
         yield

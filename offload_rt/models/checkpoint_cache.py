@@ -19,21 +19,21 @@ from .source import ModelSource
 from .stored_tensors import INDEX
 
 SETTLED_SECONDS = 2.0
-"""Results are cached only for files of at least this age in seconds.
+"""Results are cached only if all files are at least this many seconds old.
 
-A change of a younger file might leave its times as they are, because file systems may store times in seconds.
+A change to a newer file might not change its timestamps, because some file systems store them in whole seconds.
 """
 
-LARGEST = 1 << 20  # bytes of a cached result
+LARGEST = 1 << 20  # maximum size of a cached result in bytes
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class CheckpointCache:
-    """Caches results on disk. A result is valid for the same files, arguments and library versions.
+    """Caches results on disk. A cached result is valid as long as files, arguments and library versions are the same.
 
-    Create the object before the files are read. If a file changes afterwards, the cache is not used. Results of hub
+    Create the object before reading the files. If a file changes afterwards, the cache is not used. Results of hub
     checkpoints and of checkpoints with remote code are not cached.
     """
 
@@ -49,14 +49,14 @@ class CheckpointCache:
         parse: Callable[[str], T],
         dump: Callable[[T], str] = str,
     ) -> T:
-        """Return the result from the cache if possible. Otherwise, compute and cache it.
+        """Return the cached result if there is a valid one. Otherwise, compute the result and cache it.
 
         Args:
             name: Name of the result, for example "fingerprints".
-            arguments: Everything except the files that the result depends on, as JSON types.
+            arguments: All inputs of the result other than the checkpoint files, as JSON types.
             compute: Computes the result.
-            parse: Converts text to the result. For damaged text, it raises LookupError, TypeError, ValueError or
-                AttributeError.
+            parse: Converts cached text back to the result. If the text is damaged, it raises LookupError, TypeError,
+                ValueError or AttributeError.
             dump: Converts the result to text of at most `LARGEST` bytes.
         """
         if self._files is None or self._files != _identities(self._source):
@@ -80,7 +80,7 @@ class CheckpointCache:
 def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
     """Return the `file_identity` of each file that may contain weights.
 
-    None means that files are unknown, or that remote code or a PEFT adapter may change the weights.
+    Return None if the files are not known, or if remote code or a PEFT adapter may change the weights.
     """
     folder = source.folder
     if folder is None or source.hub.trust_remote_code or (folder / "adapter_config.json").exists():
@@ -98,7 +98,7 @@ def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
 
 
 def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return properties of a file, of which at least one differs after any change. Raises OSError."""
+    """Return properties of a file such that any change to the file changes at least one of them. Raises OSError."""
     status = path.stat()
     # Copying or restoring a file can preserve its mtime, but not its ctime.
     return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,7 +1,8 @@
 """The adapter of most decoders: Llama and models with a similar structure.
 
-The names of modules and the configuration determine the structure. Unknown structures are refused with a ModelError.
-This module handles geometry, embedding and head; `decoder_layer` and `rotary` handle layers.
+The adapter infers the model's structure from its module names and configuration, and raises ModelError if it does not
+recognise the structure. This module handles geometry, embedding and head; `decoder_layer` and `rotary` handle the
+layers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _ROTARY = ("rotary_emb", "pos_emb")
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 _CAPPED_AS_TEXT = ("Gemma4ForConditionalGeneration",)
-"""Multimodal classes that use `final_logit_softcapping` of their language model's configuration. Others ignore it."""
+"""Multimodal classes that apply the `final_logit_softcapping` in their language model's configuration.
+
+Other multimodal classes ignore it.
+"""
 
 _ROPE_IN_SLIDING_LAYERS_ONLY = ("Cohere2Model", "Exaone4Model")
 """Model classes that rotate queries and keys only in sliding-window layers."""
@@ -55,7 +59,10 @@ class AttentionTemperature:
 
     @classmethod
     def of(cls, attention: Any, config: Any) -> AttentionTemperature | None:
-        """Return the scaling of a layer, or None. Llama 4 has it in layers without RoPE, Ministral 3 in all layers."""
+        """Return the scaling of a layer, or None if it has none.
+
+        Llama 4 scales in layers without RoPE, Ministral 3 in all layers.
+        """
         if getattr(config, "attn_temperature_tuning", False):
             return None if attention.use_rope else cls(float(attention.attn_scale), float(attention.floor_scale), 1)
         rope = _rope(config)
@@ -72,7 +79,7 @@ class AttentionTemperature:
 class DecoderAdapter(ModelAdapter):
     """`ModelAdapter` for transformers decoders with rotary positions.
 
-    Decoder layers without attention are called as one module (`recurrent`).
+    Each decoder layer without attention is called as a single module (see `recurrent`).
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,7 +88,9 @@ class DecoderAdapter(ModelAdapter):
         attention_indices = attention_layers(layers)
         self._decoder_layers, self._attention_indices = layers, attention_indices
         self._layers_between = [range(a + 1, b) for a, b in itertools.pairwise((-1, *attention_indices, len(layers)))]
-        """Decoder layers before the first, between, and after the last attention layer."""
+        """Ranges of decoder layers without attention: before the first attention layer, between attention layers, and
+        after the last.
+        """
         states = state_shapes(type(model).__name__, layers, attention_indices)
         _refuse_unsupported(model, config, decoder, layers, attention_indices)
         self._layers = [DecoderLayer(layers[i]) for i in attention_indices]
@@ -206,7 +215,7 @@ class DecoderAdapter(ModelAdapter):
 
     def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         if self._gates is not None and (gate := self._gates.pop(layer, None)) is not None:
-            return gate  # In a decode step, `qkv` has already computed the gate.
+            return gate  # In a decode step, the gate has already been computed by `qkv`.
         # The query is not used, so it need not be rotated.
         return self._projections[layer].query_and_gate(self.attention_input(layer, hidden), unrotated)[1]
 
@@ -242,7 +251,7 @@ def _refuse_unsupported(
             f"{name} also attends to later tokens; only causal decoders are supported", reason="bidirectional"
         )
     rotary = _rotary_module(decoder)
-    # Recurrent layers depend on the order of tokens, so hybrid models may have no rotary positions.
+    # Recurrent layers depend on the order of tokens, so hybrid models may do without rotary positions.
     if len(attention_indices) == len(layers) and not any(hasattr(decoder, attribute) for attribute in _ROTARY):
         raise ModelError(f"{name} has no rotary positions (rotary_emb) and no registered adapter", reason="positions")
     types = _layer_types(config, attention_indices) or []
@@ -286,10 +295,10 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
 def _row_shapes(
     name: str, projections: Sequence[Projections | LatentProjections], windows: tuple[int | None, ...]
 ) -> tuple[RowShape, RowShape | None]:
-    """Return the shapes of KV in full-attention layers and in sliding-window layers (None if equal).
+    """Return the KV shapes of full-attention layers and of sliding-window layers (None if both are equal).
 
-    If the larger head dimension is not a multiple of the smaller one, all vectors are padded to the larger one. Raise
-    ModelError if layers of the same type have different shapes.
+    If the larger head dimension is not a multiple of the smaller one, all vectors are padded to the larger dimension.
+    Raise ModelError if layers of the same type have different shapes.
     """
     shapes_by_kind: dict[bool, set[RowShape]] = {False: set(), True: set()}
     for projection, length in zip(projections, windows, strict=True):
@@ -349,7 +358,7 @@ def _windows(config: Any, decoder: Any, attention_indices: list[int]) -> tuple[i
 def _kinds(
     config: Any, decoder: Any, rotary: Any, attentions: list[Any], attention_indices: list[int]
 ) -> list[str | None]:
-    """For each attention layer, return the layer type that selects its RoPE frequencies; None without RoPE."""
+    """Return, for each attention layer, the layer type that selects its RoPE frequencies, or None if it has no RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     per_type = isinstance(getattr(rotary, "rope_type", None), dict)
@@ -373,6 +382,6 @@ def _max_positions(config: Any) -> int:
     trained: int = config.max_position_embeddings
     rope = _rope(config)
     rope = rope.get("full_attention", rope)
-    if rope.get("rope_type") == "yarn":  # some checkpoints state only the length before YaRN
+    if rope.get("rope_type") == "yarn":  # some checkpoints state only the context length before YaRN scaling
         return max(trained, int(rope["factor"] * (rope.get("original_max_position_embeddings") or trained)))
     return trained

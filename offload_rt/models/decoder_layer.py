@@ -1,6 +1,7 @@
 """One decoder layer without its attention: norms, MLP, residual stream, and the projections of the attention module.
 
-The names of the layer's modules determine its structure. A model with unused parameters in a layer is refused.
+The structure is inferred from the names of the layer's modules. If a layer has parameters that would not be used, the
+model is refused.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 
 @dataclass(frozen=True)
 class Norms:
-    """Attribute names of a layer's norms before and after attention and MLP; None if there is no such norm.
+    """Attribute names of the norms before and after a layer's attention and MLP, or None where there is no norm.
 
-    With `parallel`, attention and MLP both read the layer's input. An MLP without a norm then uses the norm of the
-    attention.
+    If `parallel` is set, attention and MLP both read the layer's input. If the MLP then has no norm of its own, it uses
+    the norm of the attention.
     """
 
     before_attention: str | None
@@ -62,7 +63,7 @@ _PLACEMENTS = (
     Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
     Norms("norm", None, None, None),
 )
-"""Known combinations of norms. A layer is recognised by the names of its norms."""
+"""Known norm placements. The names of a layer's norms determine which of them applies."""
 
 
 class DecoderLayer:
@@ -78,7 +79,7 @@ class DecoderLayer:
         self._mlp: Any = None if attention_only else first_of(module, _MLP)
         shared = None if attention_only else getattr(module, "shared_mlp", None)
         self._shared_mlp = None if shared is self._mlp else shared
-        # Falcon-H1's recurrent mixer runs in parallel to the attention, with the same input.
+        # Falcon-H1's recurrent mixer runs in parallel with the attention and gets the same input.
         self._mixer = getattr(module, "mamba", None)
         self._parallel_experts = ParallelExperts(module) if ParallelExperts.found_in(module) else None
         self._input_gate = LayerInputGate(module) if LayerInputGate.found_in(module) else None
@@ -115,8 +116,8 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Return the residual stream `[T, D]`: the layer's input `hidden` plus its projected attention, both `[T, D]`.
 
-        If attention and MLP run in parallel, the output of the MLP is added too. `run_mixer` runs a Mamba mixer in
-        parallel to attention (Falcon-H1).
+        If attention and MLP run in parallel, the MLP's output is also added. `run_mixer` runs the Mamba mixer of layers
+        that have one in parallel with attention (Falcon-H1).
         """
         if self._mixer is not None:
             mixer_output = run_mixer(self._mixer, self.before_attention(hidden)) * self._mixer_multiplier
@@ -127,7 +128,8 @@ class DecoderLayer:
     def mlp(self, residual: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         """Return the layer's output `[T, D]`, computed from the residual stream after attention.
 
-        `layer_input` computes the layer input `[T, P]` of the tokens (`LayerEmbeddings`), or is None.
+        `layer_input` computes the tokens' layer input `[T, P]` (see `LayerEmbeddings`). It is None for models without
+        one.
         """
         if self._parallel or self._mlp is None:
             return residual
@@ -141,7 +143,7 @@ class DecoderLayer:
         if not self.is_moe:
             out = self._mlp(normed)
             return self._after_mlp(out if self._parallel_experts is None else self._parallel_experts.add(out, x))
-        # A mixture of experts needs an input `[1, T, D]` and may also return router scores.
+        # A mixture of experts needs an input of shape `[1, T, D]`, and it may return router scores as well.
         out = self._mlp(normed[None])
         mixed = (out[0] if isinstance(out, tuple) else out).view_as(x)
         if self._shared_mlp is not None:
@@ -150,7 +152,7 @@ class DecoderLayer:
 
 
 class ParallelExperts:
-    """Experts that run in parallel to the dense MLP of a layer, with their own norms and router (Gemma 4)."""
+    """Experts that run in parallel with a layer's dense MLP and have their own norms and router (Gemma 4)."""
 
     MODULES = (
         "router", "experts", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1",
@@ -165,7 +167,7 @@ class ParallelExperts:
         return all(hasattr(module, name) for name in cls.MODULES)
 
     def add(self, mlp: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return the normalised MLP output `mlp` plus the normalised output of the experts, `[T, D]`."""
+        """Normalise the MLP output `mlp` and the output of the experts, and return their sum `[T, D]`."""
         layer = self._module  # its experts may be replaced later (`transfer.weights.experts`)
         _, weights, chosen = layer.router(residual)
         experts = layer.experts(layer.pre_feedforward_layernorm_2(residual), chosen, weights)
@@ -184,7 +186,7 @@ def _norm_of(module: nn.Module, name: str | None, multiplier: float = 1.0) -> No
 
 
 def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that applies the norm `module`. On CUDA, norms like Llama's run as one kernel."""
+    """Return a function that applies the norm `module`. On CUDA, norms with Llama's formula run as one kernel."""
     if not _is_llama_norm(module):
         return module
     llama_norm: Any = module
@@ -199,7 +201,7 @@ def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_llama_norm(module: nn.Module) -> bool:
-    """Compare the code with `LlamaRMSNorm`, of which many model files have a copy."""
+    """Return whether the norm's code equals that of `LlamaRMSNorm`, which many model files copy."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
@@ -209,7 +211,7 @@ def _is_llama_norm(module: nn.Module) -> bool:
 
 
 _HEADS_FIRST: Norm = partial(torch.transpose, dim0=0, dim1=1)
-"""Change `[T, heads, d]` to `[heads, T, d]`."""
+"""Transposes `[T, heads, d]` to `[heads, T, d]`."""
 
 
 class Projections:
@@ -218,8 +220,8 @@ class Projections:
     If keys and values have different widths, the narrower vectors are padded with zeros, which do not change scores.
     `output` removes the padding.
 
-    Some models multiply attention outputs by an output gate from `q_proj` (Qwen 3.5, after the query of each head) or
-    from `g_proj` (LFM3, one number per head).
+    Some models multiply attention outputs by an output gate. In Qwen 3.5, `q_proj` computes it (each head's gate
+    follows its query). In LFM3, `g_proj` computes one number per head.
     """
 
     value_dim: int | None = None  # values are not part of keys (`ModelGeometry.value_dim`)
@@ -227,7 +229,7 @@ class Projections:
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
         """Find the projections of an attention module with `heads` query heads and `kv_heads` KV heads.
 
-        Raise ModelError if the module is not supported, or has other numbers of heads.
+        Raise ModelError if the module is not supported or its numbers of heads differ from these.
         """
         self.heads, self.kv_heads = heads, kv_heads
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
@@ -284,7 +286,7 @@ class Projections:
         return rotate(self._query_norm(rows[..., : self._key_dim]))
 
     def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q `[H, T, d]` and the output gate, `[T, H, d]` or `[T, H, 1]`, for attention inputs `[T, D]`."""
+        """Return q `[H, T, d]` and the output gate (`[T, H, d]` or `[T, H, 1]`) for attention inputs `[T, D]`."""
         if self._gate is not None:
             return self.query(x, rotate), torch.sigmoid(self._gate(x)).unsqueeze(-1)
         q, gate = self._q(x).view(len(x), self.heads, -1).chunk(2, dim=-1)
@@ -304,7 +306,7 @@ class Projections:
         return rotate(k)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
+        """Multiply attention outputs `[T, H * d]` by `gate`, if given, and return their output projection `[T, D]`."""
         if gate is not None:
             attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
         if self._value_dim < attended.shape[-1] // self.heads:
@@ -323,18 +325,26 @@ class Projections:
         return pad
 
     def _split_blocks(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`. The order is all q, all k, all v (Phi-3)."""
+        """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`.
+
+        The order is all queries, all keys, all values (Phi-3).
+        """
         rows = fused.view(len(fused), -1, self._key_dim)
         q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return q, k, v
 
     def _split_groups(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split `[T, Hkv (G + 2) d]` into q, k and v `[T, heads, d]`. A group has G queries, k and v (GPT-NeoX)."""
+        """Split `[T, Hkv (G + 2) d]` into q, k and v `[T, heads, d]`.
+
+        Each group has G queries, one key and one value (GPT-NeoX).
+        """
         rows = fused.view(len(fused), self.kv_heads, -1, self._key_dim)
         return rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
 
     def _norm(self, attention: Any, names: Collection[str], heads: int, used: set[str]) -> Norm:
-        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the norm in `names`, if any."""
+        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the norm whose module name is in
+        `names`, or no norm if there is none.
+        """
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
             return _HEADS_FIRST

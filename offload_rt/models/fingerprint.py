@@ -1,6 +1,6 @@
-"""Fingerprint of a model: a digest of its configuration and weights. Also detects changed weights.
+"""Fingerprint of a model (a digest of its configuration and weights), and detection of changed weights.
 
-The fingerprint identifies the model of a skew artifact, a calibration in the cache, or stored KV.
+The fingerprint identifies the model to which a skew artifact, a cached calibration, or stored KV belongs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BLOCK_ELEMENTS = 1 << 20
 _SAMPLES = 16
 """Number of elements per weight that `WeightChangeDetector` compares.
 
-torch's version counter does not show changes through `.data`, such as merges of PEFT adapters. A merge changes the
-whole matrix, so a few elements suffice to detect it.
+torch's version counter does not register changes made through `.data`, such as merges of PEFT adapters. A merge changes
+the whole matrix, so comparing a few elements is enough to detect it.
 """
 
 _NEUTRAL = frozenset(
@@ -38,7 +38,7 @@ _NEUTRAL = frozenset(
         "return_dict", "sep_token_id", "torch_dtype", "transformers_version", "use_cache",
     }
 )  # fmt: skip
-"""Configuration entries that cannot change results, in addition to entries whose names begin with "_"."""
+"""Configuration entries that cannot change results. Entries whose names begin with "_" cannot change them either."""
 
 
 def fingerprint(model: Any) -> str:
@@ -47,8 +47,8 @@ def fingerprint(model: Any) -> str:
     The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of each
     weight and stored buffer. For a multimodal model, it covers only the language model.
 
-    It is the same on every device, for every file layout, and in every dtype that represents the weights exactly.
-    Stored KV depends on the dtype, so its name must contain the dtype too.
+    The fingerprint does not depend on the device, the file layout, or the dtype, if the dtype represents the weights
+    exactly. Stored KV does depend on the dtype, so its name must contain the dtype too.
     """
     digest = hashlib.sha256(f"offload-rt model {VERSION}\n{_architecture(model)}\n".encode())
     unused = unused_modules(model)
@@ -94,7 +94,7 @@ def _digest(weight: torch.Tensor) -> bytes:
     for start, block in _blocks(weight):
         rounded = block.bfloat16() if block.is_floating_point() else block
         narrow.update(_bytes(rounded))
-        # Blocks that bfloat16 cannot represent exactly are also digested in a wider dtype.
+        # If bfloat16 cannot represent a block exactly, the block is also digested in a wider dtype.
         if rounded.dtype != block.dtype and not torch.equal(rounded.to(block.dtype), block):
             single = block.float()
             exact = single if torch.equal(single.to(block.dtype), block) else block
@@ -141,7 +141,10 @@ class WeightChangeDetector:
         self._last_state = self._state()
 
     def changes(self) -> int:
-        """Return how many calls so far have found changed weights. Raise ModelError if a module was replaced."""
+        """Return how many calls, including this one, have found changed weights.
+
+        Raise ModelError if a module was replaced.
+        """
         if (state := self._state()) != self._last_state:
             self._last_state, self._changes = state, self._changes + 1
         return self._changes

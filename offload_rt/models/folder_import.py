@@ -1,4 +1,6 @@
-"""Conversion of a checkpoint folder with packed weights, such as GPTQ or AWQ, to a packed checkpoint."""
+"""Conversion of a checkpoint folder whose weights are already packed (GPTQ or AWQ, for example) to a packed
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -98,10 +100,10 @@ class FolderImport:
 class _Layers:
     """The tensors of a checkpoint, grouped by module.
 
-    Raises CannotPackError for tensors that transformers' model does not have.
+    Raises CannotPackError if the checkpoint has tensors that do not exist in transformers' model.
 
     Attributes:
-        modules: Tensors of each module, by name suffix such as "qweight".
+        modules: For each module, its tensors by name suffix, such as "qweight".
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Full causal attention of single layers, for prefill, calibration, verification and teacher forcing."""
+"""Full causal attention, one layer at a time, for prefill, calibration, verification and teacher forcing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def slices_of(count: int, size: int) -> list[slice]:
 def keys_and_values(
     adapter: ModelAdapter, layer: int, inputs: Iterable[torch.Tensor], positions: Iterable[torch.Tensor]
 ) -> Iterator[KVPart]:
-    """Yield k and v `[Hkv, m, d]` of each slice of m tokens.
+    """Yield k and v, each `[Hkv, m, d]`, for each slice of m tokens.
 
-    `inputs` yields the attention inputs `[m, D]` of the slices, and `positions` their positions `[m]`.
+    For each slice, `inputs` yields the attention inputs `[m, D]`, and `positions` yields the positions `[m]`.
     """
     for attention_input, slice_positions in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, slice_positions))
@@ -32,7 +32,8 @@ def query_and_kv(
 ) -> tuple[torch.Tensor, KVPart]:
     """Return q `[H, T, d]` for attention inputs `[T, D]`, and the K and V `[Hkv, T, d]` that it attends to.
 
-    `shared` holds K and V that later layers use, by layer. Pass the same dictionary for all layers, empty at first.
+    `shared` stores, by layer, K and V that later layers reuse. Start with an empty dictionary and pass the same one for
+    all layers.
     """
     if (source := adapter.geometry.kv_layer(layer)) != layer:
         return adapter.lone_query(layer, inputs, positions), shared[source]
@@ -46,7 +47,7 @@ def query_and_kv(
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
     """Return exact causal attention `[H, m, d]` of the last m of n tokens, for their queries q `[H, m, d]`.
 
-    `kv` has K and V of all n tokens. `position` is the position of the first query.
+    `kv` contains K and V of all n tokens. `position` is the position of the first query.
     """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks[layer]
     scale, cap = geometry.scales[layer], geometry.softcap
@@ -77,7 +78,7 @@ def residual_after_attention(
         hidden: The layer's input `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
         kv: K and V of n >= stop tokens, each `[Hkv, n, d]`.
-        position: Position of the first query. Required if `kv` does not begin at the first token.
+        position: Position of the first query. Required if `kv` does not start at the first token of the sequence.
     """
     part = KVPart(kv.k[:, :stop], kv.v[:, :stop])
     attended = attend_layer(adapter, layer, q, part, stop - q.shape[1] if position is None else position)

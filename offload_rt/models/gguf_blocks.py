@@ -1,7 +1,7 @@
 """Exact conversion of quantised GGUF tensors to packed weights (`PackedFormat`).
 
-Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Those of Q4_K, Q5_K and Q6_K are integers of 6 or 8
-bits, with a float16 factor for each 256 weights.
+In Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, scales and minima are float16. In Q4_K, Q5_K and Q6_K, they are integers of 6 or 8
+bits, and every 256 weights share a float16 factor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _float16_at(blocks: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the lower 4 bits of each of `size` bytes, then their upper 4 bits."""
+    """Split groups of `size` bytes into 4-bit numbers: first the lower halves of all bytes, then the upper halves."""
     pairs = data.reshape(len(data), -1, 1, size)
     return torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
@@ -29,7 +29,8 @@ def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
 def _bits(data: torch.Tensor, bits: int, size: int) -> torch.Tensor:
     """Unpack numbers of `bits` bits from groups of `size` bytes.
 
-    For each group, return the lowest number of every byte, then the second-lowest number of every byte, and so on.
+    For each group, the result contains the lowest number of every byte, then the second-lowest of every byte, and so
+    on.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
@@ -45,7 +46,10 @@ def _q4(blocks: torch.Tensor) -> Parts:
 
 
 def _q5(blocks: torch.Tensor) -> Parts:
-    """Convert Q5_0 or Q5_1 blocks. They equal Q4_0 or Q4_1 blocks with 4 bytes of fifth bits before the codes."""
+    """Convert Q5_0 or Q5_1 blocks.
+
+    Their layout is that of Q4_0 or Q4_1, plus 4 bytes with the fifth bits before the codes.
+    """
     start = blocks.shape[1] - 20
     codes, *parts = _q4(torch.cat((blocks[:, :start], blocks[:, start + 4 :]), dim=1))
     return codes | _fifth_bits(blocks[:, start : start + 4]) << 4, *parts
@@ -56,7 +60,9 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _sub_scales(blocks: torch.Tensor) -> Parts:
-    """Return the 6-bit scales and minima `[n, 8]` of Q4_K and Q5_K blocks, and the factor of each `[n, 1]`."""
+    """Return the 6-bit scales and minima (each `[n, 8]`) of Q4_K or Q5_K blocks, and the factors (each `[n, 1]`) of
+    both.
+    """
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)
@@ -88,7 +94,7 @@ _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Part
 }
 """Supported GGUF types: (block size in bytes, bits per code, group size, offset, conversion function).
 
-With an offset, a weight is scale * (code - offset). Types without one store a minimum per group.
+If a type has an offset, its weights are scale * (code - offset). Otherwise, it stores a minimum per group.
 """
 
 _WEIGHTS_AT_ONCE = 1 << 22  # limits the memory of intermediate results
@@ -99,7 +105,7 @@ def can_pack(kind: str) -> bool:
 
 
 def packed_format(kind: str, ins: int) -> PackedFormat | None:
-    """Return the packed format for a weight with `ins` inputs of the GGUF type `kind`, or None if unsupported."""
+    """Return the packed format for a weight of GGUF type `kind` with `ins` inputs, or None if it is not supported."""
     if not can_pack(kind):
         return None
     _, bits, group, offset, _ = _TYPES[kind]
@@ -109,7 +115,7 @@ def packed_format(kind: str, ins: int) -> PackedFormat | None:
 
 
 def packed_rows(data: torch.Tensor, kind: str, form: PackedFormat) -> torch.Tensor | None:
-    """Convert a GGUF tensor, uint8 `[out, bytes]`, to packed rows. Return None if a scale is infinite or NaN."""
+    """Convert a GGUF tensor (uint8 `[out, bytes]`) to packed rows. Return None if a scale is infinite or NaN."""
     size, *_, convert = _TYPES[kind]
     packed = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
     step = max(1, _WEIGHTS_AT_ONCE // form.ins)

@@ -26,12 +26,12 @@ from ..utils.small_files import foreign_file, incomplete_file
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
-"""numpy dtype of metadata values, by GGUF value type."""
+"""numpy dtypes of numeric metadata values, by GGUF value type."""
 _STRING, _ARRAY = 8, 9
 _MAX_BYTES = 1 << 30
-_REQUIRED = ("block_count", "embedding_length")  # metadata of each architecture that transformers reads
+_REQUIRED = ("block_count", "embedding_length")  # metadata that transformers reads for every architecture
 _PATCHING = threading.RLock()
-"""Lock for replacing functions of the module gguf, which all threads share."""
+"""Held while functions of the module `gguf` are replaced, because all threads share the module."""
 
 
 class _EarlyEndError(Exception):
@@ -39,11 +39,12 @@ class _EarlyEndError(Exception):
 
 
 class GGUFField(NamedTuple):
-    """A metadata value, with the attributes of `gguf.ReaderField` that transformers reads.
+    """A metadata value. It has those attributes of `gguf.ReaderField` that transformers reads.
 
     Attributes:
         types: The GGUF value type. For arrays, the array type and the type of the elements.
-        parts: The elements, or the single value. A string is bytes, and a number an array with one element.
+        parts: The elements of an array, or a sequence with just the single value. A string is stored as bytes, and a
+            number as an array with one element.
     """
 
     types: list[int]
@@ -60,7 +61,7 @@ class GGUFTensor:
     name: str
     shape: tuple[int, ...]  # lengths of the axes in reverse order: `(in, out)` for a matrix
     kind: str  # GGUF type, such as "Q4_K"
-    start: int  # offset in bytes of the data in the file
+    start: int  # byte offset of the data in the file
     size: int  # in bytes
 
     @property
@@ -71,7 +72,7 @@ class GGUFTensor:
 
     @property
     def data(self) -> npt.NDArray[Any]:
-        """Elements mapped from the file: numbers, or bytes for quantised types."""
+        """The elements, memory-mapped from the file: numbers, or bytes for quantised types."""
         dtype = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
         mapped = np.memmap(self.path, np.uint8, "r", self.start, (self.size,))
         return mapped.view(dtype.get(self.kind, np.uint8)).reshape(*self.shape[:0:-1], -1)
@@ -79,7 +80,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The header of a GGUF file, with the attributes of `gguf.GGUFReader` that transformers uses."""
+    """The header of a GGUF file. It has those attributes of `gguf.GGUFReader` that transformers uses."""
 
     fields: dict[str, GGUFField]
     tensors: tuple[GGUFTensor, ...]
@@ -107,11 +108,11 @@ def require_gguf(name: object) -> None:
 
 @contextmanager
 def fast_gguf() -> Iterator[None]:
-    """Let transformers read GGUF files with `read_header` while the body of the `with` statement runs."""
+    """Within the `with` block, make transformers read GGUF files with `read_header`."""
     import gguf
 
     with _PATCHING, ExitStack() as stack:
-        # transformers asks for the same map of names for each module of a model, which takes five seconds
+        # transformers requests the same name map for each module of a model, which would take five seconds in total
         for name, replacement in (
             ("GGUFReader", lambda path: read_header(Path(path))),
             ("get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Order = npt.NDArray[np.int64]
-"""Order of rows: row i of a weight in transformers is row `order[i]` of the tensor in the file."""
+"""Row order: row i of a weight in transformers is row `order[i]` of the tensor in the file."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,13 @@ class _TensorMap:
     """Maps the weights of a transformers model to the tensors of a GGUF file.
 
     Attributes:
-        by_weight: Tensor of the file for each weight, by the name of the weight in transformers.
+        by_weight: Maps the name of each weight in transformers to its tensor in the file.
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Raise CannotPackError if no tensor can stay packed, or if transformers merges several tensors."""
+        """Raise CannotPackError if no tensor can stay packed, or if transformers merges several tensors into one
+        weight.
+        """
         from transformers import modeling_gguf_pytorch_utils
 
         loader: Any = modeling_gguf_pytorch_utils
@@ -104,14 +106,17 @@ class _TensorMap:
             raise CannotPackError("transformers merges several tensors of the file into one weight")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Apply transformers' conversion of a tensor, such as reordering rows. None if it makes several weights."""
+        """Apply transformers' conversion of a tensor, such as a reordering of rows.
+
+        Return None if it yields several weights.
+        """
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
         )
         return np.asarray(result.weights) if result.name == tensor.name else None
 
     def format_and_order(self, tensor: GGUFTensor, name: str) -> tuple[PackedFormat, Order] | None:
-        """Return the packed format of a weight and the order of its rows, or None if the weight cannot stay packed."""
+        """Return the packed format and the row order of a weight, or None if the weight cannot stay packed."""
         module = self._skeleton.get_submodule(name.rpartition(".")[0])
         if not can_use_packed_weights(module) or not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None

@@ -1,7 +1,7 @@
 """Importers of checkpoint folders with packed weights: GPTQ, AWQ, compressed-tensors and MXFP4.
 
-An importer converts the tensors of one linear layer, or of stacked experts, to packed rows (`PackedFormat`). The
-unpacked weights equal those that the checkpoint's own library computes.
+An importer converts the tensors of one linear layer, or of stacked experts, to packed rows (`PackedFormat`). When
+unpacked, these rows equal the weights that the checkpoint's own library computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PackedLayer:
 
     Attributes:
         rows: Packed rows, uint8 `[out, form.row_bytes]`, or `[experts, out, form.row_bytes]`.
-        order: int32 `[ins]`: packed input i is input `order[i]` of the layer. None if the order is unchanged.
+        order: int32 `[ins]`: packed input i is input `order[i]` of the layer. None if the inputs keep their order.
     """
 
     form: PackedFormat
@@ -41,10 +41,12 @@ class PackedLayer:
 
 
 class Importer(ABC):
-    """Converts the layers of one kind of checkpoint. All methods raise CannotPackError for unsupported variants.
+    """Converts the layers of one kind of checkpoint.
+
+    All methods raise CannotPackError if the checkpoint is an unsupported variant.
 
     Attributes:
-        method: `quant_method` in the configuration of these checkpoints.
+        method: Value of `quant_method` in the configuration of these checkpoints.
         suffixes: Name suffixes of the tensors to convert. Other tensors are copied.
     """
 
@@ -62,7 +64,7 @@ class Importer(ABC):
     def packed_format(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         """Return the packed format of a layer with `ins` inputs, or None if the layer is not packed.
 
-        `pack` may change the format's `exponent` and `permuted`, which depend on the weights.
+        The format's `exponent` and `permuted` depend on the weights, so `pack` may still change them.
         """
 
     @abstractmethod
@@ -74,10 +76,10 @@ class GPTQ(Importer):
 
     A layer has these tensors:
 
-    * qweight, int32 `[in * bits / 32, out]`. A word has the codes of consecutive inputs.
+    * qweight, int32 `[in * bits / 32, out]`. Each word packs the codes of consecutive inputs.
     * scales `[groups, out]`.
-    * qzeros, int32 `[groups, out * bits / 32]`. In `checkpoint_format` "gptq", the zeros minus 1 are stored (AutoGPTQ,
-      auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
+    * qzeros, int32 `[groups, out * bits / 32]`. If `checkpoint_format` is "gptq", the stored values are the zeros minus
+      1 (AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
     * g_idx, the group of each input.
     """
 
@@ -112,7 +114,7 @@ class AWQ(Importer):
 
     A layer has these tensors (AutoAWQ, awq/utils/packing_utils.py):
 
-    * qweight, int32 `[in, out / 8]`. A word has the codes of outputs 0, 2, 4, 6, 1, 3, 5, 7.
+    * qweight, int32 `[in, out / 8]`. Each word packs the codes of outputs 0, 2, 4, 6, 1, 3, 5, 7, in this order.
     * qzeros, int32 `[groups, out / 8]`, in the same order.
     * scales `[groups, out]`.
     """
@@ -139,7 +141,7 @@ class AWQ(Importer):
 
     @staticmethod
     def _unpack(words: torch.Tensor) -> torch.Tensor:
-        """Unpack words, int32 `[n, out / 8]`, to codes, uint8 `[out, n]`, in the order of the outputs."""
+        """Unpack int32 words `[n, out / 8]` to uint8 codes `[out, n]`, with the outputs in their natural order."""
         codes = _unpack_words(words, 4).view(len(words), -1, 8)
         return codes[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).T.contiguous()
 
@@ -150,8 +152,9 @@ class CompressedTensors(Importer):
     Weights are `(code - zero) * scale`, and weight_scale is `[out, groups]`, `[out, 1]` or `[1]`. The other tensors
     depend on the format (compressed-tensors, compressors/pack_quantized/helpers.py, quantization/lifecycle/forward.py):
 
-    * "pack-quantized": weight_packed, int32 `[out, in * bits / 32]`, has the codes of consecutive inputs in a word,
-      plus 2^(bits - 1). weight_zero_point, int32 `[out * bits / 32, groups]`, has consecutive outputs in a word.
+    * "pack-quantized": each word of weight_packed, int32 `[out, in * bits / 32]`, packs the codes of consecutive
+      inputs, increased by 2^(bits - 1). Each word of weight_zero_point, int32 `[out * bits / 32, groups]`, packs
+      consecutive outputs.
     * "int-quantized": weight and weight_zero_point are int8.
     """
 
@@ -202,15 +205,15 @@ class CompressedTensors(Importer):
 class MXFP4Experts(Importer):
     """MXFP4 checkpoints of gpt-oss: the stacked experts of each layer in 4-bit floating point.
 
-    Weights are `number[code] * 2^(scale - 127)` (transformers, integrations/mxfp4.py). A projection has blocks, uint8
-    `[experts, out, groups, 16]`, and scales, uint8 `[experts, out, groups]`. Byte i of a group has input 2i in its
-    lower half and input 2i + 1 in its upper half.
+    Weights are `number[code] * 2^(scale - 127)` (transformers, integrations/mxfp4.py). Each projection has two tensors:
+    blocks, uint8 `[experts, out, groups, 16]`, and scales, uint8 `[experts, out, groups]`. Byte i of a group contains
+    input 2i in its lower half and input 2i + 1 in its upper half.
     """
 
     method = "mxfp4"
     suffixes = ("blocks", "scales")
     _group = 32
-    _doubled = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the number of each code without its sign, the highest of 4 bits
+    _doubled = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the number of each code; the sign is a separate bit
     _zero = 12
 
     def check(self, options: Options) -> None: ...
@@ -255,9 +258,9 @@ IMPORTERS: dict[str, Importer] = {
 
 
 def _format(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat:
-    """Return the format for `bits`-bit codes in `groups` groups per row. Raise CannotPackError if there is none.
+    """Return the format for `bits`-bit codes and `groups` groups per row. Raise CannotPackError if no format fits.
 
-    With `permuted`, the inputs are stored in another order.
+    `permuted` says whether the inputs are stored in a different order.
     """
     group = ins // max(1, groups)
     if groups < 1 or ins % groups:
@@ -273,7 +276,7 @@ def _format(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat
 
 
 def _unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack the codes in int32 words `[n, m]`, lowest bits first, to uint8 `[n, m * 32 / bits]`."""
+    """Unpack int32 words `[n, m]`, lowest bits first, to uint8 codes `[n, m * 32 / bits]`."""
     data = words.contiguous().view(torch.uint8)
     return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
 
@@ -286,7 +289,7 @@ def _pack_layer(
     Args:
         codes: uint8 `[out, ins]`.
         scales: `[out, n]` for n groups.
-        zeros: `[out, n]`, whole numbers.
+        zeros: `[out, n]`, with integer values.
         groups: Group of each input, `[ins]`. None means groups of adjacent inputs.
     """
     if int(zeros.min()) < 0 or int(zeros.max()) > 255:
@@ -304,7 +307,9 @@ def _pack_layer(
 
 
 def _half_scales(scales: torch.Tensor, form: PackedFormat) -> tuple[PackedFormat, torch.Tensor]:
-    """Convert scales to float16, divided by 2^exponent if needed. Return `form` with this exponent, and the scales.
+    """Convert scales to float16, dividing them by 2^exponent if necessary.
+
+    Return `form` with this exponent, and the scales.
 
     Raise CannotPackError if the conversion is not exact.
     """

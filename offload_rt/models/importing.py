@@ -1,4 +1,4 @@
-"""Choose how a quantised checkpoint is loaded: by transformers, or as a packed checkpoint in a cache folder."""
+"""Choose how to load a quantised checkpoint: with transformers, or as a packed checkpoint in a cache folder."""
 
 from __future__ import annotations
 
@@ -36,19 +36,24 @@ class Conversion(Protocol):
     def source(self) -> ModelSource: ...
 
     def files(self) -> list[Path]:
-        """Return the files that determine the result. Download them if they are on the hub. Raises ModelError."""
+        """Return the files that determine the result.
+
+        If they are on the hub, download them. Raise ModelError if this fails.
+        """
 
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
-        """Return the formats of the weights that stay packed, by module name. Only file headers are read.
+        """Return the format of each weight that stays packed, by module name. Only file headers are read.
 
-        `skeleton` is the model on the meta device. Raise CannotPackError if transformers must load the checkpoint.
+        `skeleton` is the model on the meta device. Raise CannotPackError if the checkpoint must be loaded by
+        transformers.
         """
 
     def write(self, folder: Path) -> None: ...
 
 
 def conversion_of(source: ModelSource, quantize: Quantize) -> Conversion | None:
-    """Return the conversion to a packed checkpoint, or None if transformers must load the checkpoint.
+    """Return the conversion of `source` to a packed checkpoint, or None if the checkpoint must be loaded by
+    transformers.
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.
@@ -84,7 +89,7 @@ def packed_source(conversion: Conversion) -> ModelSource:
         ModelError: The checkpoint is damaged, or its model is not supported.
     """
     source, folder = conversion.source, _folder(conversion)
-    # marks the checkpoint, so that later starts do not try to convert it again
+    # mark the checkpoint, so that later starts do not try to convert it again
     refusal_marker = folder.with_suffix(".refused")
     if refusal_marker.exists():
         return source

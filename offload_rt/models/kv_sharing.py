@@ -11,9 +11,12 @@ def uses_earlier_kv(attention: Any) -> bool:
 
 
 def kv_sources(attentions: Sequence[Any]) -> tuple[int, ...]:
-    """For each layer, return the layer whose K and V it uses (`ModelGeometry.kv_from`); () without sharing.
+    """Return, for each layer, the layer whose K and V it uses (`ModelGeometry.kv_from`).
 
-    A layer without K and V uses those of the last earlier layer of its type (sliding or full attention).
+    Return () if no layers share KV.
+
+    A layer without K and V of its own uses those of the nearest earlier layer of its type (sliding or full attention)
+    that has them.
     """
     if not any(map(uses_earlier_kv, attentions)):
         return ()

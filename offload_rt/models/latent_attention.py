@@ -7,8 +7,8 @@ r) and the value c:
 * Head h has the query (W_UK,h^T q, r_q). Its product with (c, r) equals the original score.
 * W_UV,h is applied after attention, to the weighted sum of latent vectors.
 
-The KV cache stores only keys. Attention also uses them as values, and `output` ignores the part of the sum that belongs
-to r.
+The KV cache stores only keys. Attention also uses them as values, and `output` ignores the components of the weighted
+sum that come from r.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_latent(attention: Any) -> bool:
 
 
 class LatentProjections:
-    """Projections of one layer with latent attention, with the methods of `decoder_layer.Projections`."""
+    """Projections of one layer with latent attention. Provides the same methods as `decoder_layer.Projections`."""
 
     kv_heads = 1
     gated = False
@@ -72,7 +72,7 @@ class LatentProjections:
         raise AssertionError("latent attention has no output gate")
 
     def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return cached keys `[1, n, d]`, whose part r is rotated again."""
+        """Apply `rotate` to the part r of cached keys `[1, n, d]`. Return the resulting keys."""
         return torch.cat((k[..., : self._rank], rotate(k[..., self._rank :])), dim=-1)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,7 +82,7 @@ class LatentProjections:
         return out
 
     def _kv_b_weights(self, like: torch.Tensor) -> torch.Tensor:
-        """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, in the dtype and on the device of `like`."""
+        """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, with the dtype and device of `like`."""
         # A plain weight is read in each call, because it may be streamed or changed.
         weight: torch.Tensor | None = absorbable_weight(self._kv_b_proj, like.dtype)
         if weight is None:
@@ -92,7 +92,7 @@ class LatentProjections:
         return weight.view(self.heads, -1, self._rank)
 
     def _unpack(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the weight of `kv_b_proj` in any format, computed as its output for the identity matrix."""
+        """Return the weight of `kv_b_proj`, whatever its format, by applying the layer to the identity matrix."""
         identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
         expanded: torch.Tensor = self._kv_b_proj(identity)
         return expanded.T.contiguous()

@@ -1,8 +1,8 @@
 """Embeddings of each token in every layer (Gemma 4 E2B and E4B).
 
-Besides the residual stream, every decoder layer gets a short vector per token, the *layer input*: a row of a second
-embedding table plus a projection of the ordinary embedding. It depends only on the token and the layer, so each layer
-computes it from the token ids.
+In addition to the residual stream, every decoder layer gets a short vector per token, the *layer input*. It is the sum
+of a row of a second embedding table and a projection of the ordinary embedding. The vector depends only on the token
+and the layer, so each layer computes it from the token ids.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .linear.packed import unpack_rows
 class LayerEmbeddings:
     """Computes layer inputs `[T, P]` from token ids `[T]` with the model's modules.
 
-    The modules compute the vectors of all layers at once. If weights are not packed, only the part of one layer is
-    read.
+    In transformers, these modules compute the vectors for all layers at once. Here, if the weights are not packed, only
+    the part for the requested layer is read.
     """
 
     _MODULES = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
@@ -51,9 +51,13 @@ class LayerEmbeddings:
         return found
 
     def _table_part(self, tokens: torch.Tensor, part: slice) -> torch.Tensor:
-        """Return the scaled columns `part` of the table's rows for tokens `[T]`, on the device of the tokens."""
+        """Look up the table rows for `tokens` `[T]`.
+
+        Return their columns `part`, scaled, on the device of the tokens.
+        """
         table = self._decoder.embed_tokens_per_layer
-        # A kernel reads a table on the device or in page-locked memory. Otherwise, the host looks up the rows.
+        # A kernel can read the table if it is on the device or in page-locked memory. Otherwise, the host looks up the
+        # rows.
         ids = tokens if getattr(table, "in_place", True) else tokens.cpu()
         if hasattr(table, "packed"):
             rows = unpack_rows(table.packed, table.form, table.dtype, ids, part)
@@ -76,7 +80,10 @@ class LayerInputGate:
         return all(hasattr(module, name) for name in cls.MODULES)
 
     def add(self, hidden: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-        """Return `hidden` `[T, D]` plus the gated and projected layer input, which `layer_input` computes `[T, P]`."""
+        """Return `hidden` `[T, D]` plus the gated and projected layer input.
+
+        `layer_input` computes the layer input `[T, P]`.
+        """
         assert layer_input is not None, "the model has no layer embeddings"
         layer = self._module
         gated = layer.act_fn(layer.per_layer_input_gate(hidden)) * layer_input()

@@ -15,7 +15,7 @@ from .linear import refuse_packed
 
 
 class LearnedPositionsAdapter(ModelAdapter):
-    """Base class for models with learned positions, as many KV heads as query heads, and no sliding window."""
+    """Base class for models that have learned positions, as many KV heads as query heads, and no sliding window."""
 
     def __init__(self, model: Any, embedding: nn.Module, layers: Sequence[Any], attentions: Sequence[Any]) -> None:
         config, weight = model.config, embedding.weight
@@ -46,9 +46,9 @@ class LearnedPositionsAdapter(ModelAdapter):
 
 
 class OPTAdapter(LearnedPositionsAdapter):
-    """`ModelAdapter` for `OPTForCausalLM`. Norms are before attention, or after it (OPT-350m).
+    """`ModelAdapter` for `OPTForCausalLM`. Norms are placed before attention and MLP, or after them in OPT-350m.
 
-    transformers multiplies OPT's queries by 1/sqrt(d). Here queries are unscaled, and the factor is in
+    transformers multiplies OPT's queries by 1/sqrt(d). This adapter returns unscaled queries and puts the factor in
     `geometry.scales`.
     """
 
@@ -57,7 +57,7 @@ class OPTAdapter(LearnedPositionsAdapter):
         self._positions = decoder.embed_positions
         self._project_in = decoder.project_in or nn.Identity()
         self._norm_first = bool(model.config.do_layer_norm_before)
-        self._norm = decoder.final_layer_norm or nn.Identity()  # some checkpoints have none, and no projections
+        self._norm = decoder.final_layer_norm or nn.Identity()  # some checkpoints have no final norm and no projections
         self._project_out = decoder.project_out or nn.Identity()
         layers = list(decoder.layers)
         super().__init__(model, decoder.embed_tokens, layers, [layer.self_attn for layer in layers])
@@ -96,7 +96,7 @@ class OPTAdapter(LearnedPositionsAdapter):
 
 
 class GPT2Adapter(LearnedPositionsAdapter):
-    """`ModelAdapter` for `GPT2LMHeadModel`, in which one Conv1D computes q, k and v."""
+    """`ModelAdapter` for `GPT2LMHeadModel`, where a single Conv1D computes q, k and v."""
 
     def __init__(self, model: Any) -> None:
         refuse_packed(model, "GPT-2's queries, keys and values are slices of one matrix")

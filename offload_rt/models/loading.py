@@ -65,7 +65,7 @@ _SAMPLING = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Sampling parameters of transformers' generation configuration, and their names in `SamplingParams`.
+"""Maps sampling parameters in transformers' generation configuration to their names in `SamplingParams`.
 
 As in vLLM, `do_sample` is ignored.
 """
@@ -73,16 +73,17 @@ As in vLLM, `do_sample` is ignored.
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that is ready to run, as returned by `load_model`.
+    """A model that is ready to run, returned by `load_model`.
 
     Attributes:
         fingerprint: Digest of configuration and weights.
-        name: Name for messages.
+        name: Name of the model in messages.
         weight_bytes: Size in bytes of parameters and buffers. Tied weights count once.
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
-        embedding, host_table: The embedding module, and the table of `LayerEmbeddings`, if they stay in host memory.
-        weight_changes: Detects changes of the weights. None unless the caller loaded the model.
+        embedding, host_table: The embedding module and the table of `LayerEmbeddings`. Each is None unless it stays in
+            host memory.
+        weight_changes: Detects changes to the weights. None unless the caller passed a model that was already loaded.
     """
 
     adapter: ModelAdapter
@@ -98,9 +99,9 @@ class LoadedModel:
     weight_changes: WeightChangeDetector | None = None
 
     def weights_provenance(self) -> str:
-        """Return the part of the KV provenance key that identifies changes of weights by the caller.
+        """Return the part of the KV provenance key that identifies changes that the caller made to the weights.
 
-        It is "" before the first change. Raise ModelError if a module of the model was replaced.
+        Return "" if there has been no change. Raise ModelError if a module of the model was replaced.
         """
         changes = 0 if self.weight_changes is None else self.weight_changes.changes()
         return f"weights-{changes} " if changes else ""
@@ -125,16 +126,16 @@ def load_model(
     max_model_len: int | None = None,
     quantize: Quantize = "auto",
 ) -> LoadedModel:
-    """Load a model, or prepare a loaded transformers model. For device, dtype and quantize, see `EngineConfig`.
+    """Load a model, or prepare a loaded transformers model. For `device`, `dtype` and `quantize`, see `EngineConfig`.
 
     Args:
-        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file. A GGUF file is a path, a
-            folder with one GGUF file, or "owner/name/file.gguf" on the hub. A loaded model is put into eval mode and
-            keeps its device and dtype.
-        tokenizer: A tokenizer, or the name or folder of one. None uses the tokenizer of the checkpoint, if it has one.
+        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file. A GGUF file is given as a
+            path, as a folder with one GGUF file, or as "owner/name/file.gguf" on the hub. If `model` is a loaded model,
+            it is put into eval mode and keeps its device and dtype.
+        tokenizer: A tokenizer, or its name or folder. None uses the checkpoint's tokenizer, if there is one.
         placement: Weights that stay in host memory. The caller copies them to the device when they are used.
         verify: See `EngineConfig`. If any weights stay in host memory, the model is verified on the CPU.
-        hub: Options for fetching the checkpoint and a named tokenizer.
+        hub: Options for downloading the checkpoint, and the tokenizer if it is given by name.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
 
     Raises:
@@ -181,7 +182,8 @@ def _read_checkpoint(
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
     keeps_table = table_stays_on_host(config, device, packing(config))
-    # Weights that are quantised here land in host memory, because the device may be too small for 16 bits.
+    # If weights are quantised here, they are first loaded to host memory, because the device may be too small for
+    # 16-bit weights.
     on_host, offloaded = placement or quantize in ("int4", "int8") or keeps_table, bool(placement)
     load_device = torch.device("cpu") if on_host else device
     torch_dtype = resolve_dtype(dtype, source, declared_dtype(source, config), device)
@@ -200,7 +202,7 @@ def _read_checkpoint(
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torch.device) -> None:
     """If `quantize` is "int4" or "int8", quantise the linear layers in place on `device`.
 
-    Raise ConfigError if they are already quantised.
+    Raise ConfigError if the model is already quantised.
     """
     if quantize not in ("int4", "int8"):
         return
@@ -219,7 +221,9 @@ def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify,
 
 
 def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> None:
-    """Put a model that the caller loaded into eval mode. Raise ConfigError or ModelError if it cannot be used."""
+    """Prepare a model that the caller loaded: put it into eval mode, and raise ConfigError or ModelError if it cannot
+    be used.
+    """
     if placement:
         raise ConfigError(
             "weights of a loaded model cannot be placed in host memory, which device_memory, experts_on_device or "
@@ -239,7 +243,8 @@ def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
 
     Raises:
         ConfigError: `model` is not a loaded transformers model.
-        ModelError: The model has PEFT adapters, is on several devices, or differs from `device` or `dtype`.
+        ModelError: The model has PEFT adapters, is on several devices, or does not have the requested `device` or
+            `dtype`.
     """
     if not (hasattr(model, "config") and hasattr(model, "device")):
         raise ConfigError(
@@ -269,10 +274,10 @@ def _verify(
     identify: Callable[[Any], str],
 ) -> LoadedModel:
     """Create the adapter, and verify it unless `verify` is "off". `identify` computes the fingerprint."""
-    adapter = adapter_for(model)  # Refuses unsupported models before their weights are digested.
+    adapter = adapter_for(model)  # This refuses unsupported models before their weights are digested.
     report("computing the fingerprint of the weights")
     identity = identify(model)
-    # Code of a checkpoint may change after the model was verified.
+    # The checkpoint's own code may change after the model was verified.
     has_remote_code = not type(model).__module__.startswith("transformers.")
     if verify == "always" or (verify == "auto" and has_remote_code):
         verify_model(model, adapter)
@@ -325,7 +330,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def sampling_defaults(generation_config: Any) -> SamplingParams:
-    """Return the sampling parameters of a generation configuration. Invalid values cause a warning."""
+    """Return the sampling parameters in a generation configuration. Warn about invalid values."""
     parameters: dict[str, Any] = {}
     for name, parameter in _SAMPLING.items():
         value = getattr(generation_config, name, None)

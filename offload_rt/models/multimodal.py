@@ -14,29 +14,29 @@ def is_multimodal(config: Any) -> bool:
 
 
 def text_config(config: Any) -> Any:
-    """Return the configuration of the language model, which is `config` itself for text models."""
+    """Return the configuration of the language model. For text models, this is `config` itself."""
     return config.get_text_config(decoder=True)
 
 
 def text_decoder(model: Any) -> Any:
-    """Return the module with the embedding, the decoder layers and the final norm of the language model."""
+    """Return the module that contains the language model's embedding, decoder layers and final norm."""
     decoder = model.get_decoder() if is_multimodal(model.config) else model.base_model
     return decoder.model if hasattr(decoder, "lm_head") else decoder  # Llama 4's decoder contains the head
 
 
 def unused_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of all modules that text does not need, including modules that were removed."""
+    """Return the names of all modules that are not needed for text, including those that were already removed."""
     return (*getattr(model, _REMOVED, ()), *(name for name, _, _ in _unused(model)))
 
 
 def belongs_to(module: str, weight: str) -> bool:
-    """Return whether a weight named `weight`, in a model or in a file, belongs to `module`."""
-    # Prefixes differ: for example, files use "vision_tower." for the module "model.vision_tower".
+    """Return whether the weight named `weight` (in a model or a file) belongs to `module`."""
+    # Prefixes differ: for example, the module "model.vision_tower" has the prefix "vision_tower." in files.
     return module.rpartition(".")[2] in weight.split(".")
 
 
 def without_unused(model_class: type[Any]) -> type[Any]:
-    """Return a subclass of a multimodal transformers class without the modules that text does not need."""
+    """Return a subclass of a multimodal transformers class that omits the modules not needed for text."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
@@ -52,7 +52,9 @@ _REMOVED = "_offload_rt_removed"
 
 
 def _unused(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name, the parent module and the name in the parent of each module that text does not need."""
+    """For each module that is not needed for text, yield its name, its parent module, and its attribute name in the
+    parent.
+    """
     if not is_multimodal(model.config):
         return
     decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model

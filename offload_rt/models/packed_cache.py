@@ -20,12 +20,16 @@ from ..utils.progress import report
 from ..utils.units import parse_size
 
 LIMIT_VARIABLE, DEFAULT_LIMIT = "OFFLOAD_RT_PACKED_LIMIT", "64GiB"
-"""Environment variable with the maximum size of the cache, and its default."""
+"""Environment variable for the maximum size of the cache, and the default size."""
 
 DIGEST, ORIGIN = "model.digest", "origin"
-"""Names of two files in each folder: the digest of all other files, which is written last, and the source's name."""
+"""Names of two files in each folder.
 
-_NEW = "new-"  # prefix of the names of folders that are not complete
+The first contains the digest of all other files, and is written last. The second contains the name of the original
+checkpoint.
+"""
+
+_NEW = "new-"  # name prefix of incomplete folders
 _LOCK = "lock"
 _BYTES_AT_ONCE = 1 << 24
 _log = logging.getLogger(__name__)
@@ -34,7 +38,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PackedEntry:
     folder: Path
-    origin: str  # name of the checkpoint from which it was converted
+    origin: str  # name of the original checkpoint
     size: int  # in bytes
     used: float  # time of the last use, in seconds since the epoch
 
@@ -48,15 +52,15 @@ def cache_limit() -> int:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether `folder` contains a complete packed checkpoint, without verifying its digest."""
+    """Return whether `folder` contains a complete packed checkpoint. Its digest is not verified."""
     return (folder / DIGEST).exists()
 
 
 def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> Path:
-    """Return the checkpoint `folder`. If it is not cached yet, create it with `write`.
+    """Return `folder`, which contains a packed checkpoint. If it is not cached yet, call `write` to create it.
 
-    `origin` is the name of the original checkpoint. One process writes, and other processes wait. Raise OSError if the
-    folder cannot be written.
+    `origin` is the name of the original checkpoint. If several processes need the checkpoint, one writes it and the
+    others wait. Raise OSError if the folder cannot be written.
     """
     if is_complete(folder):
         os.utime(folder)  # the modification time is the time of the last use
@@ -88,7 +92,7 @@ def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether the files of a cached checkpoint have the digest that was stored with them."""
+    """Return whether the files of a cached checkpoint match the digest that was stored with them."""
     try:
         return (folder / DIGEST).read_text() == _digest(folder)
     except OSError:
@@ -124,7 +128,7 @@ def _locked(home: Path) -> Iterator[None]:
 def packed_entries(home: Path) -> list[PackedEntry]:
     entries = []
     for folder in home.iterdir() if home.is_dir() else ():
-        # the entry was deleted in the meantime, or is a file
+        # the entry has been deleted in the meantime, or it is a file
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not folder.name.startswith(_NEW):
                 size = sum(file.stat().st_size for file in folder.iterdir())
@@ -136,7 +140,7 @@ def packed_entries(home: Path) -> list[PackedEntry]:
 def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
     """Delete the least recently used checkpoints until at most `limit` bytes remain, and return them.
 
-    With a limit of 0, the files that mark checkpoints as not convertible are deleted as well.
+    If the limit is 0, the files that mark checkpoints as not convertible are deleted as well.
     """
     if not home.is_dir():
         return []

@@ -1,7 +1,7 @@
 """Write and load packed checkpoints: folders with packed weights.
 
-A folder contains config.json, the tokenizer, and model.safetensors. On a CPU, the weights are mapped into memory, not
-copied. `quantization_config` has the format of each packed weight.
+A folder contains config.json, the tokenizer, and model.safetensors. On a CPU, the weights are memory-mapped and not
+copied. `quantization_config` in config.json states the format of each packed weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 
 
 class CannotPackError(Exception):
-    """The weights of a checkpoint cannot stay packed, so transformers must load the checkpoint."""
+    """Raised if the weights of a checkpoint cannot stay packed, so that transformers must load it."""
 
 
 def write_checkpoint(
@@ -38,7 +38,7 @@ def write_checkpoint(
 ) -> None:
     """Write config.json and the weights of a packed checkpoint to an existing folder.
 
-    `tensors` contains all parameters by name, and `formats` the formats of packed weights by module name.
+    `tensors` maps parameter names to all parameters, and `formats` maps module names to the formats of packed weights.
     """
     from safetensors.torch import save_file
 
@@ -57,9 +57,9 @@ def declared_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
 
 
 def use_packed_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
-    """Replace weights of a model on the meta device by uninitialised packed weights.
+    """Replace weights of a model on the meta device with uninitialised packed weights.
 
-    `formats` maps module names to formats.
+    `formats` maps the names of the modules to convert to their formats.
     """
     if not formats:
         return
@@ -82,7 +82,7 @@ def use_packed_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: t
 def read_checkpoint(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Load a packed checkpoint. Weights that are not packed are converted to `dtype`.
+    """Load a packed checkpoint. Convert weights that are not packed to `dtype`.
 
     Raise ModelError if the weights are damaged or do not belong to the configuration.
     """
@@ -99,7 +99,7 @@ def read_checkpoint(
     # `init_empty_weights` replaces every parameter by a new one, so tied weights must be tied again
     model.tie_weights()
     use_packed_formats(model, declared_formats(config), dtype)
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}  # modules and names of each weight; a tied weight has several
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}  # where each weight is used; a tied weight has several owners
     for module in model.modules():
         for attribute, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             owners.setdefault(id(weight), []).append((module, attribute))

@@ -1,7 +1,7 @@
-"""Dimensions and weight shapes of plain decoders, computed from config.json without torch and transformers.
+"""Dimensions and weight shapes of plain decoders, computed from config.json without importing torch or transformers.
 
-Building a model on the meta device takes four seconds, mostly for imports. `plain_shape` handles Llama, Mistral, Qwen2
-and Qwen3 without options that change shapes, and `load_shape` all other models.
+Building a model on the meta device takes four seconds, mostly for imports. `plain_shape` avoids this for Llama,
+Mistral, Qwen2 and Qwen3, unless an option changes the shapes. `load_shape` handles all other models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IGNORED = frozenset({
     "initializer_range", "max_window_layers", "model_type", "pad_token_id", "pretraining_tp", "rms_norm_eps",
     "rope_theta", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
-"""Entries of config.json that change neither shapes nor the support of a model by this package."""
+"""Entries of config.json that affect neither the shapes nor whether this package supports the model."""
 
 _READ = frozenset({
     "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
@@ -35,10 +35,10 @@ _ROPE = frozenset({
 
 @dataclass(frozen=True)
 class _Family:
-    """Differences of the models of one `model_type` from Llama."""
+    """How the models of one `model_type` differ from Llama."""
 
     architecture: str  # name of the transformers class
-    required: tuple[str, ...] = ()  # entries of config.json whose default differs from Llama's
+    required: tuple[str, ...] = ()  # entries of config.json with defaults that differ from Llama's
     bias: bool = False  # the query, key and value projections have biases
     norms: bool = False  # queries and keys are normalised
 
@@ -68,7 +68,7 @@ class PlainShape(NamedTuple):
 
 
 def plain_shape(source: ModelSource) -> PlainShape | None:
-    """Return the shape of a plain decoder in a local folder, or None for other models and damaged files."""
+    """Return the shape of a plain decoder in a local folder. Return None for other models and if a file is damaged."""
     folder = source.folder
     if folder is None or source.gguf is not None or (folder / "adapter_config.json").exists():
         return None
@@ -79,9 +79,9 @@ def plain_shape(source: ModelSource) -> PlainShape | None:
 
 
 def check_shapes(source: ModelSource) -> None:
-    """Raise ModelError if the files of a plain decoder lack a weight, or have other shapes than config.json states.
+    """Raise ModelError if a weight of a plain decoder is missing or its shape does not match config.json.
 
-    Only headers are read. Other models, and files with other weight names, are not checked.
+    Only file headers are read. Other models are not checked, and neither are files that use other weight names.
     """
     if (plain := plain_shape(source)) is None:
         return

@@ -1,7 +1,8 @@
-"""Recurrent state of hybrid models, and the decoder layers with recurrent state.
+"""Recurrent state of hybrid models, and the decoder layers that use it.
 
-Layers without attention are whole modules of transformers. They get a `RecurrentState` in place of transformers' cache.
-Linear attention, Mamba-2 and short convolutions call five of the cache's methods.
+For layers without attention, transformers' own modules are called. They get a `RecurrentState` instead of transformers'
+cache. The modules for linear attention, Mamba-2 and short convolutions call only five methods of the cache, which
+`RecurrentState` provides.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from .weights import attention_of
 
 
 class StateSlots:
-    """Recurrent states of all running sequences. Each sequence has one slot, the same in all layers.
+    """Recurrent states of all running sequences. Each sequence has one slot, which is the same in all layers.
 
-    The lowest free slot is used first, so that a batch usually has adjacent slots and needs no copy.
+    The lowest free slot is used first, so that the sequences of a batch usually have adjacent slots and need no copy.
     """
 
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
@@ -34,8 +35,8 @@ class StateSlots:
         self._free: set[int] = set()
         self.conv: dict[int, torch.Tensor] = {}
         self.recurrent: dict[int, torch.Tensor] = {}
-        # Number of tokens that each layer has processed, by slot. If a layer runs twice or misses tokens, its state is
-        # wrong, and the error shows only hundreds of tokens later.
+        # Number of tokens that each layer has processed, by slot. If a layer runs twice or skips tokens, its state is
+        # wrong, but the effect becomes visible only hundreds of tokens later.
         self.processed: dict[int, list[int]] = {shape.layer: [] for shape in self._shapes}
         self._grow(0)
 
@@ -48,7 +49,7 @@ class StateSlots:
         return sum(states.nbytes for tensors in (self.conv, self.recurrent) for states in tensors.values())
 
     def allocate(self, origin: int | None = None) -> int:
-        """Allocate a slot with a copy of the state in slot `origin`, or without `origin` with zeros."""
+        """Allocate a slot. Initialise it with a copy of slot `origin`, or with zeros if `origin` is None."""
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
         slot = min(self._free)
@@ -80,17 +81,17 @@ class StateSlots:
         *,
         counts: Sequence[int] | None = None,
     ) -> RecurrentState:
-        """Return the state of the sequences in `slots`, in this order, for one step.
+        """Return the state for one step with the sequences in `slots`, in this order.
 
         Args:
-            on_finished: Called with a decoder layer's index after its new state has been stored.
-            counts: Number of tokens of each sequence. None means that all have the same number.
+            on_finished: Called with the index of a decoder layer after the layer's new state has been stored.
+            counts: Number of tokens of each sequence in this step. None if all sequences have the same number.
         """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
         return RecurrentState(self, slots, on_finished, counts=counts)
 
     def layer_state(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return views of the recurrent state (or None) and the convolution state of a decoder layer in a slot."""
+        """Return views of a decoder layer's recurrent state (None if it has none) and convolution state in a slot."""
         return self.recurrent[layer][slot] if layer in self.recurrent else None, self.conv[layer][slot]
 
     def check(self, slot: int, tokens: int) -> None:
@@ -105,7 +106,7 @@ class StateSlots:
         assert all(len(counts) == self._size for counts in self.processed.values())
 
     def _grow(self, size: int) -> None:
-        # All tensors are allocated first, so that nothing changes if memory is exhausted.
+        # All tensors are allocated first, so that nothing has changed if memory runs out.
         conv = {
             shape.layer: self._resized(self.conv, shape.layer, (size, *shape.conv), self._dtype)
             for shape in self._shapes
@@ -131,12 +132,12 @@ class StateSlots:
 
 
 class RecurrentState:
-    """Recurrent state of the sequences of one step. transformers' modules use it as their cache.
+    """Recurrent state of the sequences in one step. transformers' modules use it as their cache.
 
     If the slots are adjacent, the state is a view of them. Otherwise it is a copy, which `finish` writes back.
 
     Attributes:
-        inputs: Inputs `[T, D]` of each recurrent mixer in this step, by decoder layer, or None if they are not
+        inputs: Recorded inputs `[T, D]` of the recurrent mixers in this step, by decoder layer. None if inputs are not
             recorded.
     """
 
@@ -170,9 +171,9 @@ class RecurrentState:
         return len(self._slots)
 
     def groups(self) -> Iterator[tuple[slice, RecurrentState]]:
-        """Yield groups of adjacent sequences with the same number of tokens in this step.
+        """Yield groups of adjacent sequences that have the same number of tokens in this step.
 
-        Each item is a slice of the step's T tokens, and the state of the group.
+        Each item consists of the group's slice of the step's T tokens, and the group's state.
         """
         if self._groups:
             yield from self._groups
@@ -191,7 +192,10 @@ class RecurrentState:
             self._finished(layer)
 
     def _state(self, kind: str, layer: int) -> torch.Tensor:
-        """Return the convolution or recurrent state `[B, ...]` of a layer. Callers may modify it until `finish`."""
+        """Return the convolution or recurrent state `[B, ...]` of a layer.
+
+        Callers may modify it until they call `finish`.
+        """
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
             if self._adjacent:
@@ -203,7 +207,8 @@ class RecurrentState:
         return self._current[kind, layer]
 
     def _slot_index(self, states: torch.Tensor) -> torch.Tensor:
-        # With a list as the index, torch would copy it for each tensor, and the host would wait for each copy.
+        # If the index were a list, torch would copy it to the device for each tensor, and the host would wait for each
+        # copy.
         if self._index is None:
             self._index = to_device(torch.tensor(self._slots), states.device)
         return self._index
@@ -211,15 +216,18 @@ class RecurrentState:
     # ------------------------------------------------------------------------- transformers' cache protocol
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """Return the last inputs of a layer's convolution, `[B, channels, kernel]`; zeros before the first token."""
+        """Return the latest inputs of a layer's convolution, `[B, channels, kernel]` (zeros before the first token)."""
         return self._state("conv", layer_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """Return the recurrent state of a layer, `[B, ...]`; zeros before the first token."""
+        """Return the recurrent state of a layer, `[B, ...]` (zeros before the first token)."""
         return self._state("recurrent", layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Append convolution inputs `[B, channels, T]`. Return old and new inputs `[B, channels, kernel + T]`."""
+        """Append convolution inputs `[B, channels, T]`.
+
+        Return the old and the new inputs, `[B, channels, kernel + T]`.
+        """
         state = self._state("conv", layer_idx)
         inputs = torch.cat([state, conv_states.to(state.dtype)], dim=-1)
         state.copy_(inputs[..., -state.shape[-1] :])
@@ -247,19 +255,19 @@ class Stage:
 
 @dataclass(eq=False)
 class RollbackState:
-    """A copy of a sequence's recurrent state, to restore after draft tokens are rejected."""
+    """A copy of a sequence's recurrent state. It is restored if draft tokens are rejected."""
 
     slot: int
-    tokens: int = 0  # number of tokens of the sequence when the copy was made
-    # Inputs `[n, D]` of each decoder layer's recurrent mixer for the n tokens after the copy, or None if they are not
-    # recorded. The state after the accepted tokens is computed from them.
+    tokens: int = 0  # length of the sequence in tokens when the copy was made
+    # For each decoder layer, the inputs `[n, D]` of its recurrent mixer for the n tokens after the copy. The state
+    # after the accepted tokens is computed from them. None if inputs are not recorded.
     inputs: dict[int, torch.Tensor] | None = field(default=None, repr=False)
 
 
 def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
-    """Return the output `[T, D]` of a decoder layer without attention for `hidden` `[T, D]`.
+    """Run a decoder layer without attention on `hidden` `[T, D]`. Return its output `[T, D]`.
 
-    `module` can also be a recurrent mixer that is parallel to attention (Falcon-H1).
+    `module` can also be a recurrent mixer that runs in parallel with attention (Falcon-H1).
     """
     if state is None:
         return _call(module, hidden, 1, None)
@@ -299,7 +307,8 @@ class _InputRecorder:
     def recording(self, state: RecurrentState) -> Any:
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            # Other threads may call the same module, also before torch knows that the hook takes keyword arguments.
+            # Other threads may call the same module, even before torch has registered that the hook takes keyword
+            # arguments.
             kwargs = kwargs or {}
             if any(argument is state for argument in (*args, *kwargs.values())):
                 x = args[0] if args else kwargs["hidden_states"]
@@ -309,10 +318,10 @@ class _InputRecorder:
 
 
 def state_shapes(name: str, layers: Sequence[nn.Module], attention_indices: Sequence[int]) -> tuple[StateShape, ...]:
-    """Return the shapes of one sequence's recurrent states in all decoder layers.
+    """Return the shapes of a sequence's recurrent states, one for each decoder layer.
 
-    `attention_indices` are the indices of the decoder layers with attention. Raise ModelError, with the model class
-    `name`, if no layer has attention or a state is not supported.
+    `attention_indices` are the indices of the decoder layers with attention. If there is no such layer, or a state is
+    not supported, raise a ModelError that mentions the model class `name`.
     """
     mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
@@ -346,7 +355,7 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
 
 
 def recurrent_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the module of a decoder layer that has recurrent state, or None. It must have a convolution."""
+    """Return the submodule of a decoder layer that has recurrent state (recognised by its convolution), or None."""
     return next((module for module in layer.modules() if _convolution(module) is not None), None)
 
 

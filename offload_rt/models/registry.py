@@ -19,10 +19,12 @@ _DECODERS = (
     "GraniteMoeHybrid", "Lfm2", "Lfm2Moe", "Lfm3", "FalconH1", "NemotronH", "OlmoHybrid", "Bamba", "Gemma4",
     "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu", "KimiLinear",
 )  # fmt: skip
-"""Prefixes of the `...ForCausalLM` classes of transformers with which `DecoderAdapter` is tested."""
+"""Name prefixes of the `...ForCausalLM` classes in transformers with which `DecoderAdapter` is tested."""
 
 _MULTIMODAL = ("Gemma3", "Gemma4", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe")
-"""Prefixes of the tested multimodal classes `...ForConditionalGeneration`. `DecoderAdapter` runs their language models.
+"""Name prefixes of the tested multimodal classes (`...ForConditionalGeneration`).
+
+`DecoderAdapter` runs their language models.
 """
 
 _DECODER = "offload_rt.models.decoder:DecoderAdapter"
@@ -33,18 +35,18 @@ _adapters = {
     "OPTForCausalLM": "offload_rt.models.learned_positions:OPTAdapter",
     "GPT2LMHeadModel": "offload_rt.models.learned_positions:GPT2Adapter",
 }
-"""Adapter of each transformers class, as "module:class". The adapter is imported on first use."""
+"""Maps each transformers class to its adapter, as "module:class". Adapters are imported on first use."""
 
 
 def register_architecture(architecture: str, adapter: str) -> None:
-    """Register an adapter for models of a transformers class.
+    """Register an adapter for a model class of transformers.
 
-    To load a class that is not part of transformers from a folder, also register it with `AutoConfig` and
-    `AutoModelForCausalLM`.
+    If the class is not part of transformers, also register it with `AutoConfig` and `AutoModelForCausalLM`. This is
+    needed to load its models from a folder.
 
     Args:
         architecture: Name of the transformers class.
-        adapter: A `ModelAdapter` as "module:class". It is called with the loaded model.
+        adapter: A subclass of `ModelAdapter`, as "module:class". It is called with the loaded model.
 
     Raises:
         ConfigError: The architecture already has a different adapter.
@@ -64,8 +66,8 @@ def has_external_adapters() -> bool:
 def adapter_for(model: Any) -> ModelAdapter:
     """Return a new adapter for a loaded transformers model, chosen by its class.
 
-    An unregistered class gets a `DecoderAdapter` if its modules are recognised, and must then pass load-time
-    verification.
+    If the class is not registered but its modules are recognised, the adapter is a `DecoderAdapter`, and the model must
+    pass load-time verification.
 
     Raises:
         ModelError: The architecture, or one of its options, is not supported.
@@ -87,7 +89,7 @@ def adapter_for(model: Any) -> ModelAdapter:
 
 
 def declared_class(entries: Mapping[str, Any]) -> str:
-    """Return the class that a config.json names, or else a description of its model type."""
+    """Return the class name in a config.json, or a description of its model type if it names no class."""
     named = next(iter(entries.get("architectures") or ()), None)
     return str(named or f"model type {entries.get('model_type')!r}")
 
@@ -104,7 +106,7 @@ def refuse_unknown(entries: Mapping[str, Any], names: Callable[[], Container[str
 
 
 def has_remote_code(entries: Mapping[str, Any], *, trusted: bool) -> bool:
-    """Return whether code in the checkpoint defines the model and may run (`trusted`)."""
+    """Return whether the model is defined by code in the checkpoint, and this code may run (`trusted`)."""
     return trusted and "AutoModelForCausalLM" in (entries.get("auto_map") or {})
 
 
@@ -116,6 +118,9 @@ def refuse_unverified(architecture: str, verify: Verify) -> None:
 
 
 def unsupported(architecture: str, why: str = "", reason: str = "architecture") -> ModelError:
-    """Create the error for an unsupported architecture. Without `why`, it lists the supported architectures."""
+    """Create the error for an unsupported architecture.
+
+    If `why` is empty, the message lists the supported architectures.
+    """
     details = f": {why}" if why else f"; supported are {', '.join(_adapters)}"
     return ModelError(f"{architecture} is not supported{details}", reason=reason)

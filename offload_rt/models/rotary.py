@@ -1,10 +1,10 @@
 """Rotary position embedding (RoPE) with cos and sin from the model's own rotary module.
 
-RoPE rotates pairs of dimensions of a head. The layout of the pairs, half-split or interleaved, is detected by applying
-the model's own function to random queries. Models with another layout are refused.
+RoPE rotates pairs of dimensions of a head. The pairs have a half-split or an interleaved layout. The layout is detected
+by applying the model's own rotation function to random queries. Models with any other layout are refused.
 
-With some kinds of RoPE scaling, frequencies depend on the text length. As in vLLM, the frequencies for the longest
-supported text are always used, because a later change would invalidate cached keys.
+Some kinds of RoPE scaling have frequencies that depend on the text length. As in vLLM, the frequencies for the longest
+supported text are used from the start, because a later change would invalidate cached keys.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .multimodal import text_config, text_decoder
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """RoPE types with frequencies that depend on the text length.
 
-Both have one set of frequencies for texts up to the original training length. For longer texts, "longrope" (Phi) has
-one other set, and "dynamic" a different set for each length.
+Both types have one set of frequencies for texts up to the original training length. For longer texts, "longrope" (Phi)
+has a second set, and "dynamic" has a different set for each length.
 """
 
 MAX_CACHED_POSITIONS = 8
-"""Number of `positions` tensors whose cos and sin are cached: one for each slice of a prefill."""
+"""Number of `positions` tensors for which cos and sin are cached, one for each slice of a prefill."""
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
 """A function that rotates queries or keys `[heads, T, d]` to the positions of their T tokens."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of the angles of T positions, each `[1, T, w]`."""
+"""cos and sin of the rotation angles for T positions, each `[1, T, w]`."""
 
 
 class HalfSplit:
-    """Layout that pairs dimension i with i + w/2 of w rotated dimensions (NeoX), as in Llama and most models."""
+    """Layout of most models, such as Llama (NeoX): of w rotated dimensions, dimension i is paired with i + w/2."""
 
     @staticmethod
     def per_dimension(values: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class HalfSplit:
 
 
 class Interleaved:
-    """Layout that pairs dimension 2i with 2i + 1 (GPT-J), as in Cohere and GLM."""
+    """Layout of Cohere and GLM, for example (GPT-J): dimension 2i is paired with 2i + 1."""
 
     @staticmethod
     def per_dimension(values: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ Layout = type[HalfSplit] | type[Interleaved]
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Rotation of the first w dimensions of heads, for T positions.
+    """Rotation of the first w dimensions of each head to T positions.
 
     Attributes:
         cos: `[1, T, w]`.
@@ -97,7 +97,7 @@ class Rotation:
         """Rotate the first w dimensions of `x` `[heads, T, d]`. The other dimensions are unchanged.
 
         The result has the dtype of `x` and is bitwise equal to `x cos + rotate_half(x) sin`. If cos and sin have a
-        wider dtype (OLMo), they determine the dtype of the computation.
+        wider dtype (OLMo), the computation uses that dtype.
         """
         cos, sin, width = self.cos, self.sin, self.cos.shape[-1]
         if x.is_cuda and self.layout is HalfSplit and width == x.shape[-1]:
@@ -114,10 +114,10 @@ def unrotated(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rotary:
-    """Applies RoPE to queries and keys in all layers, with cos and sin from the model's rotary module.
+    """Applies RoPE to the queries and keys of all layers, using cos and sin from the model's rotary module.
 
-    Layer 0 computes cos and sin for a tensor of positions. Later layers reuse them for the same tensor object, which
-    must not change during a pass.
+    Layer 0 computes cos and sin for a tensor of positions. Later layers reuse them if they are called with the same
+    tensor object, so the tensor must not be modified during a pass.
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attentions: Sequence[Any]) -> None:
@@ -125,18 +125,24 @@ class Rotary:
 
         Args:
             module: The decoder's rotary module.
-            kinds: Layer type that selects the frequencies of each layer; "" if all frequencies are equal, None without
-                RoPE.
-            attentions: The attention modules of the model. Their source file has the model's rotation function.
+            kinds: For each layer, the layer type that selects its frequencies; "" if all layers have the same
+                frequencies, None if the layer has no RoPE.
+            attentions: The model's attention modules. The model's rotation function is defined in their source file.
         """
         self._module, self._kinds = module, tuple(kinds)
         self._norms: list[Rotate | None] = [getattr(attention, "qk_norm", None) for attention in attentions]
-        """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
+        """The norm that Llama 4 applies to rotated queries and keys.
+
+        It has no weight, so it commutes with later rotations.
+        """
         self._cached: list[tuple[ref[torch.Tensor], dict[str | None, Rotate]]] = []
-        """Cache: the latest tensors of positions, newest first, and the rotation to them in each kind of layer."""
+        """Cache of the latest `positions` tensors, newest first.
+
+        Each comes with the rotation to these positions for each kind of layer.
+        """
         self._layout: Layout = HalfSplit
         self._tables_match_layout = True
-        """Whether the rotary module returns cos and sin in the detected layout, so that they need not be reordered."""
+        """Whether the rotary module returns cos and sin in the detected layout. Otherwise, they must be reordered."""
         used = sorted({kind for kind in kinds if kind is not None})
         if used and not self._inverse(used[0]).is_meta:
             self._detect(used[0], attentions[0])
@@ -181,9 +187,9 @@ class Rotary:
         return entry
 
     def rotation_by(self, layer: int, offset: int, like: torch.Tensor) -> Rotate:
-        """Return the function that moves rotated keys `[Hkv, n, d]` to positions higher by `offset`.
+        """Return the function that rotates keys `[Hkv, n, d]` again, so that their positions increase by `offset`.
 
-        Angles are computed in float64, and products in float32 or the dtype of `like` if it is wider.
+        Angles are computed in float64. Products are computed in float32, or in the dtype of `like` if that is wider.
         """
         kind = self._kinds[layer]
         if kind is None:
@@ -212,9 +218,9 @@ class Rotary:
 
 
 def _layout_of(attention: Any, cos_and_sin: Tables) -> Layout:
-    """Return the layout of the rotation in the source file of `attention`.
+    """Return the layout of the rotation function in the source file of `attention`.
 
-    `cos_and_sin` are tables with one value per pair, each `[1, T, w/2]`.
+    `cos_and_sin` are two tables `[1, T, w/2]`, with one value per pair of dimensions.
     """
     file = sys.modules[type(attention).__module__]
     if getattr(getattr(attention, "config", None), "rope_interleave", False):  # DeepSeek V3
@@ -243,10 +249,10 @@ def _layout_of(attention: Any, cos_and_sin: Tables) -> Layout:
 
 
 def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
-    """Make length-dependent RoPE frequencies of `model` constant, for texts of up to `max_model_len` tokens.
+    """If the RoPE frequencies of `model` depend on the text length, fix them for texts of up to `max_model_len` tokens.
 
-    The default is `max_position_embeddings`. If the length is at most the training length, `max_position_embeddings` is
-    set to the training length. Other models stay unchanged.
+    By default, `max_model_len` is `max_position_embeddings`. If it is at most the training length,
+    `max_position_embeddings` is set to the training length. Models with other frequencies are not changed.
 
     Raises:
         ModelError: No single set of frequencies is valid up to `max_model_len`.

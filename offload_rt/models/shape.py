@@ -1,4 +1,4 @@
-"""Dimensions and weight sizes of a model, determined before its weights are read."""
+"""Dimensions and weight sizes of a model, determined without reading its weights."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class ModelShape:
     """Dimensions and weight sizes of a model, returned by `load_shape`.
 
     Attributes:
-        weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`), without
+        weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`), not including
             `host_bytes`. Tied weights count once.
-        sizes: `weight_bytes` by layers, experts, embedding and other weights.
-        dtype: Dtype of the computation.
-        packing: Quantisation method of weights that stay packed, or None.
-        streams: Whether layers can be copied to the device one by one.
-        placement: Experts and embedding that stay in host memory.
+        sizes: `weight_bytes`, broken down into layers, experts, embedding and other weights.
+        dtype: Dtype in which the model computes.
+        packing: Quantisation method, if weights stay packed on the device, or None.
+        streams: Whether layers can be streamed, that is, copied to the device one by one.
+        placement: The experts and the embedding that stay in host memory.
         host_table: Size in bytes of the table of `LayerEmbeddings` in host memory, or 0.
         host_bytes: Size in bytes of this table and of the weights that `placement` keeps in host memory.
     """
@@ -124,7 +124,7 @@ def load_shape(
     arguments = [str(target), str(dtype), max_model_len, quantize, computes_bfloat16(), *_code_versions()]
     if quantize in ("auto", "none") and (shape := _plain_shape(source, target, dtype)) is not None:
         return shape
-    # transformers takes four seconds of processor time for its imports and a skeleton
+    # importing transformers and building a skeleton takes four seconds of processor time
     return CheckpointCache(source).lookup("shapes", arguments, compute, _parse, _dump)
 
 
@@ -148,7 +148,7 @@ def _plain_shape(source: ModelSource, target: torch.device, dtype: str | torch.d
 
 
 def _code_versions() -> list[object]:
-    """Return the time of the latest change to this package's code, and the versions of packages it uses."""
+    """Return the time of the latest change to this package's code, and the versions of the packages that it uses."""
     # The shape of a model depends on this code, in addition to the model's files.
     package = Path(__file__).parents[1]
     # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
@@ -222,9 +222,10 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the size in bytes of a packed checkpoint's weights outside of decoder layers, and of each layer.
+    """Return the sizes in bytes of a packed checkpoint's weights: of all weights outside decoder layers, and of each
+    layer.
 
-    Packed weights have their size in the file, other weights their size in `dtype`. Raises ModelError.
+    Packed weights count with their size in the file, and other weights with their size in `dtype`. Raises ModelError.
     """
     named = {_unprefixed(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(match[1]) for name in named if (match := _LAYER.search(name)))
@@ -248,6 +249,6 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
 
 
 def _unprefixed(name: str) -> str:
-    """Remove prefixes, which differ between files and modules of multimodal models."""
+    """Remove the prefix of a weight name, because files and modules of multimodal models have different prefixes."""
     match = _LAYER.search(name)
     return name[match.start() :].removeprefix(".") if match else ".".join(name.split(".")[-2:])

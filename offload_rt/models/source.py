@@ -1,4 +1,4 @@
-"""Resolution of a model name to a shipped checkpoint, a folder, a GGUF file or a hub repository."""
+"""Resolve a model name to a shipped checkpoint, a folder, a GGUF file or a hub repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..utils.small_files import read_json
 from .registry import has_remote_code, refuse_unknown
 
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
-"""Folders of the shipped checkpoints under `offload_rt/reference`, by model name."""
+"""Maps the name of each shipped model to its checkpoint folder under `offload_rt/reference`."""
 
 MERGE = (
     "merge the adapter with peft.PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), and pass the result or "
@@ -65,7 +65,7 @@ class ModelSource:
 
     Attributes:
         name_or_path: Folder or hub id, as accepted by transformers.
-        gguf: Name of the GGUF file with configuration, weights and tokenizer, or None.
+        gguf: Name of the GGUF file that contains configuration, weights and tokenizer. None for other checkpoints.
         shipped: Whether the checkpoint ships with the package.
         hub: Download options.
     """
@@ -81,12 +81,12 @@ class ModelSource:
 
     @property
     def location(self) -> str:
-        """Absolute path of a local folder or file, or the checkpoint's name on the hub."""
+        """The absolute path of a local folder or file, or the name of a checkpoint on the hub."""
         name = self.name_or_path if self.gguf is None else f"{self.name_or_path}/{self.gguf}"
         return name if self.folder is None else str(Path(name).absolute())
 
     def check_files(self) -> None:
-        """Raise ModelError if a local folder contains no model, or if a local GGUF file is damaged or incomplete.
+        """Raise ModelError if the local folder contains no model, or if the local GGUF file is damaged or incomplete.
 
         This is fast, because it imports neither torch nor transformers.
         """
@@ -112,12 +112,12 @@ class ModelSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint may have a tokenizer. False for a local folder without tokenizer files."""
+        """Whether the checkpoint may have a tokenizer. Only False for a local folder without tokenizer files."""
         folder = self.folder
         return folder is None or self.gguf is not None or any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
     def check_tokenizer(self) -> None:
-        """Raise ModelError if tokenizer.json in a local folder is incomplete or no JSON object.
+        """Raise ModelError if tokenizer.json in a local folder is incomplete or not a JSON object.
 
         Parsing the file takes up to a second, so only its first and last bytes are read.
         """
@@ -135,7 +135,7 @@ class ModelSource:
             )
 
     def check_reachable(self) -> None:
-        """Raise ModelError quickly if a hub model is not in the cache and the hub cannot be reached."""
+        """Raise ModelError without a long wait if a hub model is not in the cache and the hub cannot be reached."""
         if self.folder is not None:
             return
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -154,7 +154,7 @@ class ModelSource:
             )
         except Exception as error:  # The type of a connection error differs between versions of huggingface_hub.
             if getattr(error, "response", None) is not None:
-                return  # The hub can be reached; transformers will report the reason.
+                return  # The hub can be reached, so transformers will report the reason.
             raise ModelError(
                 f"{self} is not in the cache, and {constants.ENDPOINT} cannot be reached ({error}): {hint}, or set "
                 "HF_ENDPOINT to a mirror"
@@ -166,7 +166,10 @@ class ModelSource:
 
 
 def _text_with_class_names() -> str:
-    """Return the source files of transformers with the names of its model classes, because imports take seconds."""
+    """Return the text of the transformers source files that list its model classes.
+
+    Importing them would take seconds.
+    """
     package = importlib.util.find_spec("transformers")
     assert package is not None and package.origin is not None
     return "".join(file.read_text() for file in (Path(package.origin).parent / "models" / "auto").glob("*.py"))

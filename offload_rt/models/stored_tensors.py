@@ -1,4 +1,4 @@
-"""Names and sizes of the tensors in the safetensors files of a checkpoint, read from the headers."""
+"""Names and sizes of the tensors in a checkpoint's safetensors files, read from the file headers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
     "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-"""Bits of an element, by dtype of safetensors."""
+"""Bits per element, by dtype in the notation of safetensors."""
 
 _PACKED_PART = {"gptq": ".qweight", "awq": ".qweight"}
-"""End of the name of a packed weight, by quantisation method."""
+"""Name suffix of packed weights, by quantisation method."""
 
 
 class StoredTensor(NamedTuple):
@@ -35,7 +35,9 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers reads: those in the index, else model.safetensors, else all."""
+    """Return the safetensors files that transformers reads: those in the index, otherwise model.safetensors, otherwise
+    all.
+    """
     if (index := folder / INDEX).exists():
         return sorted({folder / str(name) for name in read_json(index)["weight_map"].values()})
     single = folder / "model.safetensors"
@@ -43,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
-    """Yield the tensors of a checkpoint. Only the headers of files are read.
+    """Yield the tensors of a checkpoint. Only file headers are read.
 
     Raises:
         OSError: A file cannot be read.
@@ -77,7 +79,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def check_complete(path: Path) -> Path:
-    """Return `path`. Raise ModelError if the safetensors file is damaged or incomplete."""
+    """Check the safetensors file `path`, and return `path`. Raise ModelError if the file is damaged or incomplete."""
     try:
         if (foreign := foreign_file(path, "a safetensors file")) is None:
             missing = _missing_bytes(path)
@@ -97,7 +99,7 @@ def check_complete(path: Path) -> Path:
 
 
 def _missing_bytes(path: Path) -> int:
-    """Return the size that the header of a safetensors file declares, minus its actual size in bytes."""
+    """Return how many bytes of a safetensors file are missing according to its header (negative if it has too many)."""
     end, header = 0, _header(path)
     for name, entry in header.items():
         if name == "__metadata__":
@@ -114,7 +116,10 @@ def _missing_bytes(path: Path) -> int:
 
 
 def check_weights(source: ModelSource) -> None:
-    """Raise ModelError if a local folder has no safetensors files, or an incomplete one. Only headers are read."""
+    """Raise ModelError if a local folder has no safetensors files, or if one is incomplete.
+
+    Only file headers are read.
+    """
     folder = source.folder
     if folder is None or source.gguf is not None:
         return

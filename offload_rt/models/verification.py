@@ -1,8 +1,8 @@
 """Load-time verification: compare an adapter with transformers' own forward pass on random tokens, layer by layer.
 
-Each layer of the adapter gets the same input as in transformers, so rounding errors do not accumulate, and results must
-be equal within the rounding of the dtype. The last tokens are computed one by one, as in decoding. The arguments of
-transformers' "eager" attention are recorded, and a model that passes an unknown argument is refused.
+Each layer of the adapter gets the same input as in transformers. Rounding errors therefore do not accumulate, and the
+results must be equal up to the rounding errors of the dtype. The last tokens are computed one by one, as in decoding.
+The arguments of transformers' "eager" attention are recorded, and a model that passes an unknown argument is refused.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ from .weights import attention_layers, decoder_layers
 _FORMAT = 1
 _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 _DECODE_TOKENS = 8
-"""Number of last tokens that are computed one by one."""
+"""Number of tokens at the end of the text that are computed one by one."""
 _LONGEST_WINDOW = 512
-"""Sliding windows up to this length, in tokens, are verified with a text that is longer than the window.
+"""If a sliding window has at most this many tokens, it is verified with a text that is longer than the window.
 
-For longer windows, only the argument `sliding_window` of the attention is compared.
+For longer windows, only the `sliding_window` argument of the attention is compared.
 """
 _EXPERTS_SHARE = 0.75
-"""Fraction of tokens that must agree in a mixture of experts. Rounding may change which expert is chosen."""
+"""For a mixture of experts, the fraction of tokens that must agree.
+
+Rounding may change which expert a token chooses.
+"""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Maximum error, relative to a layer's contribution to the residual stream, by dtype.
+"""Maximum error for each dtype, relative to a layer's contribution to the residual stream.
 
-In float64 models, norms are still computed in float32.
+Norms are computed in float32 even in float64 models.
 """
 
 _HARMLESS = (
@@ -55,16 +58,18 @@ _HARMLESS = (
     "cache_position", "position_embeddings", "logits_to_keep", "return_dict", "output_attentions",
     "output_hidden_states", "output_router_logits",
 )  # fmt: skip
-"""Attention arguments that need no further check: they have no effect, or a wrong value would change the results."""
+"""Attention arguments that need no check of their own: either they have no effect, or a wrong value would change the
+results.
+"""
 
 _recorded: ContextVar[list[dict[str, Any]] | None] = ContextVar("_recorded", default=None)
 _log = logging.getLogger(__name__)
 
 
 def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
-    """Call `verify_model`, unless the cache folder has a record of an earlier success.
+    """Call `verify_model`, unless a record in the cache folder says that an earlier call succeeded.
 
-    A record is valid for one model, adapter and configuration, and one version of this package and transformers.
+    A record is valid only for the same model, adapter, configuration, and versions of this package and transformers.
     """
     # The complete configuration is part of the record, because the fingerprint ignores some entries.
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
@@ -85,11 +90,11 @@ def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
 
 @torch.no_grad()
 def verify_model(model: Any, adapter: ModelAdapter) -> None:
-    """Verify `adapter` against transformers' own forward of `model`.
+    """Compare `adapter` with transformers' own forward pass of `model`.
 
     Raises:
-        ModelError: Results differ (reason "verification"; the message names the first layer that differs), or the model
-            passes an unsupported argument to its attention (reason "attention_argument").
+        ModelError: The results differ (reason "verification"; the message names the first layer that differs), or the
+            model passes an unsupported argument to its attention (reason "attention_argument").
     """
     geometry = adapter.geometry
     tested = [window for window in geometry.windows if window is not None and window <= _LONGEST_WINDOW]
@@ -151,7 +156,8 @@ class _Verification:
         options: dict[str, Any] = {"position_ids": self._positions[None], "use_cache": False}
         options["logits_to_keep"] = _DECODE_TOKENS
         if self._adapter.geometry.kv_from:
-            # With a number, Gemma 4 computes later layers only for the last tokens; with indices, for all.
+            # If this is a number, Gemma 4 computes later layers only for the last tokens; with indices, it computes
+            # them for all.
             options["logits_to_keep"] = torch.arange(len(self._tokens), device=self._tokens.device)[-_DECODE_TOKENS:]
 
         def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -187,8 +193,8 @@ class _Verification:
     def _compare(self, what: str, layer_input: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding errors.
 
-        `what` names the result in the message. The tolerance is relative to the layer's contribution: the difference
-        between `expected` and `layer_input`.
+        `what` names the result in the message. The tolerance is relative to the layer's contribution, which is the
+        difference between `expected` and `layer_input`.
         """
         wide = torch.promote_types(actual.dtype, torch.float32)
         actual, expected, layer_input = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, layer_input))
@@ -247,7 +253,9 @@ def _tensor(out: Any) -> torch.Tensor:
 
 @contextmanager
 def _recording(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
-    """Use eager attention in the model of `config`, and append the arguments of each call to `arguments`."""
+    """Within the `with` block, make the model of `config` use eager attention, and append the arguments of each call to
+    `arguments`.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

@@ -17,7 +17,7 @@ ALIGNMENT = 64
 """Alignment in bytes of weights. All weights of a layer are copied to the device as one buffer."""
 
 _ATTENTION = ("self_attn", "attention", "self_attention", "attn")
-"""Names that transformers uses for the attention module of a decoder layer."""
+"""Names of a decoder layer's attention module in transformers."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Placement:
     """Weights that stay in host memory.
 
     Attributes:
-        layers: Decoder layers whose weights are copied to the device in every pass.
-        experts: Number of most recently used experts per layer on the device. Other experts are copied when the router
-            chooses them. None keeps all experts on the device.
-        embedding: Whether embeddings are looked up in host memory, and only the results are copied.
+        layers: Indices of the decoder layers whose weights are copied to the device in every pass.
+        experts: Number of experts per layer that are cached on the device, the most recently used ones. Other experts
+            are copied when the router chooses them. None keeps all experts on the device.
+        embedding: Whether the embedding stays in host memory. Embeddings are then looked up there, and only the results
+            are copied.
     """
 
     layers: tuple[int, ...] = ()
@@ -44,27 +45,27 @@ ON_DEVICE = Placement()
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Sizes of the experts of a model in bytes. Layers without experts have the sizes 0."""
+    """Sizes in bytes of a model's experts. For layers without experts, the sizes are 0."""
 
-    count: int  # experts in each mixture-of-experts layer
-    top_k: int  # experts that the router chooses per token
-    one_expert: tuple[int, ...]  # one expert of each layer
-    all_experts: tuple[int, ...]  # all experts of each layer, aligned
+    count: int  # number of experts in each mixture-of-experts layer
+    top_k: int  # number of experts that the router chooses per token
+    one_expert: tuple[int, ...]  # size of one expert, for each layer
+    all_experts: tuple[int, ...]  # aligned size of all experts, for each layer
 
 
 @dataclass(frozen=True)
 class WeightSizes:
     fixed: int  # all weights outside of decoder layers, all buffers, and the unpacked copies of latent attention
     layers: tuple[int, ...]  # aligned size of the weights of each decoder layer
-    widest: int  # largest number of inputs or outputs per token of any matrix in a layer
-    experts: ExpertSizes | None = None  # experts in `layers`, which may stay in host memory
-    embedding: int = 0  # size of the embedding in `fixed`, if it may stay in host memory
-    layer_table: int = 0  # size of the table of `LayerEmbeddings` in `fixed`
+    widest: int  # largest number of inputs or outputs, per token, among all matrices of a layer
+    experts: ExpertSizes | None = None  # sizes of the experts that `layers` includes; they may stay in host memory
+    embedding: int = 0  # size of the embedding that `fixed` includes, if it may stay in host memory
+    layer_table: int = 0  # size of the table of `LayerEmbeddings` that `fixed` includes
 
     def on_device(self, placement: Placement) -> WeightSizes:
-        """Return the sizes of the weights on the device with this placement.
+        """Return the sizes of the weights that are on the device with this placement.
 
-        `fixed` includes the buffers for experts that are copied from host memory.
+        In the result, `fixed` includes the buffers for experts that are copied from host memory.
         """
         fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
         if placement.experts is not None and self.experts is not None:
@@ -80,7 +81,7 @@ class WeightSizes:
 
 
 class HostEmbedding(nn.Module):
-    """Replaces the model's embedding: looks up rows in host memory and copies only these to `device`."""
+    """Replacement for the model's embedding. It looks up rows in host memory and copies only these rows to `device`."""
 
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -103,12 +104,12 @@ class HostEmbedding(nn.Module):
 
 
 class HostTable(nn.Embedding):
-    """The table of `LayerEmbeddings` in host memory. Moving the model to a device does not move it.
+    """The table of `LayerEmbeddings` in host memory. It stays there if the model is moved to a device.
 
-    `keep_table_on_host` changes existing embeddings to this class in place.
+    `keep_table_on_host` converts an existing embedding in place, by changing its class to a subclass of this one.
 
     Attributes:
-        in_place: Whether kernels on the device read rows of the page-locked table in place.
+        in_place: Whether the table is page-locked and kernels on the device read its rows in place.
     """
 
     in_place = False
@@ -127,12 +128,13 @@ class HostTable(nn.Embedding):
 
 
 def table_stays_on_host(config: Any, device: torch.device, method: str | None) -> bool:
-    """Return whether the table of `LayerEmbeddings` stays in host memory. False if the model has no such table.
+    """Return whether the model has a table of `LayerEmbeddings` that stays in host memory.
 
-    `config` is the configuration of the checkpoint, and `method` its quantisation method.
+    `config` is the configuration of the checkpoint, and `method` is its quantisation method.
     """
-    # A step reads one row per token, 18 KB in Gemma 4 E2B, whose table has 4.7 GB. So the table is never worth device
-    # memory, and there is no option for it. Models that transformers packs are not moved from host memory.
+    # A step reads only one row per token. In Gemma 4 E2B, a row has 18 KB and the table has 4.7 GB. The table is
+    # therefore never worth device memory, and there is no option for it. Models that transformers packs are not moved
+    # from host memory.
     has_table = bool(getattr(text_config(config), "hidden_size_per_layer_input", 0))
     return has_table and device.type == "cuda" and method in (None, PACKED.method)
 
@@ -169,9 +171,9 @@ def attention_of(layer: nn.Module) -> Any:
 
 
 def experts_of(layer: nn.Module) -> Any:
-    """Return the module with the stacked experts of a decoder layer, or None.
+    """Return the module that contains the stacked experts of a decoder layer, or None if the layer has no experts.
 
-    Its parameters are `[num_experts, ...]`.
+    The parameters of this module have the shape `[num_experts, ...]`.
     """
     for name, module in layer.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())
@@ -183,8 +185,8 @@ def experts_of(layer: nn.Module) -> Any:
 
 
 def untied_embedding(model: Any) -> nn.Module | None:
-    """Return the token embedding, or None if the head uses the same weight."""
-    # Every step reads the whole matrix of the head, so a tied embedding must stay on the device.
+    """Return the token embedding, or None if it shares its weight with the head."""
+    # Every step reads the head's whole matrix, so an embedding that is tied to it must stay on the device.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embedding_ids = {id(weight) for weight in embedding.parameters()}
     tied = head is None or any(id(weight) in embedding_ids for weight in head.parameters())
@@ -219,9 +221,9 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
 
 
 def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
-    """Return the size in bytes of the unpacked weights that latent attention keeps.
+    """Return the size in bytes of the unpacked weight copies that latent attention keeps.
 
-    `all_packed` means that the linear layers of `model` will be packed when it is loaded.
+    Set `all_packed` if the linear layers of `model` will be packed during loading.
     """
     dtype = model.get_input_embeddings().weight.dtype
     expansions = [getattr(attention_of(layer), "kv_b_proj", None) for layer in decoder_layers(model)]
@@ -244,7 +246,7 @@ def _expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
 
 def _experts_per_token(layer: nn.Module) -> int:
     declared = (getattr(module, "top_k", None) for module in layer.modules())
-    router: Any = getattr(layer, "router", None)  # Gemma 4's router reads the number from its configuration
+    router: Any = getattr(layer, "router", None)  # Gemma 4's router reads it from its configuration
     found = [
         k for k in (*declared, getattr(getattr(router, "config", None), "top_k_experts", None)) if isinstance(k, int)
     ]
@@ -252,7 +254,7 @@ def _experts_per_token(layer: nn.Module) -> int:
 
 
 def _widest_side(layer: nn.Module) -> int:
-    """Return the largest number of inputs or outputs of any matrix in a layer, for one token."""
+    """Return the largest number of inputs or outputs, per token, among all matrices of a layer."""
     sides, top_k = [0], _experts_per_token(layer)
     for module in layer.modules():
         features = [getattr(module, name, None) for name in ("in_features", "out_features")]
@@ -261,15 +263,15 @@ def _widest_side(layer: nn.Module) -> int:
         else:
             parameters = list(module.parameters(recurse=False))
             sides += [size for w in parameters if w.dim() == 2 for size in w.shape]
-            # inputs and outputs of all experts that a token uses
+            # inputs and outputs of all experts that one token uses
             sides += [top_k * sum(w.shape[1:]) for w in parameters if w.dim() == 3]
     return max(sides)
 
 
 def place_weights(model: nn.Module, device: torch.device, placement: Placement) -> None:
-    """Move weights and buffers from host memory to `device` one by one.
+    """Move weights and buffers from host memory to `device`, one at a time.
 
-    Weights that `placement` keeps in host memory, and a `HostTable`, are not moved.
+    Weights that `placement` keeps in host memory are not moved, and neither is a `HostTable`.
     """
     layers = decoder_layers(model)
     embedding = untied_embedding(model) if placement.embedding else None

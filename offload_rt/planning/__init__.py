@@ -1,1 +1,1 @@
-"""Memory planning for a model and a context, computed from shapes only."""
+"""Memory planning for a model and a context. Plans are computed from shapes only."""

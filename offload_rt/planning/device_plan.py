@@ -1,10 +1,10 @@
-"""Plan the device memory within a limit (`device_memory`), before the model is loaded.
+"""Plan how to use the device memory within a limit (`device_memory`), before the model is loaded.
 
 If not all data fits, the plan moves data to host memory in this order:
 
-1. Experts of a mixture of experts. Each layer caches as many experts on the device as fit.
+1. Experts of mixture-of-experts layers. Each layer caches as many experts on the device as fit.
 2. Decoder layers. Their weights are streamed through two buffers.
-3. Scoring keys, if they do not fit together with two decoder layers. The host then computes the scores
+3. Scoring keys, if they do not fit on the device together with two decoder layers. The host then computes the scores
    (InfiniGen §6.2), which is slower than any transfer.
 """
 
@@ -31,16 +31,16 @@ from .memory_model import DeviceCosts
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Division of `limit` bytes of device memory between weights and running sequences (see `plan_device`)."""
+    """How `limit` bytes of device memory are divided between weights and running sequences (see `plan_device`)."""
 
     limit: int
     costs: DeviceCosts
-    context: int  # length in tokens of the sequence that the plan was made for
+    context: int  # the plan was made for a sequence of this many tokens
     streamed: tuple[int, ...]  # layers whose weights are streamed from host memory
 
     @property
     def weights(self) -> int:
-        """Size in bytes of weights, expert slots and streaming buffers on the device."""
+        """Size in bytes of the weights, expert slots and streaming buffers on the device."""
         return _weights(self.costs, self.streamed)
 
     @property
@@ -69,7 +69,7 @@ class DevicePlan:
         return self.limit - self.weights
 
     def check(self, contexts: Sequence[int]) -> None:
-        """Raise DeviceFullError if concurrent sequences of these lengths could exceed the limit."""
+        """Raise DeviceFullError if concurrent sequences with these lengths could exceed the limit."""
         needed = self.costs.total([_round_to_blocks(context) for context in contexts]) if contexts else 0
         if needed > self.free_bytes:
             subject = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
@@ -82,9 +82,9 @@ class DevicePlan:
 
 
 def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
-    """Return the plan with the most weights on the device for one sequence of `context` tokens.
+    """Return the plan that keeps the most weights on the device and fits one sequence of `context` tokens.
 
-    Raises MemoryLimitError if no plan fits `limit` bytes.
+    Raises MemoryLimitError if no plan fits in `limit` bytes.
     """
     layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
@@ -98,14 +98,17 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 
 
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the prefill chunk sizes in tokens that a plan may use, the largest (fastest) first."""
+    """Return the prefill chunk sizes, in tokens, that a plan may use.
+
+    The largest, which is the fastest, comes first.
+    """
     if config.prefill_chunk_size is not None:
         return (config.prefill_chunk_size,)
     return (512,) if device.type == "cpu" else (2048, 1024, 512)
 
 
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
-    """Return the memory costs for the largest prefill chunk size. Raise ConfigError for invalid options."""
+    """Return the memory costs with the largest prefill chunk size. Raise ConfigError if an option is invalid."""
     check_device_kv(config, shape.device)
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     return DeviceCosts(
@@ -131,7 +134,7 @@ def check_device_kv(config: EngineConfig, device: torch.device) -> None:
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     """Return the plan for the device memory limit in `config`.
 
-    Raises MemoryLimitError if no plan fits, and ConfigError for invalid policy options or placements.
+    Raises MemoryLimitError if no plan fits, and ConfigError if a policy option or the placement is invalid.
     """
     assert config.device_memory is not None
     geometry = shape.geometry
@@ -158,7 +161,10 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
 
 
 def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
-    """Return the placement that `config` requests. Raise ConfigError if the model has no such weights."""
+    """Return the placement that `config` requests.
+
+    Raise ConfigError if the model does not have the weights to place.
+    """
     sizes, slots = shape.sizes, config.experts_on_device
     if slots is not None and sizes.experts is None:
         packed = f" with separate weights (they are packed: {shape.packing})" if shape.packing else ""
@@ -189,10 +195,10 @@ def _plans_within(limit: int, candidates: Sequence[DeviceCosts], context: int) -
 
 
 def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Choose `count` evenly spaced layers to stream, layers without attention first."""
-    # Transfers of evenly spaced layers overlap with computation. The weights of the next attention layer are needed
-    # several layers early, to predict its query. If they were streamed, they would replace the weights of an earlier
-    # layer, and both would be copied twice.
+    """Choose `count` evenly spaced layers to stream. Layers without attention are preferred."""
+    # If streamed layers are evenly spaced, their transfers overlap with computation. The weights of an attention layer
+    # are already needed several layers earlier, to predict its query. If they were streamed, they would replace the
+    # weights of an earlier layer, and both would be copied twice.
     attention = geometry.attention_at or tuple(range(layers))
     chosen, remaining = list[int](), count
     for kind in ([layer for layer in range(layers) if layer not in attention], attention):

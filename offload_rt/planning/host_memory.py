@@ -1,4 +1,4 @@
-"""Division of the host memory between the KV cache and snapshots of recurrent state (hybrid models)."""
+"""Division of the host memory between the KV cache and, in hybrid models, snapshots of recurrent state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..models.stored_tensors import stored_tensors
 from ..utils.units import format_size
 
 SNAPSHOT_DIVISOR = 8
-"""Snapshots get the host memory divided by this number, unless the configuration sets `snapshot_memory`."""
+"""Snapshots get the host memory divided by this number if the configuration does not set `snapshot_memory`."""
 
-MAX_SNAPSHOTS = 1 << 14  # Small states would allow many more. 16 Ki snapshots are enough for a thousand texts.
+MAX_SNAPSHOTS = 1 << 14  # Enough for a thousand texts. If states are small, many more would fit.
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -32,7 +32,7 @@ class HostMemory:
     Attributes:
         kv: Memory for the KV cache.
         snapshots: Memory for snapshots of recurrent state.
-        snapshot_slots: Number of snapshots; 0 without recurrent state or prefix caching.
+        snapshot_slots: Number of snapshots. 0 if the model has no recurrent state or prefix caching is off.
     """
 
     kv: int
@@ -57,10 +57,10 @@ def divide_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: tor
 
 
 def check_conversion(model: str | os.PathLike[str], dtype: torch.dtype, config: EngineConfig) -> None:
-    """Raise MemoryLimitError if the host memory is too small to convert weights to `dtype` for quantisation.
+    """Raise MemoryLimitError if the host memory is too small to convert the weights to `dtype` before quantisation.
 
-    Weights that are stored in `dtype` need no memory: they are mapped from their files and quantised one by one. All
-    other weights are converted together.
+    Weights that are already stored in `dtype` need no memory: they are mapped from their files and quantised one by
+    one. All other weights are converted at the same time.
     """
     source = find_source(model, hub_of(config))
     if source.folder is None or source.gguf is not None or config.quantize not in ("int4", "int8"):

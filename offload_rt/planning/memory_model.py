@@ -1,4 +1,4 @@
-"""Memory requirements of a model and a context, computed from shapes without loading the model.
+"""Memory requirements of a model and a context, computed from shapes alone. The model is not loaded.
 
 Sizes on the device are upper bounds. `device_plan.py` uses them for `--device-memory`.
 """
@@ -29,29 +29,31 @@ from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
 from .host_memory import divide_host_memory
 
-CUDA_WORKSPACE = 64 * 2**20  # bytes that cuBLAS allocates through torch for two streams, on the largest devices
+CUDA_WORKSPACE = 64 * 2**20  # bytes that cuBLAS allocates through torch on the largest devices, for two streams
 
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Upper bounds of the device memory for sequences, without weights. All sizes are in bytes."""
+    """Upper bounds, in bytes, on the device memory that sequences use (weights not included)."""
 
     shape: ModelShape
     demand: MemoryDemand  # memory demand of the policy
-    slice_tokens: int  # number of prompt tokens that are computed together
-    kv_quantised: bool = False  # fetched KV must be decoded
-    keys_on_host: bool = False  # scoring keys are in host memory, and the host scores tokens
-    working_set: int = 0  # fetched KV entries per KV head that stay on the device, in layers that select tokens
-    graphs: bool = False  # CUDA graphs of padded batches are captured; `total` then includes a second graph
-    draft_tokens: int | None = None  # maximum number of draft tokens per sequence; None without lossless mode
+    slice_tokens: int  # number of prompt tokens that are computed at once
+    kv_quantised: bool = False  # whether fetched KV must be decoded
+    keys_on_host: bool = False  # whether scoring keys are in host memory, so that the host scores tokens
+    working_set: int = 0  # in each layer that selects tokens, fetched KV entries per KV head that stay on the device
+    graphs: bool = False  # whether CUDA graphs of padded batches are captured; `total` then includes a second graph
+    draft_tokens: int | None = None  # maximum number of draft tokens per sequence; None if lossless mode is off
     device_kv: int = 0  # memory for copies of KV blocks
 
     def basis(self) -> int:
-        """Return the size of the matrices that all scoring keys share, and of the query corrections."""
+        """Return the total size of the matrices that all scoring keys share and of the query corrections."""
         return self.demand.correction_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the size that does not depend on the context: `basis`, RoPE of a slice, cuBLAS workspaces."""
+        """Return the size of everything that does not depend on the context: `basis`, RoPE of one slice, cuBLAS
+        workspaces.
+        """
         workspace = CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0
         return self.basis() + self._rope_bytes(self.slice_tokens) + workspace
 
@@ -64,13 +66,14 @@ class DeviceCosts:
         return max((geometry.rows(layer) for layer in range(geometry.layers)), key=lambda rows: rows.bytes(size))
 
     def scoring(self, context: int) -> int:
-        """Return the size of the scoring keys of one sequence without shared keys."""
+        """Return the size of one sequence's scoring keys, assuming that it shares none with other sequences."""
         if self.keys_on_host:
             return 0
         layers = self.demand.scored_layers(self.shape.geometry)
         if page := self.demand.page_tokens:
             return self.demand.scoring_bytes(layers, -(-context // page) * page)
-        # Each layer has a growing buffer with spare capacity. While one buffer grows, its old memory exists too.
+        # Each layer has a growing buffer with spare capacity. While one buffer grows, its old memory is still
+        # allocated.
         return self.demand.scoring_bytes(layers + 1, max_capacity(context, TOKENS_PER_BYTE))
 
     @property
@@ -91,7 +94,7 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size of the recurrent state of `sequences` sequences.
 
-        Lossless mode needs a second state per sequence (`RollbackState`), and recorded inputs.
+        In lossless mode, this includes a second state per sequence (`RollbackState`) and recorded inputs.
         """
         geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
         # The number of slots grows by a quarter at a time (`StateSlots`).
@@ -101,7 +104,9 @@ class DeviceCosts:
         return 2 * slots + sequences * (self.draft_tokens + 1) * len(geometry.states) * geometry.hidden * itemsize
 
     def fetched(self, context: int, layer: int) -> int:
-        """Return the maximum number of tokens that `layer` fetches; 0 for sliding layers and after the last layer."""
+        """Return the maximum number of tokens that `layer` fetches: 0 for sliding layers, and if `layer` is past the
+        last layer.
+        """
         if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
             return 0
         if layer in self.demand.dense:
@@ -109,7 +114,7 @@ class DeviceCosts:
         return max(1, int(self.demand.fetched_fraction * context), min(context, self.demand.always_dense_until))
 
     def h2d_bytes(self, context: int) -> int:
-        """Return the maximum size of the KV that a step of one sequence copies to the device."""
+        """Return the maximum size of the KV that is copied to the device in one step of one sequence."""
         geometry = self.shape.geometry
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
         return rows * geometry.full_rows.bytes(self.shape.dtype)
@@ -121,10 +126,10 @@ class DeviceCosts:
         return sequences * [bucket(max(contexts))]
 
     def staging(self, contexts: Sequence[int]) -> int:
-        """Return the size of the KV that is fetched for the current and the next layer, with its indices.
+        """Return the size of the KV fetched for the current and the next layer, including its indices.
 
-        This includes a buffer for fetched and resident KV of one sequence. With a quantised KV cache, it includes
-        decoded KV of this sequence (on CUDA, of all sequences).
+        The size includes a buffer for the fetched and resident KV of one sequence. If the KV cache is quantised, it
+        also includes the decoded KV of this sequence (on CUDA, of all sequences).
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -154,7 +159,8 @@ class DeviceCosts:
         # earlier tokens and attention to the slice are merged in the wider dtype.
         mlp = 4 * geometry.hidden * compute + 4 * self.shape.sizes.widest * size
         attention = 3 * geometry.hidden * compute + heads * (5 * size + 3 * compute)
-        # torch has no fused kernel for sinks and soft caps, so scores, weights and a mask of that size are in memory.
+        # torch has no fused kernel for sinks and soft caps, so scores, attention weights and a mask of that size are in
+        # memory.
         if geometry.sinks or geometry.softcap is not None:
             key_count = min(context, KEYS_AT_ONCE)
             group = max(geometry.group, geometry.heads // self._largest_rows.kv_heads)
@@ -172,7 +178,7 @@ class DeviceCosts:
         return rows + weight_bytes + work + self._logits_bytes(1) + self._unpacked_bytes()
 
     def _unpacked_bytes(self) -> int:
-        """Return the size of a tile of unpacked weights on a GPU, and of its products."""
+        """Return the size of one tile of unpacked weights on a GPU and of its products."""
         shape = self.shape
         if shape.packing != PACKED.method or shape.device.type == "cpu":
             return 0
@@ -181,7 +187,7 @@ class DeviceCosts:
         return (tile + self.slice_tokens * -(-tile // shape.geometry.hidden)) * shape.dtype.itemsize
 
     def calibration(self) -> int:
-        """Return the size of the memory for calibration, or 0 without calibration."""
+        """Return the size of the memory that calibration uses, or 0 if there is no calibration."""
         # The float64 sums of a slice need no additional memory, because attention and MLP need more.
         if not self.demand.correction_bytes + self.demand.basis_bytes:
             return 0
@@ -211,7 +217,9 @@ class DeviceCosts:
         )
 
     def total(self, contexts: Sequence[int]) -> int:
-        """Return the size for concurrent sequences of the lengths `contexts`, with a prefill of the longest."""
+        """Return the total size for concurrent sequences of the lengths `contexts`, including a prefill of the
+        longest.
+        """
         permanent = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         permanent += self.states(len(contexts)) + self.device_kv
         step = self.staging(contexts) + self.decode(contexts)
@@ -228,26 +236,29 @@ class DeviceCosts:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Memory requirements of one sequence of `context` tokens. All sizes are in bytes, on the device unless noted."""
+    """Memory requirements of one sequence of `context` tokens.
+
+    All sizes are in bytes and refer to the device unless noted.
+    """
 
     context: int
-    kv_per_token: int  # KV cache in host memory or on disk per token, only full-attention layers
+    kv_per_token: int  # KV cache per token in host memory or on disk, full-attention layers only
     kv_host: int  # KV cache of the context in host memory or on disk, in whole blocks
     weights: int
     scoring: int  # scoring keys, their bases and constant buffers
     resident: int  # sinks, recent window and sliding windows
     working_set: int
-    staging: int  # fetched KV of the current layer, merged with the resident KV, and of the next layer
+    staging: int  # fetched KV of the current layer (merged with the resident KV) and of the next layer
     decode: int  # hidden states, scores, attention weights and logits while decoding
-    prefill: int  # temporary memory of a prefill, which does not need `staging` and `decode`
-    graphs: int = 0  # captured CUDA graphs, except the one that runs
+    prefill: int  # temporary memory of a prefill, which needs neither `staging` nor `decode`
+    graphs: int = 0  # captured CUDA graphs, except the graph that is running
     states: int = 0  # recurrent state of a hybrid model, which does not depend on the context
     snapshots: int = 0  # limit on snapshots of recurrent state in host memory
     device_kv: int = 0  # memory for copies of KV blocks
 
     @property
     def device(self) -> int:
-        """Required device memory, for prefill or decoding, whichever needs more."""
+        """Required device memory, for either prefill or decoding, whichever needs more."""
         permanent = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
         permanent += self.device_kv
         return permanent + max(self.prefill, self.staging + self.decode)
@@ -256,7 +267,7 @@ class Requirements:
 def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int = 1) -> Requirements:
     """Return the memory requirements of one sequence of `context` tokens.
 
-    `weights` is the size in bytes of the weights on the device, and `max_graphs` the maximum number of CUDA graphs.
+    `weights` is the size in bytes of the weights on the device. `max_graphs` is the maximum number of CUDA graphs.
     """
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
@@ -285,7 +296,10 @@ class DiskPlan:
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
-    """Return the plan of the KV cache on disk, or None. Raise MemoryLimitError if a limit does not fit."""
+    """Return the plan for the KV cache on disk, or None if there is none.
+
+    Raise MemoryLimitError if a limit does not fit.
+    """
     if config.disk is None:
         return None
     host = divide_host_memory(config, shape.geometry, shape.dtype).kv
@@ -317,7 +331,7 @@ class SystemMemory:
 def obstacles(needed: Requirements, memory: SystemMemory, on_host: int = 0) -> list[str]:
     """Return a sentence for each kind of memory that is too small.
 
-    `on_host` is the size in bytes of weights and scoring keys in host memory.
+    `on_host` is the size in bytes of the weights and scoring keys that are kept in host memory.
     """
     reasons = []
     host_kv = needed.kv_host

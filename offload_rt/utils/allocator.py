@@ -16,15 +16,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-SPARE = 8  # Allocate 1/8 more than needed, because contexts grow. Memory pages that are never written need no memory.
-LARGE = 1 << 18  # in bytes; for smaller tensors, recycling (5 µs) costs more than the fragmentation
+SPARE = 8  # Allocate 1/8 more than needed, because contexts grow. Pages that are never written take no physical memory.
+LARGE = 1 << 18  # in bytes; for smaller tensors, recycling (5 µs) costs more than fragmentation
 
 
 class RecycledMemory:
-    """A thread-safe allocator of CPU tensors. The memory of a tensor is reused when all its views are deleted."""
+    """A thread-safe allocator for CPU tensors. A tensor's memory is reused after all of its views have been deleted."""
 
     def __init__(self, least: int = LARGE) -> None:
-        """Create an allocator that recycles tensors of at least `least` bytes. torch allocates smaller tensors."""
+        """Create an allocator that recycles the memory of tensors of at least `least` bytes.
+
+        Smaller tensors are allocated by torch.
+        """
         self._least = max(1, least)
         self._free: list[mmap.mmap] = []
         # Finalizers do not take this lock, because a finalizer may run in a thread that holds the lock.
@@ -51,7 +54,10 @@ class RecycledMemory:
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:
-        """Return free memory of at least `size` bytes, else new memory, which replaces the largest free memory."""
+        """Take free memory of at least `size` bytes.
+
+        If there is none, allocate new memory and drop the largest free memory.
+        """
         with self._taking:
             waiting = sorted(self._free, key=len)  # a copy, because other threads may return memory at the same time
             fits = next((memory for memory in waiting if len(memory) >= size), None)
@@ -61,7 +67,7 @@ class RecycledMemory:
 
 
 def give_back() -> None:
-    """Return free heap memory to the operating system (only glibc). This frees hundreds of MB after a long prompt."""
+    """Return free heap memory to the operating system (glibc only). After a long prompt, this frees hundreds of MB."""
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -11,14 +11,17 @@ from .private_files import open_private
 
 
 def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = False, durable: bool = True) -> None:
-    """Write a file through a temporary file in the same folder. Several processes may do this at once.
+    """Write a file atomically, using a temporary file in the same folder.
 
-    If the write fails, an existing file is unchanged. If the process is killed, a file `STEM.*.tmp` may remain.
+    Several processes may do this at the same time.
+
+    If the write fails, an existing file is not changed. If the process is killed, a temporary file `STEM.*.tmp` may
+    remain.
 
     Args:
         private: Whether only the owner can access the file. If False, the umask decides.
-        keep: Keep an existing file instead of writing `data`.
-        durable: Wait until the content is on disk. Otherwise, a power failure can erase the content.
+        keep: Whether to keep an existing file instead of writing `data`.
+        durable: Whether to wait until the content is on disk. If False, a power failure can erase the content.
 
     Raises:
         OSError: The file cannot be written.
@@ -53,7 +56,7 @@ def _put_new(temporary: Path, path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Write a file and wait until it is on disk. On failure, remove the file and raise the error again."""
+    """Write a file and wait until it is on disk. If this fails, remove the file and re-raise the error."""
     _write(path, data, private=private, durable=True)
 
 
@@ -79,7 +82,7 @@ def write_all(handle: int, offset: int, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of files in a folder, is on disk. Raises OSError."""
+    """Wait until the content of a file, or the list of files in a folder, is on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

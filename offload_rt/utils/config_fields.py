@@ -1,4 +1,4 @@
-"""Fields of configuration dataclasses: descriptions, checks, and creation from mappings."""
+"""Describe and check the fields of configuration dataclasses, and create instances from mappings."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ NEVER: Final = object()  # `neutral` of an option without a neutral value
 
 @dataclass(frozen=True)
 class Option:
-    """Description of a configuration field. Command-line flags and documentation are generated from it."""
+    """Description of a configuration field, from which command-line flags and documentation are generated."""
 
     help: str  # one line, with the unit
-    # Placeholder for the value in usage texts, such as "SIZE". If None, the possible values are listed.
+    # Placeholder for the value in usage texts, such as "SIZE". If it is None, the usage text lists the possible values.
     metavar: str | None = None
     flag: str | None = None  # name of the flag if it differs from the name of the field
-    # Heading of the flag in the help of commands that run a model. None if only Python has the option.
+    # Heading under which the flag is listed in the help of commands that run a model. None if only Python has the
+    # option.
     group: str | None = None
     plans: bool = False  # Whether memory demand depends on the option. If so, the command `info` has the flag.
-    # Value without any effect. KV provenance keys do not contain it, so that earlier keys stay valid.
+    # Value that has no effect. It is left out of KV provenance keys, so that earlier keys stay valid.
     neutral: Any = NEVER
     stored_name: str | None = None  # earlier name of the field, which KV provenance keys use, or None
 
 
 def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:
-    """Return a dataclass field that is described by an `Option` with `help` and the fields `more`."""
+    """Return a dataclass field described by an `Option` that has `help` and the fields `more`."""
     return field(default=default, repr=repr, metadata={"option": Option(help, **more)})
 
 
@@ -63,9 +64,9 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_types(config: Any) -> None:
-    """Check all fields of a frozen dataclass whose type is bool, int, float, str, None or a union of these.
+    """Check those fields of a frozen dataclass whose type is bool, int, float, str, None or a union of these.
 
-    Numbers of other libraries, such as numpy, are converted. All other fields are skipped.
+    Numbers from other libraries, such as numpy, are converted. Fields of other types are not checked.
 
     Raises:
         ConfigError: A field has a value of another type.
@@ -84,7 +85,10 @@ def check_types(config: Any) -> None:
 
 
 def _number(value: Any, kinds: set[type]) -> int | float | None:
-    """Convert a number of another library to int or float. Return None if this is not possible or not in `kinds`."""
+    """Convert a number from another library to int or float.
+
+    Return None if this is impossible, or if the resulting type is not in `kinds`.
+    """
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
             number = index(value)
@@ -106,7 +110,7 @@ _CALLED = {bool: "True or False", int: "an integer", float: "a number", str: "a 
 
 
 def _scalars(hint: Any) -> set[type] | None:
-    """Return the scalar types that an annotation allows, or None if it allows other types as well."""
+    """Return the scalar types that an annotation allows, or None if it also allows types that are not scalar."""
     if get_origin(hint) is Literal:
         return {type(value) for value in get_args(hint)}
     if get_origin(hint) in (Union, UnionType):
@@ -116,7 +120,10 @@ def _scalars(hint: Any) -> set[type] | None:
 
 
 def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """Return `config`, or a default `cls`, with fields replaced by `options`. Raises ConfigError for unknown names."""
+    """Return `config` (or a default `cls` if it is None) with the fields in `options` replaced.
+
+    Raises ConfigError for unknown fields.
+    """
     if config is None:
         return from_mapping(cls, options)
     check(isinstance(config, cls), f"{config!r:.80} is {type(config).__name__}; it must be {cls.__name__}")

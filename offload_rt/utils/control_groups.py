@@ -1,4 +1,4 @@
-"""Processor and memory limits of the Linux control groups of this process, for example of a container."""
+"""Processor and memory limits that Linux control groups set for this process, for example in a container."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ def install_command(extra: str) -> str:
         listed = requires("offload-rt") or []
     except PackageNotFoundError:  # The package runs from the source folder and is not installed.
         listed = []
-    # The command names the packages themselves, because this project is not on the package index.
+    # The command lists the packages themselves, because this project is not on the package index.
     marker = f'extra == "{extra}"'
     found = [repr(entry.partition(";")[0].strip()) for entry in listed if marker in entry.replace("'", '"')]
     return f"pip install {' '.join(found)}" if found else f"pip install '.[{extra}]' in the checkout"

@@ -1,6 +1,6 @@
-"""Loading of this package's C code, which is prebuilt in the wheel, or compiled on first use into the user's cache.
+"""Load this package's C code. It is either prebuilt in the wheel, or compiled into the user's cache on first use.
 
-Code is compiled separately for each instruction set level. If there is neither a prebuilt library nor a compiler,
+The code is compiled separately for each instruction set level. If there is neither a prebuilt library nor a compiler,
 callers use torch or numpy instead.
 """
 
@@ -32,7 +32,7 @@ _X86_FEATURES = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     "avx512_bf16": frozenset({"avx512_bf16", "avx512_vnni"}),
 }
-"""Processor flags, as in /proc/cpuinfo, that each level requires in addition to the flags of the previous level."""
+"""Processor flags (as named in /proc/cpuinfo) that each level requires in addition to those of the previous level."""
 
 LEVEL_FLAGS = {
     "scalar": (),
@@ -41,10 +41,10 @@ LEVEL_FLAGS = {
     "avx512_bf16": ("-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni", "-mavx512bf16"),
     "neon": (),
 }
-"""Compiler flags of each level. Code of a level runs on all processors of the same or a higher level."""
+"""Compiler flags for each level. Code compiled for a level runs on all processors of that level or a higher one."""
 
 PREBUILT = Path(__file__).parents[1] / "native"
-"""Folder with the libraries in the wheel. They have the same file names as in the user's cache."""
+"""Folder with the prebuilt libraries in the wheel. Their file names are the same as in the user's cache."""
 
 
 @functools.cache
@@ -61,10 +61,10 @@ def available_levels() -> tuple[str, ...]:
 
 
 def processor_level() -> str:
-    """Return the instruction set level to use: `OFFLOAD_RT_CPU_LEVEL`, else the highest level of the processor.
+    """Return the instruction set level to use: `OFFLOAD_RT_CPU_LEVEL` if set, otherwise the processor's highest level.
 
     Raises:
-        ConfigError: The variable names a level that is unknown or that this processor does not support.
+        ConfigError: The variable is set to a level that is unknown or not supported by this processor.
     """
     levels, forced = available_levels(), os.environ.get(LEVEL_VARIABLE, "").strip()
     if not forced:
@@ -78,7 +78,7 @@ def processor_level() -> str:
 
 
 def machine_levels() -> tuple[str, ...]:
-    """Return all instruction set levels of this processor architecture, lowest first, supported or not."""
+    """Return all instruction set levels of this processor's architecture, lowest first, whether supported or not."""
     architecture = platform.machine().lower()
     if architecture in ("aarch64", "arm64"):
         return ("neon",)
@@ -97,10 +97,10 @@ class _Field(ctypes.Structure):
 
 
 def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
-    """Check that the structure `_Name` in Python has the same fields as the structure `Name` in C.
+    """Check that the Python structure `_Name` has the same fields as the C structure `Name`.
 
     Raises:
-        RuntimeError: Fields differ in name, offset or size.
+        RuntimeError: A field differs in name, offset or size.
     """
     name = structure.__name__.strip("_")
     described = ctypes.cast(ctypes.addressof(_Field.in_dll(library, f"fields_of_{name}")), ctypes.POINTER(_Field))
@@ -118,9 +118,11 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
 
 
 def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
-    """Return the library of `source` for the processor's level: prebuilt, cached, or compiled now with `flags`.
+    """Return the library built from `source` for the processor's level.
 
-    On failure, log the text `fallback`, warn once per process, and return None.
+    It is prebuilt, cached, or compiled now with `flags`.
+
+    If this fails, log the text `fallback`, warn once per process, and return None.
     """
     level = processor_level()
     prebuilt, cached = library_paths(source, flags, level)
@@ -148,7 +150,10 @@ def _warn_once(level: str) -> None:
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
-    """Return the file name of a compiled library, with a hash of its source, its headers and its compiler flags."""
+    """Return the file name of a compiled library.
+
+    The name contains a hash of its source, headers and compiler flags.
+    """
     digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):
         digest.update(header.read_bytes())
@@ -156,7 +161,7 @@ def library_name(source: Path, flags: Sequence[str], level: str) -> str:
 
 
 def compile_library(source: Path, flags: Sequence[str], level: str, target: Path) -> None:
-    """Compile `source` atomically to `target` for an instruction set level.
+    """Compile `source` for an instruction set level, and write the result to `target` atomically.
 
     Raises OSError if there is no compiler or the folder cannot be written, and SubprocessError if the compiler fails.
     """
@@ -173,7 +178,7 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C compiler (`$CC` with arguments, else `cc`), or None if it is not installed."""
+    """Return the command of the C compiler: `$CC` with its arguments, or `cc`. Return None if it is not installed."""
     name, *options = _compiler_command()
     compiler = shutil.which(name)
     return None if compiler is None else [compiler, *options]
@@ -185,13 +190,17 @@ def _compiler_command() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Return the folder for results that are computed once: `$OFFLOAD_RT_CACHE` if set, else `user_cache()`."""
+    """Return the folder for results that are computed only once: `$OFFLOAD_RT_CACHE` if set, otherwise
+    `user_cache()`.
+    """
     own = os.environ.get("OFFLOAD_RT_CACHE")
     return Path(own) if own else user_cache()
 
 
 def user_cache() -> Path:
-    """Return `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`, else a temporary folder of this process."""
+    """Return `$XDG_CACHE_HOME/offload-rt`, `~/.cache/offload-rt`, or a temporary folder of this process, in this order
+    of preference.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt"
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""Declarations of the C libraries of this package, for loading and for the wheel build (`setup.py`).
+"""Declarations of this package's C libraries, used for loading them and for building the wheel (`setup.py`).
 
-This module imports only the standard library, because the wheel is built without torch.
+This module imports only the standard library, because torch is not available when the wheel is built.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SYSTEM_FLAGS = ("-O2", "-std=gnu11", "-pthread")
 PAGE_BLOCKS = 8
 """Number of blocks per page of approximate KV.
 
-A kernel program looks up the address of one page. 8, 16 and 32 blocks are equally fast on a CPU. The first write after
-a fork copies half a page on average, so small pages are better.
+Each kernel program looks up the address of one page. On a CPU, pages of 8, 16 and 32 blocks are equally fast. The first
+write after a fork copies half a page on average, so small pages are better.
 """
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
@@ -37,7 +37,7 @@ HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 class NativeLibrary:
     source: str  # path relative to the package folder
     flags: tuple[str, ...]  # in addition to the flags of the level
-    fallback: str  # consequence of a missing library, for the log message
+    fallback: str  # consequence if the library is missing, for the log message
     constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # values of macros that are prebuilt
 
     @property
@@ -49,7 +49,7 @@ class NativeLibrary:
         return (*self.flags, *(f"-D{name}={constants[name]}" for name in self.constants))
 
     def prebuilt_flags(self) -> Iterator[tuple[str, ...]]:
-        """Yield the compiler flags of each combination of macro values that is prebuilt."""
+        """Yield the compiler flags for each combination of macro values that is prebuilt."""
         for values in product(*self.constants.values()):
             yield self.flags_for(dict(zip(self.constants, values, strict=True)))
 
@@ -80,13 +80,15 @@ LIBRARIES = {
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Return the library `name` with the macro values `constants`, or None if it is not available (`load_library`)."""
+    """Return the library `name`, compiled with the macro values `constants`, or None if it is not available (see
+    `load_library`).
+    """
     library = LIBRARIES[name]
     return load_library(library.path, library.flags_for(constants), library.fallback)
 
 
 def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """Yield source, compiler flags and level of each library that a wheel for this machine contains."""
+    """For each library in a wheel for this machine, yield its source, compiler flags and level."""
     for level in machine_levels():
         for library in LIBRARIES.values():
             for flags in library.prebuilt_flags():
@@ -109,7 +111,7 @@ def native_status() -> NativeStatus:
 
 
 def build_id() -> str:
-    """Return an identifier of the sources, compiler flags and level of the libraries in use."""
+    """Return an identifier that depends on the sources, compiler flags and level of the libraries in use."""
     level = processor_level()
     names = [library_paths(library.path, library.flags, level)[1].name for library in LIBRARIES.values()]
     return " ".join([*names, _origin(level)])

@@ -26,24 +26,26 @@ def stop_spinning() -> bool:
     """Make libgomp threads sleep soon after each parallel region, even if torch is already imported.
 
     Returns:
-        False, without any effect, if another OpenMP library is in use or the user has set one of `WAIT_VARIABLES`.
+        Whether the setting was changed. It is not changed if another OpenMP library is in use, or if the user has set
+        one of `WAIT_VARIABLES`.
     """
     library = _library("libgomp.so.1")
     if library is None or os.environ.keys() & WAIT_VARIABLES:
         return False
-    # libgomp spins for 100 instead of 300,000 iterations if it manages more threads than there are processors
-    # (`gomp_throttled_spin_count_var`). One thread more than that sleeps here until the process ends.
+    # If libgomp manages more threads than there are processors, it spins for 100 iterations instead of 300,000
+    # (`gomp_throttled_spin_count_var`). To reach that number, one thread more than there are processors sleeps here
+    # until the process ends.
     threads, started, for_ever = library.omp_get_num_procs() + 1, threading.Event(), threading.Lock()
     for_ever.acquire()
 
     def hold() -> None:
-        # Run an empty parallel region. Its threads exist until the calling thread ends.
+        # Run an empty parallel region. The threads it starts exist until the calling thread ends.
         nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
         library.GOMP_parallel(nothing, None, ctypes.c_uint(threads), ctypes.c_uint(0))
         started.set()
         for_ever.acquire()
 
-    # Not a `threading.Thread`, so that checks for leaked threads do not find it.
+    # Not a `threading.Thread`, so that checks for leaked threads do not report it.
     _thread.start_new_thread(hold, ())
     started.wait()
     return True
@@ -53,7 +55,8 @@ def stop_spinning() -> bool:
 def thread_setter() -> Callable[[int], Any]:
     """Return a function that sets OpenMP's number of threads for the calling thread only.
 
-    If torch's OpenMP library is not found, return `torch.set_num_threads`, which also affects threads started later.
+    If torch's OpenMP library is not found, return `torch.set_num_threads`, which also affects threads that are started
+    later.
     """
     count = torch.get_num_threads()
     for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):
@@ -71,9 +74,9 @@ def thread_setter() -> Callable[[int], Any]:
 
 @cache
 def mkl_thread_setter() -> Callable[[int], int]:
-    """Return a function that sets MKL's number of threads for the calling thread. It returns the old number (0: unset).
+    """Return a function that sets MKL's number of threads for the calling thread and returns the old number (0: unset).
 
-    MKL ignores OpenMP's number of threads after a call of `torch.set_num_threads`.
+    This is needed because MKL ignores OpenMP's number of threads once `torch.set_num_threads` has been called.
     """
     try:
         set_threads = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local

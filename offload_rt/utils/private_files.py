@@ -1,6 +1,6 @@
 """Create files and folders that only their owner can access, independently of the umask.
 
-All files with text, tokens, KV or keys are created by these functions.
+These functions create all files that contain text, tokens, KV or keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 def make_private_folder(path: Path) -> bool:
     """Create a folder and any missing parents with mode 0700. Return False if the folder already exists.
 
-    Raises OSError if it cannot be created, or if `path` exists and is not a folder.
+    Raises OSError if the folder cannot be created, or if `path` exists but is not a folder.
     """
     if not path.parent.exists():
         make_private_folder(path.parent)
@@ -25,7 +25,7 @@ def make_private_folder(path: Path) -> bool:
         if not path.is_dir():
             raise
         return False
-    path.chmod(FOLDER_MODE)  # The umask may have removed bits that the owner needs.
+    path.chmod(FOLDER_MODE)  # The umask may have removed permissions that the owner needs.
     return True
 
 

@@ -1,4 +1,4 @@
-"""Progress of long operations: bars on stderr after two seconds, or calls of an observer function."""
+"""Show the progress of long operations: with bars on stderr after two seconds, or by calling an observer function."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PATIENCE_SECONDS = 2.0
 
 
 Observer = Callable[[str, int, int | None], None]
-"""Function with the arguments (task, finished amount, total amount). The total amount is None if it is unknown."""
+"""A function with the arguments (task, finished amount, total amount). The total amount is None if it is not known."""
 
 _observer: ContextVar[Observer | None] = ContextVar("_observer", default=None)
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Return a context in which all progress is passed to `observer`, even if no bar is shown."""
+    """Return a context manager that passes all progress to `observer`, even if no bar would be shown."""
     token = _observer.set(observer)
     try:
         yield
@@ -41,7 +41,7 @@ class Show(Protocol):
 
 
 class Progress:
-    """Creates progress bars, which disappear when their work is done.
+    """Creates progress bars. A bar disappears when its operation is done.
 
     No bar is shown if `enabled` is False, if stderr is not a terminal, or if there is an observer.
     """

@@ -7,9 +7,9 @@ import sys
 
 
 def quiet_transformers() -> None:
-    """Limit transformers' log to errors and disable its progress bars.
+    """Make transformers log only errors, and disable its progress bars.
 
-    If transformers is not imported yet, environment variables of the user have priority.
+    If transformers has not been imported yet, the user's environment variables take precedence.
     """
     if "transformers" in sys.modules:
         from transformers.utils import logging

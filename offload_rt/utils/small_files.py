@@ -15,7 +15,7 @@ LARGEST = 1 << 28  # maximum size in bytes
 
 
 def read_small(path: Path, most: int = LARGEST) -> bytes:
-    """Return the content of a file or pipe. Raises OSError for devices, and for more than `most` bytes."""
+    """Return the content of a file or pipe. Raise OSError if `path` is a device or has more than `most` bytes."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if stat.S_ISCHR(status.st_mode) and not file.isatty():
@@ -27,7 +27,7 @@ def read_small(path: Path, most: int = LARGEST) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
+    """Parse JSON. Raise ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -39,7 +39,7 @@ def read_json(path: Path) -> Any:
 
 
 def foreign_file(path: Path, expected: str) -> ModelError | None:
-    """Return the error for a file of weights that is empty, a Git LFS pointer or plain text, or None.
+    """Return an error if a weight file is empty, a Git LFS pointer or plain text. Otherwise, return None.
 
     `expected` names the expected format, such as "a GGUF file".
     """

@@ -1,10 +1,10 @@
-"""Texts and prompts from files, or from datasets on the hub through the package `datasets`.
+"""Read texts and prompts from files, or from datasets on the hub (using the package `datasets`).
 
 A SPEC is one of:
 
 - `-`: plain text from standard input;
 - a path: `book.txt` is plain text in UTF-8; `.jsonl`, `.json`, `.csv` and `.parquet` are tables;
-  `prompts.jsonl:question` takes one column (default: `text`, else the only column of strings);
+  `prompts.jsonl:question` selects one column (default: `text`, or the only column of strings);
 - `NAME:SPLIT`, `NAME:CONFIG:SPLIT` or `NAME:CONFIG:SPLIT:COLUMN`: a dataset of the hub, such as
   `wikitext:wikitext-2-raw-v1:test`. Only the rows that are read are downloaded. With HF_HUB_OFFLINE=1 or
   HF_DATASETS_OFFLINE=1, the dataset is read from the local cache.
@@ -24,13 +24,16 @@ from .extras import install_command
 from .small_files import read_small
 
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""File name extensions of tables, and the names of their formats in `datasets`."""
+"""Maps the file name extensions of tables to the names of their formats in `datasets`."""
 
 CHARACTERS = 50_000_000  # maximum number of characters of a text that is joined from rows
 
 
 def read_file(path: str) -> str:
-    """Return the text of a UTF-8 file, or of stdin for "-". Raises InputError if it is missing, empty or not text."""
+    """Return the text of a UTF-8 file, or of stdin if `path` is "-".
+
+    Raise InputError if it is missing, empty or not text.
+    """
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_small(Path(path))
     except (OSError, ValueError) as error:
@@ -84,7 +87,10 @@ def text_name(spec: str) -> str:
 
 
 def _path_of(spec: str) -> tuple[Path, str | None] | None:
-    """Return the file and the column that a SPEC names, or None for a dataset. An existing path is never a dataset."""
+    """Return the file and the column that a SPEC names, or None if it names a dataset.
+
+    An existing path is never a dataset.
+    """
     if spec == "-" or Path(spec).exists():
         return Path(spec), None
     stem, colon, column = spec.rpartition(":")

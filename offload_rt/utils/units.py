@@ -22,7 +22,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 def parse_size(size: int | str, name: str = "size") -> int:
     """Return the number of bytes for an int or a string such as "200GiB", "1.5GB" or "512M".
 
-    K, M, G and T are binary units, as are KiB, MiB, GiB and TiB. Raises ConfigError if the size is below one byte.
+    K, M, G and T are binary units, like KiB, MiB, GiB and TiB. Raises ConfigError if the size is less than one byte.
     """
     given = size
     if isinstance(size, str):
@@ -65,7 +65,7 @@ def parse_duration(duration: float | str, name: str = "duration") -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Format `seconds` in the largest unit that gives at least 2: "45 s", "90 min", "36 h", "12 d"."""
+    """Format `seconds` in the largest unit that makes the number at least 2: "45 s", "90 min", "36 h", "12 d"."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -73,7 +73,9 @@ def format_duration(seconds: float) -> str:
 
 
 def format_size(size: float) -> str:
-    """Format `size` bytes in the largest binary unit that gives at least 1, with three digits: "1.46 GiB"."""
+    """Format `size` bytes with three digits, in the largest binary unit that makes the number at least 1: "1.46
+    GiB".
+    """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"

@@ -29,13 +29,14 @@ DEFAULT_CHAPTER_TOKENS = 1000
 
 
 class Draft:
-    """The settings of a new document, or of a document to continue.
+    """The settings of a document that is begun or continued.
 
     Args:
-        path: Text file of the document. If it exists but has no session folder, its text is the beginning.
-        folder: Folder of settings and KV. None means `path` with ".session" appended.
-        sampling: Sampling parameters, which must equal those that the document was begun with.
-        **given: Fields of `Settings`. Empty fields are taken from the stored settings.
+        path: Text file of the document. If the file exists but has no session folder, its text becomes the beginning of
+            the document.
+        folder: Folder for settings and KV. None means `path` with ".session" appended.
+        sampling: Sampling parameters. They must equal the parameters that the document was begun with.
+        **given: Fields of `Settings`. If a field is empty, its stored value is used.
 
     Raises:
         InputError: The document was begun with other settings, or a file cannot be read or written.
@@ -95,11 +96,14 @@ class Draft:
         )
 
     def chapter_count(self, wanted: int = 0) -> int:
-        """Return `wanted`, or by default the larger number of headings and begun chapters."""
+        """Return `wanted` if it is not 0.
+
+        Otherwise, return the number of headings or of begun chapters, whichever is larger.
+        """
         return wanted or max(len(self.settings.headings), len(self.written.chapters))
 
     def is_complete(self, max_tokens: int, chapters: int = 0) -> bool:
-        """Return whether the document is complete, so that no model needs to be loaded."""
+        """Return whether the document is already complete. If it is, no model needs to be loaded."""
         total = self.chapter_count(chapters)
         enough = len(self.written.chapters) >= total if total else self.written.new_tokens >= max_tokens
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
@@ -126,7 +130,7 @@ def _default(name: str) -> Any:
 
 
 def read_verbatim(path: Path) -> str:
-    """Return the text of a file with unchanged line ends. Raise InputError if it cannot be read."""
+    """Return the text of a file without changing its line endings. Raise InputError if it cannot be read."""
     try:
         return path.read_bytes().decode()
     except OSError as error:

@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Replace a file atomically, even if the machine stops. Raises InputError if this fails."""
+    """Replace a file atomically, even if the machine stops during the write. Raise InputError if this fails."""
     temporary = path.with_name(f"{path.name}.part")
     try:
         # The name of the temporary file is fixed, so that the next write replaces the file of a killed process.
@@ -32,11 +32,11 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 class TextFile:
     """The text file of a document.
 
-    Text and tokens are saved separately, so the file may be behind or ahead of the saved tokens after a restart.
-    `restore` appends missing text. `append` compares new text with text that the file already has.
+    Text and tokens are saved separately. After a restart, the file may therefore have less or more text than the saved
+    tokens. `restore` appends missing text. `append` compares new text with the text that the file already has.
 
     Args:
-        session: Folder of the document's session, for messages.
+        session: Folder of the document's session, used in messages.
     """
 
     def __init__(self, path: Path, session: Path) -> None:
@@ -70,7 +70,7 @@ class TextFile:
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
-        """Append text, or compare it with text that the file already has at this position."""
+        """Append text. If the file already has text at this position, compare it instead."""
         data = text.encode()
         known = min(len(data), len(self._ahead))
         if data[:known] != self._ahead[:known]:
@@ -82,7 +82,7 @@ class TextFile:
         try:
             write_all(self._handle, at, memoryview(data[known:]))
         except OSError as error:
-            os.ftruncate(self._handle, at)  # the file must end with a complete piece of text
+            os.ftruncate(self._handle, at)  # an error must not leave part of the text in the file
             raise StoreError(
                 f"cannot write {str(self.path)!r}: {error.strerror}. Free some space; the same command then continues"
             ) from error
@@ -112,7 +112,10 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that determine a document's text, in addition to the model's weights. The file is written once."""
+    """The settings that, together with the model's weights, determine a document's text.
+
+    Their file is written only once.
+    """
 
     model: str = ""  # for messages
     fingerprint: str = ""  # model, number format and policy
@@ -127,17 +130,17 @@ class Settings:
 
 @dataclass
 class Written:
-    # The prompt and the beginning, then headings and generated tokens.
+    # The tokens of the prompt and the beginning, followed by headings and generated tokens.
     tokens: list[int] = field(default_factory=list)
     given: int = 0  # number of tokens in the prompt and the beginning
     chapters: list[int] = field(default_factory=list)  # index in `tokens` of the first token of each heading
-    unread: int = 0  # number of first tokens of the beginning that do not fit in the model's context
+    unread: int = 0  # number of tokens at the start of the beginning that do not fit in the model's context
     new_tokens: int = 0  # generated tokens, including tokens that are only in the text file
     complete: str = ""  # finish reason if the document is complete
 
 
 class DocumentFolder:
-    """The folder `NAME.session` of a document `NAME`, with its settings, progress and KV cache."""
+    """The folder `NAME.session`, which contains the settings, the progress and the KV cache of the document `NAME`."""
 
     def __init__(self, document: Path, folder: Path | None = None) -> None:
         self.document = document
@@ -153,7 +156,7 @@ class DocumentFolder:
         return found
 
     def read_progress(self) -> Written:
-        """Read the progress, which is empty for a new document. Raises InputError if it is damaged."""
+        """Read the progress. For a new document, it is empty. Raise InputError if the stored progress is damaged."""
         if not (self.path / "progress.json").exists():
             return Written()
         found: Written = self._read("progress.json", Written)

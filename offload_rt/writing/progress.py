@@ -13,12 +13,13 @@ class WritingProgress:
     """Progress of a document, reported after each token.
 
     Attributes:
-        new_tokens: Number of generated tokens, including earlier runs.
-        total_tokens: Number of generated tokens of the complete document.
-        chapter: Number of the current chapter; 0 if the document has none.
-        tokens_per_second: Speed of the latest tokens. 0 before the first measurement.
-        repeated: Whether the file already has this token, because an interrupted turn is being repeated.
-        prefilled: Fraction of layers that have prefilled the context. 1 from the first generated token on.
+        new_tokens: Number of generated tokens, including those of earlier runs.
+        total_tokens: Number of generated tokens that the complete document will have.
+        chapter: Number of the current chapter, or 0 if the document has no chapters.
+        tokens_per_second: Speed at which the latest tokens were generated, or 0 before the first measurement.
+        repeated: Whether the file already contains this token, because an interrupted turn is being repeated.
+        prefilled: Fraction of the layers that have finished the prefill of the context. It is 1 from the first
+            generated token on.
     """
 
     new_tokens: int
@@ -41,11 +42,11 @@ class Document:
 
     Attributes:
         path: File with the text.
-        new_tokens: Number of generated tokens, including earlier runs.
+        new_tokens: Number of generated tokens, including those of earlier runs.
         chapters: Number of chapters.
         finish_reason: "length", or "stop" if the model ended the text or a stop string was found.
         context_tokens: Number of tokens in the context at the end.
-        removed_tokens: Number of oldest tokens that were removed to keep the model's context length.
+        removed_tokens: Number of tokens that were removed, oldest first, to stay within the model's context length.
         stats: Statistics of the last turn, or None if no turn ran.
     """
 

@@ -1,4 +1,4 @@
-"""Write a long document in turns of a session, so that an interrupted run can be repeated exactly.
+"""Write a long document as the turns of a session, so that an interrupted run can be repeated exactly.
 
 A turn ends when the number of tokens is one more than a multiple of the block size. The tokens of an interrupted turn
 are discarded, and the next run generates the same tokens again, because random numbers depend only on the seed and the
@@ -31,7 +31,7 @@ from .progress import Document, WritingProgress
 SESSION = "document"
 
 LONGER_TURNS = 16_384
-"""A turn has one more block for each of this number of context tokens.
+"""A turn is one block longer for every `LONGER_TURNS` tokens of context.
 
 Turns are longer in long contexts, because the first token of each turn attends to the whole context exactly.
 """
@@ -39,7 +39,7 @@ Turns are longer in long contexts, because the first token of each turn attends 
 SEPARATOR = "\n\n"
 
 RATE_TOKENS = 64
-"""The displayed speed is that of this number of latest tokens."""
+"""Number of latest tokens over which the displayed speed is measured."""
 
 
 def write_document(
@@ -64,17 +64,17 @@ def write_document(
 
     Args:
         llm: The model.
-        path: Text file. If it exists but has no session folder, its text is the beginning of a new document.
-        prompt: Instruction for the model, which is not part of the document. It is rendered with the chat template if
-            there is one. Otherwise it precedes the text in the context.
+        path: Text file. If it exists but has no session folder, its text becomes the beginning of a new document.
+        prompt: Instruction for the model. It is not part of the document. If the model has a chat template, the prompt
+            is rendered with it. Otherwise, the prompt precedes the text in the context.
         sampling_params: Sampling parameters. None uses the parameters that the document was begun with, or the model's
-            defaults for a new document. A document keeps its seed.
-        max_tokens: Total number of new tokens of a document without chapters.
+            defaults if the document is new. A document keeps its seed.
+        max_tokens: Total number of tokens to generate if the document has no chapters.
         beginning: Text that a new document begins with.
         outline: Headings of the chapters.
-        chapters: Number of chapters. 0 means one per heading.
+        chapters: Number of chapters. 0 means one chapter per heading.
         chapter_tokens: Length of a chapter in tokens. 0 means 1000. A chapter ends at the end of a KV block, so it can
-            be up to 64 tokens longer.
+            be up to 64 tokens longer than this.
         system: System message, for models with a chat template.
         folder: Session folder. None means `path` + ".session".
         on_progress: Called after each layer of the first prefill and after each token.
@@ -82,7 +82,7 @@ def write_document(
     Raises:
         InputError: The document was begun with other settings, or its text was edited.
         ConfigError: The policy's KV cannot be restored.
-        StoreError: Another process writes the document, or the disk is full.
+        StoreError: Another process is writing the document, or the disk is full.
         PoolFullError: The KV cache does not fit.
     """
     given = {} if sampling_params is None else saved_sampling(sampling_params, 0) | {"seed": sampling_params.seed}
@@ -192,9 +192,10 @@ class _Writer:
         return written
 
     def _all_tokens(self, saved: list[int]) -> list[int]:
-        """Return all tokens of the document: the oldest from `saved`, the others from the session.
+        """Return all tokens of the document. The oldest tokens are taken from `saved`, and the others from the session.
 
-        A truncated session lacks the oldest tokens. Raises InputError if `saved` belongs to another document.
+        If the session was truncated, it no longer has the oldest tokens. Raises InputError if `saved` belongs to
+        another document.
         """
         history = self._session.history
         since = history.shift + history.sinks if history.shift else 0
@@ -248,10 +249,12 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _next_turn(self) -> tuple[list[int], list[int]] | None:
-        """Return the tokens that begin the next turn: tokens without KV, and a new heading. Return None at the end.
+        """Return the tokens at the start of the next turn: those that have no KV yet, and a new heading.
 
-        In the first turn, the whole context has no KV. Later, only the last token has none, and an end-of-text token is
-        left out. Progress is saved before a turn that begins the document or a chapter.
+        Return None at the end.
+
+        In the first turn, no token of the context has KV. In later turns, only the last token has none; it is left out
+        if it is an end-of-text token. Progress is saved before a turn that begins the document or a chapter.
         """
         written = self._written
         heading: list[int] = []
@@ -313,7 +316,9 @@ class _Writer:
         return "stop" if reason == "length" and self._text_complete else reason
 
     def _turn_length(self, added: int, replaced: int) -> int:
-        """Return how many tokens a turn generates that removes `replaced` tokens and appends `added` tokens."""
+        """Return how many tokens the next turn generates after it has removed `replaced` tokens and appended `added`
+        tokens.
+        """
         kv = self._session.kv
         held = len(kv.history.tokens)
         room = _to_boundary(held - replaced + added)
@@ -332,7 +337,10 @@ class _Writer:
         return self._headings[number]
 
     def _context(self) -> list[int]:
-        """Return the tokens of the prompt and the beginning, whose oldest tokens are left out if it is too long."""
+        """Return the tokens of the prompt and the beginning.
+
+        If the beginning is too long, its oldest tokens are left out.
+        """
         llm, settings = self._llm, self._settings
         prompt = self._prompt()
         beginning = llm.encode(settings.beginning, special_tokens=not prompt) if settings.beginning else []

@@ -30,7 +30,7 @@ CONTINUE = "Now continue the story from where the chapter ends, in the same styl
 
 
 def chapter_of(text: str, heading: str) -> str:
-    """Return the part of `text` from the line that begins with `heading` to the next line with the same first word.
+    """Return the part of `text` from the line that begins with `heading` up to the next line with the same first word.
 
     Raises InputError if there is no such line.
     """
@@ -45,7 +45,7 @@ def chapter_of(text: str, heading: str) -> str:
 def read_chapter(llm: LLM, chapter: str, questions: tuple[str, ...], new_tokens: int, console: Console) -> None:
     """Print each question and its streamed answer, then the statistics of the last turn.
 
-    Raises InputError if the model has no chat template, ModelError if the chapter exceeds the context length.
+    Raises InputError if the model has no chat template, and ModelError if the chapter exceeds the context length.
     """
     if getattr(llm.tokenizer, "chat_template", None) is None:
         raise InputError(f"{llm.name} has no chat template: give an instruct model")

@@ -22,12 +22,12 @@ def blocked_causal_attention(
     scaling: float | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention in blocks of queries. Equal to full causal attention up to rounding.
+    """Compute causal attention in blocks of queries. The result equals full causal attention up to rounding.
 
-    Query is `[B, H, N, d]`, key and value `[B, Hkv, N, d]`, and the result `[B, N, H, d]`.
+    `query` is `[B, H, N, d]`, `key` and `value` are `[B, Hkv, N, d]`, and the result is `[B, N, H, d]`.
     """
-    # On a CPU, the fused kernel of torch is slower, in particular in the backward pass. A plain product would also
-    # compute the masked half above the diagonal.
+    # On a CPU, torch's fused kernel is slower, especially in the backward pass. A plain product would also compute the
+    # masked half above the diagonal.
     batch, heads, n, d = query.shape
     groups = heads // key.shape[1]
     query = query * (d**-0.5 if scaling is None else scaling)
@@ -46,10 +46,10 @@ def blocked_causal_attention(
 
 
 def grow(model: PreTrainedModel, shape: ReferenceShape) -> PreTrainedModel:
-    """Increase the number of layers without changing any logit (after stacking, Gong et al. 2019).
+    """Increase the number of layers without changing any logit (similar to stacking, Gong et al. 2019).
 
-    New layers are evenly spaced copies with zero output projections. Raises ValueError if the shapes differ in more
-    than the number of layers, or if the model is an OPT model.
+    The new layers are evenly spaced copies of existing layers whose output projections are set to zero. Raises
+    ValueError if the shapes differ in more than the number of layers, or if the model is an OPT model.
     """
     config, body = shape.config(), cast(Any, model).model
     same = (
@@ -84,7 +84,7 @@ def grow(model: PreTrainedModel, shape: ReferenceShape) -> PreTrainedModel:
 
 
 def build_model(config: TrainConfig, init_from: Path | None) -> PreTrainedModel:
-    """Create a float32 model from the seed, or load `init_from` and grow it to the configured shape."""
+    """Create a float32 model initialised from the seed, or load `init_from` and grow it to the configured shape."""
     torch.manual_seed(config.seed)
     if init_from is None:
         fresh: PreTrainedModel = _auto.from_config(config.shape.config(), dtype=torch.float32)
@@ -94,7 +94,9 @@ def build_model(config: TrainConfig, init_from: Path | None) -> PreTrainedModel:
 
 
 def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
-    """Create AdamW (Loshchilov and Hutter 2019) without weight decay on vectors and embeddings."""
+    """Create an AdamW optimizer (Loshchilov and Hutter 2019) that does not apply weight decay to vectors and
+    embeddings.
+    """
     inside = [p for name, p in model.named_parameters() if p.ndim >= 2 and "embed" not in name]
     outside = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
     groups = [{"params": inside, "weight_decay": config.weight_decay}, {"params": outside, "weight_decay": 0.0}]
@@ -104,7 +106,10 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
 def weighted_loss(
     model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor, first_position: int = 0
 ) -> torch.Tensor:
-    """Return the mean next-token cross-entropy of ids `[B, N]`, with token losses scaled by `weights` `[B, N]`."""
+    """Return the mean next-token cross-entropy for `ids` `[B, N]`.
+
+    The loss of each token is scaled by `weights` `[B, N]`.
+    """
     positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)[None]
     hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
     logits = cast(Any, model).lm_head(hidden[:, :-1]).float()

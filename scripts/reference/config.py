@@ -15,7 +15,7 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3_5TextCo
 class ReferenceShape:
     """Model architecture with head dimension 64. `kv_heads` does not apply to OPT.
 
-    In "qwen3_5", every fourth layer has attention. The others are recurrent (gated delta rule).
+    In "qwen3_5", every fourth layer has attention, and all other layers are recurrent (gated delta rule).
     """
 
     architecture: str = "llama"
@@ -73,7 +73,10 @@ class ReferenceShape:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of training, up to the fraction `until` of all tokens. `lengths` are (sequence length, probability)."""
+    """A stage of training.
+
+    It ends at the fraction `until` of all tokens. `lengths` contains pairs (sequence length, probability).
+    """
 
     until: float
     lengths: tuple[tuple[int, float], ...]
@@ -90,8 +93,8 @@ class Stage:
 class TrainConfig:
     """All settings that determine the trained weights.
 
-    The learning rate is constant after `warmup_steps`, and decays as a half cosine over the last fraction `decay_share`
-    of training (1.0: over the whole training).
+    The learning rate is constant after `warmup_steps`. Over the last fraction `decay_share` of training (1.0: the whole
+    training), it decays as a half cosine.
     """
 
     shape: ReferenceShape
@@ -140,20 +143,26 @@ class TrainConfig:
         return next(stage for stage in self.stages if step < stage.until * self.steps() or stage.until == 1.0)
 
     def length(self, step: int) -> int:
-        """Return the sequence length of a step. It depends only on the seed and the step."""
+        """Return the sequence length in a step. It depends only on the seed and the step."""
         lengths, shares = zip(*self.stage(step).lengths, strict=True)
         rng = np.random.default_rng([self.seed, step, 1])
         return int(rng.choice(lengths, p=np.array(shares) / sum(shares)))
 
     def first_position(self, step: int) -> int:
-        """Return the first position of the sequences of a step: 0, or random for the fraction `shifted` of steps."""
+        """Return the position at which the sequences of a step start.
+
+        It is random in the fraction `shifted` of steps, and 0 in all other steps.
+        """
         rng = np.random.default_rng([self.seed, step, 2])
         if rng.random() >= self.shifted:
             return 0
         return int(rng.integers(self.shape.max_positions - self.length(step) + 1))
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate: linear warm-up, constant, half cosine to `final_lr_share` of the peak."""
+        """Return the learning rate.
+
+        It rises linearly, stays constant, and then falls as a half cosine to `final_lr_share` of the peak.
+        """
         steps = self.steps()
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         done = max(0.0, (step - (1 - self.decay_share) * steps) / (self.decay_share * steps))
@@ -180,7 +189,7 @@ PRESETS: dict[str, TrainConfig] = {
         peak_lr=1e-3,
         decay_share=0.8,
     ),
-    # Continues a checkpoint of `cpu` (--init-from), which has seen little text at 2,048 tokens.
+    # Continues a checkpoint of `cpu` (--init-from), because `cpu` trains only little on sequences of 2,048 tokens.
     "cpu-longer": TrainConfig(
         shape=ReferenceShape(),
         stages=_curriculum(
@@ -224,8 +233,8 @@ PRESETS: dict[str, TrainConfig] = {
         peak_lr=1.5e-3,
         decay_share=0.6,
     ),
-    # Continues a checkpoint of `opt`, whose positions beyond 512 are hardly trained. Shifted short sequences train them
-    # as well as long sequences.
+    # Continues a checkpoint of `opt`, because positions beyond 512 are hardly trained there. Shifted short sequences
+    # train these positions as well as long sequences do.
     "opt-longer": TrainConfig(
         shape=_OPT,
         stages=_curriculum(
@@ -239,7 +248,7 @@ PRESETS: dict[str, TrainConfig] = {
         evaluate_lengths=(512, 2048),
         shifted=0.5,
     ),
-    # A hybrid model for tests of selection and snapshots with learned states. It is trained for minutes only.
+    # A hybrid model for testing selection and snapshots with learned states. It is trained for only a few minutes.
     "hybrid": TrainConfig(
         shape=ReferenceShape(
             architecture="qwen3_5", layers=8, hidden=192, mlp=256, heads=3, kv_heads=1, rope_theta=10_000.0

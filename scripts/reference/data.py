@@ -1,8 +1,8 @@
-"""Training data of the reference models: packed novels, and recall passages generated on the fly.
+"""Training data for the reference models: packed novels, and recall passages that are generated on the fly.
 
-A recall passage states facts about people, with text of the novels in between, and later asks for every fact once. The
-questions repeat the wording of the statements (except in `paraphrase`), so that the model learns to copy from context.
-Batches depend only on the seed and the step.
+A recall passage states facts about people, with text from the novels in between, and later asks for every fact once.
+The questions use the wording of the statements (except in `paraphrase`), so that the model learns to copy from its
+context. Batches depend only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -68,14 +68,17 @@ ORDINALS = ("first", "second", "third")
 
 @lru_cache(maxsize=2)
 def names(held_out: bool) -> tuple[str, ...]:
-    """Return the training or held-out names in a fixed order. A digest of the name holds out one in six."""
+    """Return the training names or the held-out names, in a fixed order.
+
+    One in six names is held out, chosen by a digest of the name.
+    """
     every = dict.fromkeys([*_REAL_NAMES, *(first + last for first in _FIRST for last in _LAST)])
     return tuple(name for name in every if (hashlib.sha256(name.encode()).digest()[0] % 6 == 0) == held_out)
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Statements to place in a passage in any order, and a question as (prompt, answer) pairs."""
+    """Statements that are placed in a passage in any order, and a question about them as (prompt, answer) pairs."""
 
     kind: str
     key: tuple[str, ...]  # unique within a passage
@@ -136,7 +139,8 @@ KINDS: dict[str, Callable[[Rng, Sequence[str], Sequence[str]], Fact]] = {
 
 
 def make_facts(rng: Rng, count: int, *, held_out: bool, kinds: Sequence[str] = tuple(KINDS)) -> list[Fact]:
-    """Draw `count` facts with different keys about few people, so that both name and kind determine an answer.
+    """Draw `count` facts with different keys about only a few people, so that an answer depends on both the name and
+    the kind.
 
     Raises ValueError if a kind is unknown or the count is below 1.
     """
@@ -158,7 +162,10 @@ def make_facts(rng: Rng, count: int, *, held_out: bool, kinds: Sequence[str] = t
 
 
 class Encoder:
-    """Cached tokenization of short texts, which begin with a space or are a period, so that BPE merges none of them."""
+    """Tokenizes short texts and caches the result.
+
+    The texts begin with a space or are a period, so BPE never merges two of them.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -170,7 +177,10 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All books as one token sequence, each followed by an end-of-text token. `starts` `[n]` are sentence starts."""
+    """All books as one token sequence.
+
+    Each book is followed by an end-of-text token. `starts` `[n]` are the positions where sentences start.
+    """
 
     ids: Ids
     starts: NDArray[np.int64]
@@ -188,7 +198,10 @@ class Corpus:
         return self.ids[start : start + length]
 
     def sentences(self, rng: Rng, at_most: int) -> Ids:
-        """Return whole sentences with at most `at_most` tokens in total. Empty if the first sentence does not fit."""
+        """Return complete sentences with at most `at_most` tokens in total.
+
+        The result is empty if the first sentence does not fit.
+        """
         first = int(rng.integers(len(self.starts)))
         begin = int(self.starts[first])
         last = int(np.searchsorted(self.starts, begin + at_most, side="right")) - 1
@@ -202,7 +215,7 @@ class FactPassage:
     Attributes:
         ids: Token ids `[length]`.
         answer: Mask of answer tokens `[length]`.
-        questions: For each question its kind, the positions of its answer tokens, and the distance in tokens from its
+        questions: For each question, its kind, the positions of its answer tokens, and the distance in tokens from its
             earliest statement to its first answer.
     """
 
@@ -212,9 +225,9 @@ class FactPassage:
 
 
 def _order(rng: Rng, facts: Sequence[Fact], interleave: bool) -> list[tuple[int, int]]:
-    """Return events (fact, statement), with statement -1 for the question.
+    """Return the order of events, each as (fact, statement). The question of a fact has the statement -1.
 
-    All questions come last, or with `interleave` each at a random position after its statements.
+    All questions come last. If `interleave` is set, each question is instead at a random position after its statements.
     """
     told = [(i, j) for i, fact in enumerate(facts) for j in range(len(fact.statements))]
     told = [told[int(i)] for i in rng.permutation(len(told))]
@@ -236,10 +249,11 @@ def make_passage(
     interleave: bool = False,
     fills: Sequence[float] = (0.95,),
 ) -> FactPassage | None:
-    """Build a recall passage of exactly `length` tokens. Return None if facts and questions need more tokens.
+    """Build a recall passage of exactly `length` tokens. Return None if the facts and questions do not fit.
 
-    Sentences of `corpus` fill random gaps before each statement and after the last one. The gaps get a fraction of the
-    free tokens, drawn from `fills`. The other free tokens become text at the start of the passage.
+    Sentences from `corpus` fill gaps of random size before each statement and after the last one. Together, the gaps
+    get a fraction of the free tokens, which is drawn from `fills`. The remaining free tokens become text at the start
+    of the passage.
     """
     events = _order(rng, facts, interleave)
     pieces = [_pieces(facts[i], j, encoder) for i, j in events]
@@ -254,7 +268,7 @@ def make_passage(
     told: dict[int, int] = {}
     found: list[tuple[str, list[int], int]] = []
     for (fact, j), event in zip(events, pieces, strict=True):
-        if j >= 0 or stated == gaps - 1:  # one gap before every statement and one after the last
+        if j >= 0 or stated == gaps - 1:  # a gap before every statement and a gap after the last
             size = next(sizes, 0)
             row.extend(map(int, corpus.sentences(rng, size)) if size > 4 else ())
         if j >= 0:
@@ -286,7 +300,10 @@ def _pieces(fact: Fact, statement: int, encoder: Encoder) -> list[tuple[tuple[in
 
 
 def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
-    """Build a copy passage: text, a section of shuffled tokens, text, and the same section again."""
+    """Build a copy passage.
+
+    It consists of text, a section of shuffled tokens, more text, and the same section again.
+    """
     stretch = rng.permutation(corpus.window(rng, int(rng.integers(length // 8, length // 3 + 1))))
     rest = length - 2 * len(stretch)
     middle = int(rng.integers(rest + 1))
@@ -297,7 +314,7 @@ def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
 
 
 def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> FactPassage:
-    """Draw a training passage with training names, a random layout, and 2 to `length` / 20 facts (at most 48).
+    """Draw a training passage that has training names, a random layout, and from 2 to `length` / 20 facts (at most 48).
 
     Raises ValueError if the facts do not fit into `length` tokens.
     """
@@ -315,7 +332,9 @@ def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> F
 
 @dataclass(frozen=True)
 class Mixture:
-    """Fractions of recall and copy sequences (the rest is text), and the loss weights in these sequences."""
+    """The fractions of recall and copy sequences (all other sequences are text), and the loss weights in these
+    sequences.
+    """
 
     recall: float = 0.5
     copy: float = 0.04
@@ -332,7 +351,7 @@ class Mixture:
 def make_batch(
     seed: int, step: int, rows: int, length: int, mixture: Mixture, corpus: Corpus, encoder: Encoder
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return ids and loss weights, both `[rows, length]`. They depend only on the arguments."""
+    """Return token ids and loss weights, each `[rows, length]`. They depend only on the arguments."""
     rng = np.random.default_rng([seed, step])
     recall = int(rows * mixture.recall + rng.random())
     copies = int(rows * mixture.copy + rng.random())
@@ -350,7 +369,10 @@ def make_batch(
 
 
 def training_books(data: Path) -> list[Path]:
-    """Return the sorted .txt files without the held-out books. Raises FileNotFoundError if there is none."""
+    """Return the .txt files in `data` in sorted order, without the held-out books.
+
+    Raise FileNotFoundError if there are none.
+    """
     books = sorted(path for path in data.glob("*.txt") if path.name not in HELD_OUT_BOOKS)
     if not books:
         raise FileNotFoundError(f"{data} holds no .txt file to train on (held-out books do not count)")
@@ -358,7 +380,10 @@ def training_books(data: Path) -> list[Path]:
 
 
 def train_tokenizer(books: Sequence[Path], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE (Sennrich et al. 2016) with `vocab_size` tokens. Token 0 is the end of text."""
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016) with `vocab_size` tokens.
+
+    Token 0 is the end-of-text token.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

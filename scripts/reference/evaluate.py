@@ -1,6 +1,6 @@
-"""Evaluation of a reference model: bits per byte by context length, and fact recall by kind, number and distance.
+"""Evaluate a reference model: bits per byte by context length, and recall of facts by kind, number and distance.
 
-Used by the training loop, the model card and the regression test of the packaged checkpoint.
+The training loop, the model card and the regression test of the packaged checkpoint use this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Return the text size of each token id in bytes `[vocab]`; 0 for special tokens."""
+    """Return the size in bytes of each token's text, `[vocab]`. Special tokens have size 0."""
     # Byte-level BPE represents each byte by one character.
     special = set(tokenizer.get_added_tokens_decoder())
     sizes = np.zeros(tokenizer.get_vocab_size(), np.int64)
@@ -41,9 +41,9 @@ def nats_by_context(
 ) -> dict[int, NDArray[np.float64]]:
     """Return the summed nats of the same tokens under each context length, as `{context: [windows]}`.
 
-    The `windows` sections of max(contexts) tokens are evenly spaced over `ids`. The last `scored` tokens of each
-    section are scored. With context length c, the model sees only the last c tokens of a section. Raises ValueError if
-    the text is shorter than a section, or a context is not longer than `scored`.
+    There are `windows` sections of max(contexts) tokens, evenly spaced over `ids`. The last `scored` tokens of each
+    section are scored. At context length c, the model sees only the last c tokens of a section. Raises ValueError if
+    the text is shorter than a section, or if a context is not longer than `scored`.
     """
     longest = max(contexts)
     if len(ids) < longest or min(contexts) <= scored:
@@ -68,20 +68,20 @@ def nats_by_context(
 def scored_bytes(
     tokenizer: Tokenizer, ids: NDArray[np.integer], longest: int, *, windows: int, scored: int
 ) -> NDArray[np.int64]:
-    """Return the size of the tokens scored by `nats_by_context` in bytes `[windows]`."""
+    """Return the size in bytes of the tokens that `nats_by_context` scores in each window, `[windows]`."""
     begins = np.linspace(0, len(ids) - longest, windows).astype(int)
     sizes = token_bytes(tokenizer)
     return np.array([sizes[ids[b + longest - scored : b + longest]].sum() for b in begins])
 
 
 def bits_per_byte(nats: NDArray[np.float64], sizes: NDArray[np.int64]) -> float:
-    """Return the bits per byte over all windows; `nats` and `sizes` (bytes) are `[windows]`."""
+    """Return the bits per byte over all windows. `nats` and `sizes` (in bytes) are `[windows]`."""
     return float(nats.sum() / sizes.sum() / math.log(2))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one question. `right` tells whether greedy decoding would generate the answer."""
+    """Result for one question. `right` says whether greedy decoding would generate the answer."""
 
     kind: str
     distance: int
@@ -116,7 +116,9 @@ def recall(
     held_out: bool = True,
     kinds: Sequence[str] = tuple(KINDS),
 ) -> list[Answer]:
-    """Evaluate `passages` recall passages of `length` tokens with `facts` facts each and all questions at the end.
+    """Evaluate `passages` recall passages.
+
+    Each has `length` tokens and `facts` facts, and all questions are at the end.
 
     Raises ValueError if the facts do not fit.
     """
@@ -142,7 +144,7 @@ def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tuple[float, int]]:
-    """Return accuracy and number of questions for each non-empty distance band `[edges[i], edges[i + 1])`."""
+    """Return the accuracy and the number of questions for each non-empty distance band `[edges[i], edges[i + 1])`."""
     table = {}
     for low, high in pairwise(edges):
         band = [answer for answer in answers if low <= answer.distance < high]
@@ -153,7 +155,9 @@ def by_distance(answers: Sequence[Answer], edges: Sequence[int]) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Pinned:
-    """Scores that identify a checkpoint: bits per byte of a fixed text, and number of held-out questions right."""
+    """Scores that identify a checkpoint: bits per byte of a fixed text, and the number of held-out questions answered
+    correctly.
+    """
 
     bits_per_byte: float
     right: int
@@ -161,7 +165,7 @@ class Pinned:
 
 
 def pinned_scores(model: PreTrainedModel, tokenizer: Tokenizer, text: str, *, window: int = 1024) -> Pinned:
-    """Score the first `window` tokens of `text`, and recall passages filled with `text`.
+    """Score the first `window` tokens of `text`, and recall passages that are filled with `text`.
 
     The result depends only on the checkpoint and the text. Raises ValueError if the text is too short.
     """

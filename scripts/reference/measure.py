@@ -34,19 +34,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from offload_rt.eval.core.stats import paired_bootstrap
 
 BASE_CONTEXT = 512
-SCORED = 128  # tokens at the end of a window; with context c they have c - 128 to c - 1 predecessors
-TOKENS_PER_FACT = 40  # approximate, including the question; fewer would exclude the longer kinds
+SCORED = 128  # tokens at the end of a window; at context c they have c - 128 to c - 1 predecessors
+TOKENS_PER_FACT = 40  # approximate, including the question; if it were less, the longer kinds would not fit
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def sha256_of(folder: Path) -> dict[str, str]:
-    """Return the digest of every weight and tokenizer file and of config.json in the folder."""
+    """Return the digests of config.json and of all weight and tokenizer files in the folder."""
     files = sorted([*folder.glob("*.safetensors"), folder / "tokenizer.json", folder / "config.json"])
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def load_model(folder: Path) -> tuple[PreTrainedModel, Tokenizer]:
-    # Products in bf16 would add noise.
+    # Computing products in bf16 would add noise.
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     return model.train(False), Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -55,7 +55,7 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, Tokenizer]:
 def measure_text(
     model: PreTrainedModel, tokenizer: Tokenizer, book: Path, contexts: Sequence[int], windows: int
 ) -> dict[str, Any]:
-    """Measure bits per byte of the same tokens by context length, and the difference from `BASE_CONTEXT`."""
+    """Measure the bits per byte of the same tokens at each context length, and the difference from `BASE_CONTEXT`."""
     ids = load_corpus([book], tokenizer).ids[:-1]
     sample = {"windows": windows, "scored": SCORED}
     nats = nats_by_context(model, ids, contexts, batch=8, **sample)
@@ -78,7 +78,7 @@ def measure_text(
 def measure_recall(
     model: PreTrainedModel, tokenizer: Tokenizer, book: Path, lengths: Sequence[int], counts: Sequence[int], asked: int
 ) -> dict[str, Any]:
-    """Measure recall with full attention, held-out names, and text of a held-out book."""
+    """Measure recall with full attention, using held-out names and text from a held-out book."""
     corpus, encoder = load_corpus([book], tokenizer), Encoder(tokenizer)
     found: dict[int, dict[int, list[Answer]]] = {}
     for length in lengths:
@@ -146,7 +146,10 @@ def tables(measured: dict[str, Any]) -> str:
 
 
 def write_card(folder: Path, measured: dict[str, Any]) -> None:
-    """Write measured.json, and the part of README.md between the markers. Raises ValueError without markers."""
+    """Write measured.json, and the part of README.md between the markers.
+
+    Raise ValueError if README.md has no markers.
+    """
     (folder / "measured.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     card = folder / "README.md"
     before, begin, rest = card.read_text(encoding="utf-8").partition(BEGIN)

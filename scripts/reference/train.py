@@ -49,7 +49,7 @@ _tokenizer: Any = PreTrainedTokenizerFast
 
 
 def save_atomically(state: Any, path: Path) -> None:
-    """Save `state`, so that the file is either the old or the new one after a crash."""
+    """Save `state` atomically: after a crash, the file is either the old or the new version."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         torch.save(state, file)
@@ -59,7 +59,10 @@ def save_atomically(state: Any, path: Path) -> None:
 
 
 class TrainingRun:
-    """A training run in a folder: tokenizer.json, corpus.npy, state.pt, log.jsonl, and checkpoint/ at the end."""
+    """A training run in a folder.
+
+    The files are tokenizer.json, corpus.npy, state.pt and log.jsonl, and finally checkpoint/.
+    """
 
     def __init__(
         self, config: TrainConfig, data: Path, out: Path, init_from: Path | None, tokenizer: Path | None
@@ -98,7 +101,10 @@ class TrainingRun:
         self.validation = load_corpus([watched], self.tokenizer) if watched.exists() else self.corpus
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Return the settings that must not change when a run resumes: all except the length of training."""
+        """Return the settings that must not change when a run is resumed.
+
+        These are all settings except the length of training.
+        """
         kept = json.loads(json.dumps(asdict(replace(self.config, total_tokens=self.config.tokens_per_step))))
         return {"config": kept, "corpus_tokens": len(self.corpus.ids)}
 
@@ -115,7 +121,7 @@ class TrainingRun:
         self.step = state["step"]
 
     def save(self) -> None:
-        """Save the training state. The data needs no state, because batches depend only on the step."""
+        """Save the training state. There is no state of the data to save, because batches depend only on the step."""
         state = {
             "fingerprint": self._fingerprint(),
             "step": self.step,
@@ -126,7 +132,7 @@ class TrainingRun:
         save_atomically(state, self.out / "state.pt")
 
     def train_step(self) -> float:
-        """Run one optimizer step. Returns the weighted loss in nats."""
+        """Run one optimizer step, and return the weighted loss in nats."""
         config, length = self.config, self.config.length(self.step)
         ids, weights = make_batch(
             config.seed,
@@ -152,7 +158,9 @@ class TrainingRun:
         return float(loss.detach())
 
     def evaluate(self) -> dict[str, float]:
-        """Measure recall of held-out names (4 facts) and bits per byte of the validation book on small samples."""
+        """Measure, on small samples, the recall of held-out names (4 facts) and the bits per byte of the validation
+        book.
+        """
         self.model.train(False)
         self.model.set_attn_implementation("sdpa")
         found: dict[str, float] = {}
@@ -179,10 +187,10 @@ class TrainingRun:
             )
 
     def train(self, console: Console) -> None:
-        """Train to the end, with periodic logging, evaluation and saving.
+        """Train to the end, and log, evaluate and save periodically.
 
-        SIGTERM and Ctrl-C stop the training after the current step and save it. A kill loses the steps since the last
-        save.
+        After SIGTERM or Ctrl-C, the current step is completed and saved, and training stops. If the process is killed,
+        the steps since the last save are lost.
         """
         config, steps = self.config, self.config.steps()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -218,7 +226,7 @@ class TrainingRun:
                 signal.signal(number, handler)
 
     def export(self, folder: Path) -> None:
-        """Write a transformers model folder with bf16 safetensors in shards under 16 MiB."""
+        """Write a transformers model folder with bf16 safetensors, in shards of less than 16 MiB."""
         self.model.set_attn_implementation("sdpa")
         stored = _auto.from_config(self.model.config, dtype=torch.bfloat16)
         stored.load_state_dict(self.model.state_dict())
@@ -240,7 +248,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Train or export. Returns 2 if the arguments are invalid."""
+    """Train or export. Return 2 if the arguments are invalid."""
     args = parse_arguments(arguments)
     console = Console(stderr=True)
     config = PRESETS[args.preset]

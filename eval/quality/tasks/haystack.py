@@ -1,6 +1,6 @@
-"""RULER's tasks with several needle values and several queries, without downloads.
+"""RULER's tasks with several needle values and several queries, in versions that need no downloads.
 
-The novel in the package replaces RULER's essays, and a regular expression replaces the trained sentence splitter.
+The packaged novel is used instead of RULER's essays, and a regular expression instead of the trained sentence splitter.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def multiquery(**metadata: Any) -> Any:
 
 
 def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
-    """Create documents with RULER's generator for each length in `max_seq_lengths` (tokens).
+    """Create documents with RULER's generator, for each length in `max_seq_lengths` (in tokens).
 
-    `needles` are arguments of the generator.
+    `needles` are passed to the generator as arguments.
     """
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
     from lm_eval.tasks.ruler.common_utils import DEFAULT_SEQ_LENGTHS, get_tokenizer, resolve_tokenizer_name
@@ -63,7 +63,7 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def aggregate_metrics(scores: list[float]) -> float:
-    """Return the mean of RULER's scores for one document length, or -1 if there is no document of this length."""
+    """Return the mean of RULER's scores for one document length, or -1 if no document has this length."""
     from lm_eval.tasks.ruler.common_utils import aggregate_metrics as mean
 
     return float(mean(scores))

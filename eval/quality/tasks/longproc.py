@@ -1,4 +1,7 @@
-"""Two tasks of LongProc (arXiv 2501.05414) on local files, with outputs of about 500 tokens, scored by rules."""
+"""Two tasks of LongProc (arXiv 2501.05414) that use local files.
+
+Outputs have about 500 tokens and are scored by rules.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ import yaml
 
 
 def _load(task: str) -> tuple[str, list[dict[str, Any]], Path]:
-    """Return the prompt template, the items and the folder of a task. Raises FileNotFoundError if there are none."""
+    """Return the prompt template, the items and the folder of a task.
+
+    Raise FileNotFoundError if the files do not exist.
+    """
     folder = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data")) / "longproc" / task
     if not folder.is_dir():
         raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that contains longproc/")
@@ -51,7 +57,7 @@ def pages(max_bytes: int = 24_000, **metadata: Any) -> dict[str, Any]:
 
 
 def route_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return two scores: the fraction of steps before the first error, and whether the whole route is correct."""
+    """Return two scores: the fraction of steps that precede the first error, and whether the whole route is correct."""
     expected, found = _lines(document["answer"]), _lines(results[0])
     right = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
     leading = min(len(expected), len(found)) if right is None else right
@@ -59,7 +65,7 @@ def route_results(document: dict[str, Any], results: list[str]) -> dict[str, flo
 
 
 def page_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return the F1 score over whole rows of the table, without the header."""
+    """Return the F1 score over complete table rows. The header does not count."""
     expected, found = (Counter(_rows(text)) for text in (document["answer"], results[0]))
     expected -= Counter(_rows(document["header"]))
     found -= Counter(_rows(document["header"]))

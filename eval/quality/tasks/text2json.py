@@ -1,7 +1,7 @@
-"""Task that needs most of its context: convert records that are described in prose to JSON.
+"""A task that depends on most of its context: convert records that are described in prose to JSON.
 
-It is modelled on Text2JSON in "KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426), with generated
-texts: one paragraph per person, with filler sentences in between.
+It is modelled on Text2JSON in "KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426). The texts are
+generated: one paragraph per person, with filler sentences between paragraphs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECORDS = (
     "A {profession} from {city} signed the register next: {name}. The ink is faded, but the year {year} and the badge "
     "number {badge} can still be read.",
 )
-"""Templates of the paragraph about a record. Each contains all `FIELDS`."""
+"""Templates for the paragraph about a record. Each contains all of the `FIELDS`."""
 
 FILLER = (
     "The afternoon was quiet and the corridor smelled of floor polish.",
@@ -61,14 +61,17 @@ PREFIX = "["
 
 
 def documents(records: int = 16, filler: int = 4, samples: int = 50, **metadata: Any) -> dict[str, Any]:
-    """Create the split "test": `samples` documents with `records` records, each followed by `filler` sentences."""
+    """Create the split "test" of `samples` documents.
+
+    Each document has `records` records, and each record is followed by `filler` sentences.
+    """
     from datasets import Dataset
 
     return {"test": Dataset.from_list([document(seed, records, filler) for seed in range(samples)])}
 
 
 def document(seed: int, records: int, filler: int) -> dict[str, Any]:
-    """Create one document. No two records in it have the same name or badge."""
+    """Create one document. No two of its records have the same name or badge."""
     rng = random.Random(f"{seed} {records} {filler}")
     names = rng.sample([f"{first} {last}" for first in FIRST for last in LAST], records)
     badges = rng.sample(range(10_000, 100_000), records)
@@ -87,7 +90,9 @@ def document(seed: int, records: int, filler: int) -> dict[str, Any]:
 
 
 def process_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return the F1 score over (person, field, value) triples, and the fraction of completely correct records."""
+    """Return the F1 score over (person, field, value) triples, and the fraction of records that are completely
+    correct.
+    """
     expected, found = triples(json.loads(document["records"])), triples(objects(PREFIX + results[0]))
     right = len(expected & found)
     people = {person for person, _, _ in expected}
@@ -104,5 +109,5 @@ def objects(answer: str) -> Iterator[dict[str, Any]]:
 
 
 def triples(records: Any) -> set[tuple[str, str, str]]:
-    """Return the (person, field, value) triples of `records`, with numbers as text."""
+    """Return the (person, field, value) triples in `records`. Numbers are converted to text."""
     return {(str(r.get("name")), field, str(r.get(field))) for r in records for field in FIELDS if field in r}

@@ -1,4 +1,4 @@
-"""Weight formats of linear layers (`BACKENDS`), and functions that apply to weights of any format."""
+"""Weight formats of linear layers (`BACKENDS`), and functions that work for every format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def has_external_formats() -> bool:
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:
-    """Convert each plain linear layer of `model`, in place, to the first backend that supports it on `device`."""
+    """Convert each plain linear layer of `model` in place to the format of the first backend that supports it on
+    `device`.
+    """
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue
@@ -40,7 +42,7 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def computed_in_c(model: nn.Module) -> Iterator[None]:
-    """Within the `with` statement, compute products of plain weights and few input rows in C on a CPU."""
+    """Within the `with` block, compute products of plain weights and few input rows in C if they are on a CPU."""
     layers = [module for module in model.modules() if type(module) is nn.Linear and type(module.weight) is nn.Parameter]
     changed = [layer for layer in layers if DENSE.supports(layer, layer.weight.device)]
     for layer in changed:
@@ -59,9 +61,9 @@ def plain_weight(layer: Any) -> nn.Parameter | None:
 
 
 def absorbable_weight(layer: Any, dtype: torch.dtype) -> nn.Parameter | None:
-    """Return the weight of a linear layer if latent attention can read it in place, else None.
+    """Return the weight of a linear layer if latent attention can read it in place, or None if it cannot.
 
-    The weight must be in `dtype` and not packed. Latent attention copies other weights.
+    This requires that the weight has dtype `dtype` and is not packed. Latent attention makes a copy of other weights.
     """
     weight = plain_weight(layer)
     return weight if weight is not None and weight.dtype == dtype else None
@@ -91,7 +93,10 @@ def backend_of(config: Any) -> LinearBackend | None:
 
 
 def refuse_packed(model: Any, why: str) -> None:
-    """Raise ModelError if the weights of a model are packed. The message explains `why` they must not be."""
+    """Raise ModelError if the weights of a model are packed.
+
+    `why` explains in the message why this is not supported.
+    """
     method = packing_of(model)
     if method is not None:
         raise ModelError(

@@ -1,6 +1,7 @@
 """Weight formats: how linear layers store their weights and how they compute with them.
 
-This module has the interface, and formats that transformers loads and computes: bitsandbytes, torchao and MXFP4.
+This module contains the interface, and the formats that transformers both loads and computes: bitsandbytes, torchao and
+MXFP4.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A plain tensor that is part of a weight: attribute `name` of the object `owner`."""
+    """Location of a plain tensor that is part of a weight: it is attribute `name` of the object `owner`."""
 
     owner: Any
     name: str
@@ -35,22 +36,27 @@ def quantization_option(config: Any, name: str) -> Any:
 
 
 class BackendLinear(nn.Linear):
-    """Base class of linear layers with the format of a `LinearBackend`. Subclasses override `forward`."""
+    """Base class of linear layers that use the format of a `LinearBackend`. Subclasses override `forward`."""
 
 
 class LinearBackend:
-    """A weight format of linear layers. This base class is the format of plain weights, which torch computes.
+    """A weight format of linear layers. This base class is the format of plain weights, whose products torch computes.
 
-    To add a format, override methods and add an instance to `BACKENDS`. A format that transformers loads sets `method`.
-    A format with a forward pass of this package overrides `supports` and `pack`, and sets `layer_class`. All its
-    tensors must be parameters, because sizes, placement, streaming and fingerprints cover all parameters.
+    To add a format, override methods and add an instance to `BACKENDS`. If transformers loads the format, set `method`.
+    If this package computes the forward pass, override `supports` and `pack`, and set `layer_class`. Then all tensors
+    of a weight must be parameters, because sizes, placement, streaming and fingerprints cover all parameters.
     """
 
     layer_class: type[BackendLinear] = BackendLinear
-    """Class of the linear layers with this format. Plain layers are converted in place: they get this class."""
+    """Class of linear layers in this format.
+
+    Plain layers are converted in place, by changing their class to this one.
+    """
 
     method = ""
-    """Value of `quant_method` in the configurations of checkpoints with this format; "" if there are none."""
+    """Value of `quant_method` in the configuration of checkpoints in this format; "" if there are no such
+    checkpoints.
+    """
 
     def supports(self, layer: nn.Linear, device: torch.device) -> bool:
         """Return whether this backend can compute the plain linear layer `layer` on `device`."""
@@ -60,22 +66,22 @@ class LinearBackend:
         """Convert the weight of `layer` to this format in place. On the meta device, only shapes are converted."""
 
     def stays_packed(self, device: torch.device) -> bool:
-        """Return whether weights stay packed on `device`. If not, they are dequantised when they are loaded."""
+        """Return whether weights stay packed on `device`. Otherwise, they are dequantised during loading."""
         return True
 
     def can_stream(self, config: Any) -> bool:
         return False
 
     def prepare(self, model: Any, dtype: torch.dtype | None, offloaded: bool) -> None:
-        """Adjust a model in this format after loading.
+        """Adjust a model in this format after it was loaded.
 
         Args:
-            dtype: Requested dtype of the weights that are not packed. None keeps the dtype of the file.
+            dtype: Requested dtype of the weights that are not packed. None keeps the dtype stored in the file.
             offloaded: Whether weights will be copied between host and device memory.
         """
 
     def tensor_locations(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
-        """Return the locations of the tensors of `weight`, or None if it has another format."""
+        """Return the locations of the tensors that make up `weight`, or None if it has another format."""
         return None
 
 
@@ -111,7 +117,7 @@ class BitsAndBytes(LinearBackend):
 
 
 class TorchAO(LinearBackend):
-    """Weight format of torchao. Its tensors store their own device, so layers cannot be streamed."""
+    """Weight format of torchao. Its tensors record the device that they are on, so layers cannot be streamed."""
 
     method = "torchao"
 
@@ -125,7 +131,7 @@ class TorchAO(LinearBackend):
 
 
 class MXFP4(LinearBackend):
-    """Weight format MXFP4 (gpt-oss) with `quantize="none"`. On a CPU, transformers dequantises it."""
+    """Weight format MXFP4 (gpt-oss), used with `quantize="none"`. On a CPU, transformers dequantises the weights."""
 
     method = "mxfp4"
 

@@ -1,6 +1,6 @@
 """Linear layers with float32 or bfloat16 weights on a CPU, without quantisation.
 
-For few input rows, the C code (`row_products.c`) takes only the time to read the weights.
+For few input rows, the C code (`row_products.c`) is as fast as the weights can be read from memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from ...utils.native_code import processor_level
 from .backend import BackendLinear, LinearBackend
 
 MAX_ROWS = 12
-"""The C code is used for up to this number of input rows. It is then faster than torch's product."""
+"""Maximum number of input rows for which the C code is used, because it is then faster than torch."""
 
 PART_BYTES = 1 << 18
-"""Bytes of a weight matrix per work item of a thread. An item takes about 20 microseconds."""
+"""Size in bytes of the part of a weight matrix that a thread processes as one work item.
+
+An item takes about 20 microseconds.
+"""
 
 MIN_THREADED_WORK = 1 << 20
-"""Products with weights of fewer bytes use one thread."""
+"""If the weight has fewer bytes than this, its product is computed by one thread."""
 
 TILE_BYTES = 1 << 22
 """Maximum size in bytes of a weight tile in float32. bfloat16 weights are converted tile by tile."""
@@ -46,9 +49,9 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 class DenseLinear(BackendLinear):
-    """Linear layer that multiplies up to `MAX_ROWS` input rows in C, and more rows with torch.
+    """Linear layer that multiplies up to `MAX_ROWS` input rows in C. For more rows, it uses torch.
 
-    In C, the result of a row does not depend on the number of rows. Sums are float32.
+    In C, the result for a row does not depend on the number of rows, and sums are float32.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -57,7 +60,7 @@ class DenseLinear(BackendLinear):
             return super().forward(input)
         if input.numel() > MAX_ROWS * self.in_features:
             return product_by_tiles(input, lambda tile, dtype: weight[tile].to(dtype), len(weight), self.bias)
-        # The owner of the model may have moved the weight, and the C code reads it through its address.
+        # The C code reads the weight through its address, and the owner of the model may have moved the weight.
         code = library(weight.dtype) if weight.is_cpu and weight.is_contiguous() else None
         if code is None:
             return super().forward(input)
@@ -89,9 +92,10 @@ DENSE = DenseCPU()
 def product_by_tiles(
     x: torch.Tensor, weights: Callable[[slice, torch.dtype], torch.Tensor], outs: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply many rows x `[..., in]` by a weight `[outs, in]` and add the bias. Return `[..., outs]`.
+    """Multiply many rows `x` `[..., in]` by a weight `[outs, in]`, and add the bias. The result is `[..., outs]`.
 
-    x is float32 or bfloat16. `weights(rows, dtype)` returns rows of the weight in `dtype`, for one tile at a time.
+    `x` is float32 or bfloat16. `weights(rows, dtype)` returns the rows `rows` of the weight in `dtype`. It is called
+    for one tile at a time.
     """
     # Without bfloat16 instructions, torch multiplies bfloat16 slowly, so tiles of the weight are converted to float32.
     converts = x.dtype == torch.bfloat16 and not torch_multiplies_bfloat16()

@@ -1,4 +1,6 @@
-"""Linear layers, embeddings and stacked experts (gpt-oss) that compute with packed weights (`PackedFormat`)."""
+"""Linear layers, embeddings and stacked experts (gpt-oss) that compute directly with packed weights
+(`PackedFormat`).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ TILE_WEIGHTS = 1 << 24
 """Maximum number of weights that are unpacked at a time on a GPU, for products of many rows."""
 
 MAX_BATCHED_PAIRS = 64
-"""Maximum number of (token, expert) pairs for which a GPU computes a projection of all experts in one launch.
+"""Maximum number of (token, expert) pairs for which a GPU computes a projection for all experts in one kernel launch.
 
-Steps in CUDA graphs always use one launch."""
+Steps captured in CUDA graphs always use one launch.
+"""
 
 
 class PackedLinear(BackendLinear):
@@ -34,10 +37,10 @@ class PackedLinear(BackendLinear):
 
 
 class PackedWeights(LinearBackend):
-    """Weight format with integer codes and a scale per group of inputs, in the layer's parameter `packed`.
+    """Weight format with integer codes and one scale per group of inputs, stored in the layer's parameter `packed`.
 
-    For few input rows, C code or a Triton kernel multiplies packed weights. For many rows, torch multiplies unpacked
-    tiles, with the result of the dequantised weight.
+    For few input rows, C code or a Triton kernel multiplies by the packed weights. For many rows, tiles are unpacked
+    and torch multiplies by them, with the same result as for the dequantised weight.
     """
 
     method = "offload-rt"
@@ -51,7 +54,10 @@ PACKED = PackedWeights()
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `[..., out]`: x `[..., in]` times packed weights, plus `bias`. The inputs are in packed order."""
+    """Multiply `x` `[..., in]`, whose inputs are in packed order, by packed weights and add `bias`.
+
+    The result is `[..., out]`.
+    """
     plain = torch.is_grad_enabled() or not x.numel()
     if x.is_cuda and not plain:
         return _linear_on_gpu(x.reshape(-1, form.ins), packed, form, bias).view(*x.shape[:-1], len(packed))
@@ -94,9 +100,9 @@ def unpack_rows(
     ids: torch.Tensor | None = None,
     inputs: slice = slice(None),
 ) -> torch.Tensor:
-    """Return unpacked weights `[n, in]` of the rows `ids` `[n]` (None: all) and the inputs `inputs`.
+    """Unpack the weights of the rows `ids` `[n]` (None: all rows) and the inputs `inputs`. The result is `[n, in]`.
 
-    The result is on the device of `ids`, or without `ids` on the device of `packed`.
+    The result is on the device of `ids`, or on that of `packed` if `ids` is None.
     """
     target = packed if ids is None else ids
     if uses_triton(target) and dtype != torch.float64:
@@ -120,7 +126,9 @@ class PackedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """Empty tensor `[0, D]` with the dtype and device of the embedding, for callers that read these."""
+        """An empty tensor `[0, D]` with the dtype and device of the embedding, for callers that read only these
+        properties.
+        """
         return torch.empty((0, self.form.ins), dtype=self.dtype, device=self.packed.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -132,11 +140,13 @@ def use_packed_weights(
 ) -> None:
     """Convert `module`, a plain `nn.Linear` or an `nn.Embedding`, to packed weights in place.
 
-    If `form.permuted`, it gets a parameter `order`, int32 `[ins]`: packed input i is input `order[i]` of the layer.
+    If `form.permuted` is set, `module` gets a parameter `order`, int32 `[ins]`: packed input i is input `order[i]` of
+    the layer.
 
     Args:
         dtype: The model's dtype.
-        rows: Packed rows, uint8 `[out, form.row_bytes]`. None leaves them uninitialised, to be loaded later.
+        rows: Packed rows, uint8 `[out, form.row_bytes]`. If None, the rows are left uninitialised and must be loaded
+            later.
     """
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     if rows is None:
@@ -176,7 +186,8 @@ class PackedProjection(nn.Module):
     def products(self, x: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """Multiply each row of x `[n, in]` by the weight of its expert in `experts` `[n]`, and add the expert's bias.
 
-        x must be on a GPU with Triton. The GPU reads `experts`, so the host does not wait.
+        `x` must be on a GPU with Triton. The kernel reads `experts` on the GPU, so the host does not wait for the
+        router.
         """
         from ...kernels import triton_packed
 
@@ -192,9 +203,9 @@ class PackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum `[T, D]` of the outputs of the k experts that each token chose.
+        """Return, for each token, the weighted sum of the outputs of its k chosen experts, `[T, D]`.
 
-        `router_indices` and `routing_weights` are `[T, k]`.
+        `router_indices` and `routing_weights` both have shape `[T, k]`.
         """
         module: Any = self  # has `_apply_gate` of the original class
         # The loop below reads the chosen experts on the host, which a captured step cannot do.
@@ -220,7 +231,7 @@ def is_stacked(module: nn.Module, name: str) -> bool:
 
 
 def use_packed_experts(experts: nn.Module, name: str, form: PackedFormat) -> None:
-    """Replace a projection of stacked experts by uninitialised packed weights, in place."""
+    """Replace a projection of stacked experts in place with uninitialised packed weights."""
     weight: torch.Tensor = getattr(experts, name)
     packed = weight.new_empty((weight.shape[0], weight.shape[2], form.row_bytes), dtype=torch.uint8)
     delattr(experts, name)

@@ -1,4 +1,4 @@
-"""Quantisation of the linear layers of a 16-bit checkpoint when it is loaded."""
+"""Quantisation of the linear layers of a 16-bit checkpoint while it is being loaded."""
 
 from __future__ import annotations
 
@@ -13,32 +13,44 @@ from .packed import use_packed_weights
 
 GROUP = 32
 _ROUTERS = (".gate", "_expert_gate", "router")
-"""Suffixes of the names of layers that choose experts. They are small, and errors change the choice."""
+"""Name suffixes of layers that choose experts.
+
+They are not quantised: they are small, and errors would change the choice.
+"""
 
 _ABSORBED = ("kv_b_proj",)
-"""Name suffixes of layers whose weights latent attention multiplies by the queries. They stay unquantised."""
+"""Name suffixes of layers whose weights latent attention multiplies by the queries. They are not quantised."""
 
 _READ_IN_PARTS = ("per_layer_model_projection",)
-"""Name suffixes of layers of which each decoder layer reads a part, which needs plain weights (`LayerEmbeddings`)."""
+"""Name suffixes of layers that are read in parts, one part per decoder layer (`LayerEmbeddings`).
+
+Their weights must not be quantised.
+"""
 
 _MAX_INPUTS_PER_OUTPUT = 16
-"""Layers with a higher ratio of inputs to outputs are not quantised. They are small, and each output affects a head."""
+"""Layers with a higher ratio of inputs to outputs are not quantised.
+
+They are small, and each of their outputs affects a whole head.
+"""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Fractions of a group's range that 4-bit codes may cover. The one with the smallest squared error is used."""
+"""Fractions of a group's range that 4-bit codes may cover.
+
+For each group, the fraction with the smallest squared error is used.
+"""
 
 _WEIGHTS_AT_ONCE = 1 << 20
-"""Number of weights whose codes are computed together. This needs up to 50 bytes of device memory for each.
+"""Number of weights whose codes are computed together. This needs up to 50 bytes of device memory per weight.
 
-The device then has no weights yet, so that memory plans need not count these 50 MiB.
+At that time, the device has no weights yet, so memory plans need not count these 50 MiB.
 """
 
 
 def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -> None:
     """Quantise the linear layers of `model` to packed weights with 4 or 8 bits, in place.
 
-    `device` computes the codes. The head always gets 8 bits. On the meta device, only sizes are used. The following
-    layers are not quantised:
+    The codes are computed on `device`. The head always gets 8 bits. For a model on the meta device, only the shapes are
+    converted. The following layers are not quantised:
 
     * a head that is tied to the embedding,
     * routers of experts, and stacked experts,
