@@ -221,7 +221,7 @@ class Prefill:
         return self._slices[-1:] if self._logits_to_keep and self._is_last_segment else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
-        """Compute attention and MLP of `slices`. Each part of the earlier KV (`rows.past`) is read once for all slices."""
+        """Compute attention and MLP of `slices`. Each part of earlier KV (`rows.past`) is read once for all slices."""
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attentions = []
         for s, positions in zip(self._slices, self._positions, strict=True):
