@@ -19,9 +19,9 @@ from .layout import PAGE, ArenaLayout, fill_planes
 class Arena:
     """Host memory for KV: one reserved address range, divided into slabs of equal size.
 
-    The operating system allocates memory pages on first write. `activate` makes the next slab usable. If `pin` is True,
-    the slab is also page-locked, which takes up to a second per gigabyte. The memory is unmapped when the arena and all
-    views of it have been deleted.
+    The operating system allocates each memory page when it is first written. `activate` makes the next slab usable and,
+    if `pin` is True, page-locks it, which takes up to a second per gigabyte. The memory is unmapped when the arena and
+    all views of it have been deleted.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, *, pin: bool = False) -> None:
@@ -29,13 +29,13 @@ class Arena:
         self.layout = layout
         self.pin = pin
         self.active = 0
-        # Huge pages cause fewer page faults and TLB misses. The first slab has none unless it is pinned: a short prompt
-        # would write to many huge pages, and the kernel clears each one (SmolLM2, 30 tokens: 360 MB, one second on a
-        # virtual machine).
+        # Huge pages reduce page faults and TLB misses. However, the first slab does not use them unless it is pinned: a
+        # short prompt would touch many huge pages, and the kernel clears each of them (SmolLM2 with 30 tokens: 360 MB,
+        # which takes one second on a virtual machine).
         start = 0 if pin else layout.slab_rows * layout.head_dim * layout.itemsize
         memory = reserve(layout.bytes, "the KV cache", huge_from=start)
         self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
-        """All stored vectors `[R, d]`. The index is the row id (`layout`)."""
+        """All stored vectors `[R, d]`, indexed by row id (see `layout`)."""
         shape = (layout.slabs, layout.layers, layout.kv_heads, layout.planes, layout.plane_rows, layout.head_dim)
         steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
         self.planes = self.rows.as_strided(shape, (*(layout.head_dim * step for step in steps), 1))
@@ -53,14 +53,14 @@ class Arena:
     def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
         """Return views of K and V `[Hkv, size, width]` of one storage layer.
 
-        `offset` is the first token slot of the slab.
+        The views cover `size` token slots of the slab, starting at slot `offset`.
         """
         return KVPart.of(self.planes[slab, storage_layer].narrow(2, offset, size), dim=1)
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a view `[p, size, width]` of the token slots from `offset` on, in all planes of the storage layers.
+        """Return a view `[p, size, width]` of token slots [offset, offset + size) in all planes of several layers.
 
-        A plane is K or V of one KV head in one storage layer (`layout.py`).
+        A plane is the K or the V of one KV head in one storage layer (see `layout.py`).
         """
         return self.planes[slab, storage_layers.start : storage_layers.stop].flatten(0, 2).narrow(1, offset, size)
 
@@ -76,9 +76,10 @@ class Arena:
 
 
 def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
-    """Reserve `size` bytes of page-aligned address space, without allocating memory. Raises MemoryLimitError.
+    """Reserve `size` bytes of page-aligned address space without allocating memory. Raises MemoryLimitError.
 
-    `what` is the purpose, for messages. Huge pages are used from byte `huge_from` on, which is a multiple of `PAGE`.
+    `what` describes the purpose in error messages. Huge pages are used from byte `huge_from` on, which must be a
+    multiple of `PAGE`.
     """
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -96,11 +97,11 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
 def page_lock(slab: torch.Tensor, owner: object) -> None:
     """Page-lock the memory of `slab` for CUDA, until `owner` is deleted. Raise MemoryLimitError if CUDA refuses."""
     size = slab.numel() * slab.itemsize
-    cuda: Any = torch.cuda  # cudart() is untyped in some of torch's versions
+    cuda: Any = torch.cuda  # cudart() is untyped in some versions of torch
     code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
     if code != 0:
         with contextlib.suppress(RuntimeError):
-            # clears CUDA's error state; otherwise the next kernel launch would report the error
+            # This clears CUDA's error state. Otherwise, the next kernel launch would report the error.
             torch.zeros(1, device="cuda")
         raise MemoryLimitError(
             f"cannot pin {format_size(size)} of host memory for CUDA (cudaHostRegister gave error {code}): lower "
@@ -112,7 +113,7 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
 def reads_host_addresses() -> bool:
     """Return whether CUDA kernels can read page-locked memory at its host address. On WSL 2, for example, they cannot.
 
-    The test page-locks one page. Raise MemoryLimitError if that fails.
+    The test page-locks one page. If this fails, MemoryLimitError is raised.
     """
     page = torch.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     page_lock(page, page)
@@ -121,7 +122,7 @@ def reads_host_addresses() -> bool:
 
 
 def device_pointer(address: int) -> int | None:
-    """Return the device address of page-locked host memory, or None without CUDA's driver (as on ROCm)."""
+    """Return the device address of page-locked host memory. Return None if there is no CUDA driver, as on ROCm."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Block allocator."""
+"""Allocator of block ids for the KV cache."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockAllocator:
-    """Allocates block ids and counts the references to each block. It allocates no memory.
+    """Allocates block ids and counts the references to each block. It does not allocate memory.
 
-    Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). A run is a sequence of consecutive ids in one slab,
+    Slab `i` has the ids [i * slab_blocks, (i + 1) * slab_blocks). A *run* is a sequence of consecutive ids in one slab,
     so its blocks are contiguous in memory.
 
-    Not thread-safe. All transfers of a block must have ended before `decref`, because a free block can be allocated
-    again.
+    Not thread-safe. Before `decref` is called for a block, all transfers of the block must have ended, because the
+    block may then be allocated again.
 
     Args:
-        on_free: Called with blocks that have lost their last reference, before they can be allocated again.
+        on_free: Called with the blocks that have lost their last reference, before they can be allocated again.
     """
 
     def __init__(self, slab_blocks: int, on_free: Callable[[Sequence[int]], None] = lambda blocks: None) -> None:
@@ -24,8 +24,8 @@ class BlockAllocator:
         self.slab_blocks, self._on_free = slab_blocks, on_free
         self.free = 0
         self._refs: list[int] = []
-        # Free runs, sorted by start (to merge adjacent runs) and by size (to find the best fit). With 100,000 blocks,
-        # an operation takes a few microseconds per run.
+        # Free runs, sorted both by start (to merge adjacent runs) and by size (to find the best fit). With 100,000
+        # blocks, an operation takes a few microseconds per run.
         self._starts: list[int] = []
         self._size: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
@@ -66,7 +66,7 @@ class BlockAllocator:
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Allocate the free ids that directly follow block `last` in its slab, at most `count`. Return them."""
+        """Allocate and return up to `count` free ids that directly follow block `last` in the same slab."""
         start = last + 1
         if start % self.slab_blocks == 0:
             return []
@@ -75,7 +75,8 @@ class BlockAllocator:
     def worst_fit(self, count: int) -> list[int]:
         """Allocate `count` blocks from the middle of the longest free runs.
 
-        Free ids remain after the blocks, so that several sequences can grow contiguously at the same time.
+        This leaves free ids after the allocated blocks, so that several sequences can grow contiguously at the same
+        time.
         """
         assert 0 <= count <= self.free
         taken: list[int] = []

@@ -1,4 +1,4 @@
-"""Eviction of tokens from a full KV cache (InfiniGen §4.4): usage of each slot, and the order of eviction."""
+"""Eviction of tokens from a full KV cache (InfiniGen §4.4): usage statistics per slot, and the eviction order."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class SlotState:
-    """Usage of a sequence's token slots: tensors `[L, slots]`, modified in place without synchronisation.
+    """Usage statistics of a sequence's token slots, as tensors `[L, slots]`.
 
-    A slot stores the KV of one token. After evictions, it may contain different tokens in different layers.
+    The tensors are modified in place, without synchronisation with the host. A slot stores the KV of one token. After
+    evictions, a slot may contain different tokens in different layers.
     """
 
     position: torch.Tensor  # int64, text position of the slot's token; -1 if the slot is empty
-    # int64, first decode step in which the token could be selected, because it had left the recent window.
+    # int64, first decode step in which the token could be selected, which is when it leaves the recent window.
     since: torch.Tensor
-    last_used: torch.Tensor  # int64, last decode step in which the slot was written, or selected by any head
-    # uint8, number of decode steps in which any head selected the slot. If a counter saturates, all counters of its
-    # layer are halved.
+    last_used: torch.Tensor  # int64, last decode step in which the slot was written or at least one head selected it
+    # uint8, number of decode steps in which at least one head selected the slot. When a counter saturates, all counters
+    # of its layer are halved.
     counter: torch.Tensor
 
     @classmethod
@@ -46,7 +47,7 @@ class SlotState:
         return SlotState(*(table[:, :slots].clone() for table in self._tables()))
 
     def apply_moves(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy the state of tokens that were moved in `layer`. `moves` are pairs (source slot, target slot)."""
+        """Copy the state of tokens that were moved within `layer`. `moves` are pairs (source slot, target slot)."""
         for table in self._tables():
             for slot, target in moves:
                 table[layer, target] = table[layer, slot]
@@ -60,7 +61,7 @@ class SlotState:
     def fill(self, tokens: range, step: int, recent: int) -> None:
         """Record that token t of `tokens` was written to slot t in every layer.
 
-        The token can be selected from decode step `step` on, but not while it is among the `recent` newest tokens.
+        A token can be selected from decode step `step` on, but not while it is among the `recent` newest tokens.
         """
         at = torch.arange(tokens.start, tokens.stop, device=self.position.device)
         self.position[:, tokens.start : tokens.stop] = at
@@ -69,7 +70,7 @@ class SlotState:
         self.counter[:, tokens.start : tokens.stop] = 0
 
     def move(self, source: int, targets: torch.Tensor) -> None:
-        """Copy the state of slot `source` to slot `targets[l]` of each layer l. `targets` is int64 `[L]`."""
+        """In each layer l, copy the state of slot `source` to slot `targets[l]`. `targets` is int64 `[L]`."""
         for table in self._tables():
             table.scatter_(1, targets[:, None], table[:, source : source + 1].clone())
 
@@ -85,7 +86,10 @@ class SlotState:
         self.counter.scatter_(1, index, 0)
 
     def touch(self, layer: int, slots: torch.Tensor, step: int) -> None:
-        """Record that `layer` selected `slots` (int64 of any shape, possibly with duplicates) in decode step `step`."""
+        """Record that `layer` selected `slots` in decode step `step`.
+
+        `slots` is int64, of any shape, and may contain duplicates.
+        """
         used = torch.zeros_like(self.counter[layer], dtype=torch.bool).index_fill_(0, slots.flatten(), True)
         self.last_used[layer].masked_fill_(used, step)
         counter = self.counter[layer] + used
@@ -93,9 +97,9 @@ class SlotState:
 
 
 def _selection_rate(state: SlotState, step: int) -> torch.Tensor:
-    """Return the selections of each token per decode step since it left the recent window, in units of 2^-16.
+    """Return how often each token was selected per decode step since it left the recent window, in units of 2^-16.
 
-    Each token starts with one selection in `PRIOR_STEPS` steps.
+    The rate of a new token is one selection in `PRIOR_STEPS` steps.
     """
     steps = (step - state.since).clamp_min(0) + PRIOR_STEPS
     return ((state.counter.to(torch.int64) + 1) << 16) // steps
@@ -108,13 +112,13 @@ RANKINGS: dict[str, Callable[[SlotState, int], torch.Tensor]] = {
     "lru": lambda state, step: state.last_used,
     "counter": _selection_rate,
 }
-"""Functions (state, step) -> sort keys `[L, slots]`, by eviction policy.
+"""For each eviction policy, a function (state, step) -> sort keys `[L, slots]`.
 
-The token with the smallest key is evicted first. Among equal keys, the token with the lowest position is evicted first.
+The token with the smallest key is evicted first. Ties are broken in favour of evicting the lowest position first.
 
-"counter" divides the selection count by the number of steps. If the counts themselves were compared, as in the paper, a
-token that leaves the recent window would have the count zero and be evicted before it can be selected. Perplexity:
-`make paper`, table `perplexity_with_a_bounded_pool.md`.
+"counter" divides the selection count by the number of steps. If it compared the counts themselves, as in the paper, a
+token that has just left the recent window would have a count of zero, and would be evicted before it could be selected.
+For perplexity, see the table `perplexity_with_a_bounded_pool.md` of `make paper`.
 """
 
 
@@ -124,10 +128,10 @@ def victims(policy: str, state: SlotState, protected: torch.Tensor, step: int, c
     Args:
         policy: A key of `RANKINGS`.
         state: Eviction state. Positions must be below 2**32. Empty slots are never returned.
-        protected: Whether a slot must not be evicted, bool `[L, slots]`.
+        protected: Mask of the slots that must not be evicted, bool `[L, slots]`.
 
     Returns:
-        Slots int64 `[L, count]` in eviction order. -1 if a layer has no more slots to evict.
+        Slots in eviction order, int64 `[L, count]`, padded with -1 if a layer has fewer slots to evict.
     """
     key = (RANKINGS[policy](state, step) << 32) + state.position
     key = key.masked_fill(protected | (state.position < 0), _NEVER)

@@ -1,7 +1,7 @@
 """Storage formats of the KV cache: the model's dtype, or integers with a scale per group.
 
-Quantisation is group-wise and asymmetric as in FlexGen (§4.3): groups of 64 elements, whose minimum and maximum are
-represented exactly. Host-to-device transfers use the storage format.
+Quantisation is group-wise and asymmetric, as in FlexGen (§4.3). The minimum and the maximum of each group of 64
+elements are represented exactly. Host-to-device transfers use the storage format.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Quantised:
     """Format that stores integers of 8, 4 or 2 bits, with a float16 minimum and step for each group of elements.
 
     A vector of d elements takes ceil(d * bits / 8) + 4 * groups + `padding` bytes. The error of an element is at most
-    half a step, (max - min) / (2 * (2^bits - 1)), plus the rounding of minimum and step to float16.
+    half a step, (max - min) / (2 * (2^bits - 1)), plus the error from rounding the minimum and the step to float16.
     """
 
     bits: int
@@ -83,7 +83,7 @@ class Quantised:
         return math.ceil(self.head_dim / self.groups)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode vectors `[..., d]` as bytes `[..., width]`: the packed codes, then minimum and step of each group."""
+        """Encode vectors `[..., d]` as bytes `[..., width]`: the packed codes, then each group's minimum and step."""
         # Pad the last group with the last element of the vector, which changes neither its minimum nor its maximum.
         filling = rows[..., -1:].expand(*rows.shape[:-1], self.groups * self._group_size - self.head_dim)
         grouped = torch.cat((rows, filling), dim=-1).float().unflatten(-1, (self.groups, self._group_size))
@@ -111,7 +111,7 @@ class Quantised:
         return rows[..., : self.head_dim].to(self.dtype)
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Pack 8 / bits adjacent codes of `codes` `[..., d]` into each byte, the first code in the lowest bits."""
+        """Pack codes `[..., d]` into bytes. A byte takes 8 / bits adjacent codes, with the first in its low bits."""
         fields = 8 // self.bits
         split = _resize(codes, self._code_bytes * fields).unflatten(-1, (-1, fields))
         packed: torch.Tensor = split[..., 0].clone()
@@ -147,9 +147,10 @@ def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVF
 
 
 def make_kv_formats(name: KVFormatName, dtype: torch.dtype, geometry: ModelGeometry) -> tuple[KVFormat, KVFormat]:
-    """Return the storage formats of full-attention layers and of sliding-window layers. Raises ConfigError.
+    """Return the storage formats for full-attention layers and for sliding-window layers. Raises ConfigError.
 
-    Vectors are padded so that `geometry.window_ratio` vectors of a sliding-window layer fill a full-attention vector.
+    Vectors are padded so that `geometry.window_ratio` vectors of a sliding-window layer have the same size as one
+    vector of a full-attention layer.
     """
     full = make_kv_format(name, dtype, geometry.head_dim)
     if geometry.window_rows is None:
@@ -162,7 +163,7 @@ def make_kv_formats(name: KVFormatName, dtype: torch.dtype, geometry: ModelGeome
 
 
 def stored_geometry(geometry: ModelGeometry, formats: tuple[KVFormat, KVFormat]) -> ModelGeometry:
-    """Return `geometry` with the widths of stored vectors as head dimensions."""
+    """Return `geometry` with its head dimensions replaced by the widths of the stored vectors."""
     full, window = formats
     own = geometry.window_rows
     rows = None if own is None else replace(own, head_dim=window.width)

@@ -12,16 +12,16 @@ from ..core import BLOCK_SIZE, ModelGeometry
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Division of a model's layers into groups. A block contains the KV of 64 tokens in the layers of one group.
+    """Division of a model's layers into groups. A block contains the KV of 64 tokens in all layers of one group.
 
     Group 0 contains the full-attention layers. Sliding-window layers form the groups 1 to `sliding`, which have blocks
     only for tokens inside a window. All blocks have the same size. If all layers use sliding windows, group 0 has no
-    layers, and its block ids have no memory.
+    layers, and no memory belongs to its block ids.
 
-    A block consists of `layers` *storage layers*, each as large as the KV of a full-attention layer. A full-attention
-    layer takes one storage layer. A sliding-window layer with another row shape takes one or several consecutive
-    storage layers (`ArenaLayout.window_part`). A layer that uses the KV of an earlier layer shares the group and the
-    storage layers of that layer.
+    A block consists of `layers` *storage layers*, each as large as the KV of one full-attention layer. A full-attention
+    layer takes one storage layer. A sliding-window layer with a different row shape takes one or more consecutive
+    storage layers (see `ArenaLayout.window_part`). A layer that reuses the KV of an earlier layer has the same group
+    and the same storage layers as the earlier layer.
     """
 
     layers: int  # number of storage layers per block
@@ -29,7 +29,7 @@ class LayerGroups:
     storage_layer: tuple[int, ...]  # index of the first storage layer of each layer, `[L]`
     sliding: int  # number of groups of sliding-window layers
     window: int  # length in tokens of the longest sliding window; 0 if there is none
-    window_storage_layers: int = 1  # number of storage layers of a sliding-window layer
+    window_storage_layers: int = 1  # number of storage layers that a sliding-window layer takes
 
     @classmethod
     def from_geometry(cls, geometry: ModelGeometry) -> LayerGroups:
@@ -51,7 +51,7 @@ class LayerGroups:
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that store KV, instead of using the KV of an earlier layer."""
+        """Indices of the layers that store their own KV instead of reusing the KV of an earlier layer."""
         first: dict[tuple[int, int], int] = {}
         for layer, place in enumerate(zip(self.group, self.storage_layer, strict=True)):
             first.setdefault(place, layer)
@@ -73,23 +73,23 @@ class LayerGroups:
         return range(first, first + (self.window_storage_layers if self.group[layer] else 1))
 
     def used_storage_layers(self, group: int) -> int:
-        """Return the number of used storage layers in a block of `group`. Unused storage layers come last."""
+        """Return how many storage layers the blocks of `group` use. Unused storage layers come last in a block."""
         return max(self.storage_layers(layer).stop for layer in self.layers_of(group))
 
     def first_seen(self, position: int, floor: int = 0) -> int:
-        """Return the first token, from `floor` on, that the token at `position` attends to in sliding-window layers."""
+        """Return the first token that the token at `position` attends to in sliding-window layers, at least `floor`."""
         return max(floor, 0, position + 1 - self.window)
 
     @property
     def window_blocks(self) -> int:
-        """Maximum number of blocks that a sliding window overlaps."""
+        """Maximum number of blocks that a sliding window can overlap."""
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def window_indices(self, start: int, stop: int, floor: int = 0, *, next_window: bool = False) -> set[int]:
         """Return the indices of the window blocks that a sequence needs to compute the tokens [start, stop).
 
-        These are the blocks that token `start` attends to, and the blocks of new tokens that token `stop` attends to.
-        `next_window` adds the blocks of the next complete window.
+        These are the blocks of earlier tokens that token `start` attends to, and the blocks of new tokens that token
+        `stop` will attend to. If `next_window`, the blocks of the next complete window are added.
         """
         before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
         end = -(-stop // BLOCK_SIZE)
@@ -100,9 +100,9 @@ class LayerGroups:
     def prefill_ends(self, start: int, stop: int, floor: int = 0, *, slice_tokens: int = BLOCK_SIZE) -> Iterator[int]:
         """Yield possible ends of the first part of a prefill of the tokens [start, stop).
 
-        The first end is `stop`. Each further end needs fewer window blocks: those that tokens at both ends of the part
-        attend to. Ends that are multiples of `slice_tokens` after `start` come before ends of blocks. With the last
-        end, this part and all later parts need no more window blocks than a decode step.
+        The first end is `stop`. Each further end needs fewer window blocks (`window_indices`) than the ends before it.
+        Ends at multiples of `slice_tokens` after `start` come first, and ends at block boundaries follow. If the part
+        stops at the last end, neither this part nor a later part needs more window blocks than a decode step.
         """
         yield stop
         fewest, limit = len(self.window_indices(start, stop, floor)), min(stop, start + self.window + BLOCK_SIZE)
@@ -116,13 +116,13 @@ class LayerGroups:
                 yield end
 
     def blocks(self, tokens: int) -> int:
-        """Return the largest number of blocks, in all groups, that `tokens` tokens can need."""
+        """Return the maximum number of blocks in all groups together that `tokens` tokens can need."""
         count = -(-tokens // BLOCK_SIZE)
         return self.full * count + self.sliding * min(count, self.window_blocks)
 
     @property
     def blocks_at_once(self) -> int:
-        """Number of blocks, in all groups, that 64 more tokens of a sequence take."""
+        """Number of blocks in all groups together that a sequence needs for 64 more tokens."""
         return self.full + self.sliding
 
 

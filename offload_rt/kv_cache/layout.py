@@ -4,15 +4,15 @@ The pool is one tensor of slabs with the shape
 
     [storage layer, kv_head, 2 (K, V), slab_blocks * 64, d]
 
-A *plane* is K or V of one storage layer and head in a slab: a contiguous matrix `[slab_blocks * 64, d]`. CPU attention
-reads consecutive blocks of a plane in place, which is faster than strided rows. However, fetching a selected token
-takes two reads. With latent attention, keys contain the values, and a head has one plane.
+A *plane* is the K or the V of one head and storage layer in a slab: a contiguous matrix `[slab_blocks * 64, d]`. CPU
+attention reads consecutive blocks of a plane in place, which is faster than reading strided rows. In return, fetching a
+selected token takes two reads. With latent attention, the keys contain the values, so each head has only one plane.
 
-Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
+Transfers address KV vectors by *row id*, the index of a row of `d` elements in the flat view `[R, d]` of the pool.
 
-A full-attention layer takes one storage layer (`layer_groups`). Sliding-window layers with another `RowShape` take one
-or more. If their vectors have d elements, K and V of a head take one plane each. If the vectors have at most d / 2
-elements, K and V of a head share one plane: V is stored next to K in the same row.
+A full-attention layer takes one storage layer (see `layer_groups`). A sliding-window layer with a different `RowShape`
+takes one or more. If its vectors have d elements, K and V of a head take one plane each. If its vectors have at most
+d / 2 elements, K and V of a head share one plane: V is stored next to K in the same row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..errors import MemoryLimitError
 from ..utils.units import format_size
 from .layer_groups import LayerGroups
 
-# Maximum number of token slots per slab. A slab is pinned in one call, and contiguous runs of blocks end at its end.
+# Maximum number of token slots per slab. Each slab is pinned in one call. Runs of contiguous blocks do not cross slabs.
 SLAB_TOKENS = 16_384
 
 # Alignment of slabs in bytes, because pinned ranges must not share a page. 64 KiB is the largest base page (ARM
@@ -46,7 +46,7 @@ class ArenaLayout:
     itemsize: int
     slab_blocks: int
     slabs: int
-    window_rows: RowShape | None = None  # shape of sliding-window layers; None if it is the same
+    window_rows: RowShape | None = None  # row shape of sliding-window layers; None if it is the same
     planes: int = 2  # per storage layer and head: 2 (K and V), or 1 if the keys contain the values
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class ArenaLayout:
     def fit(
         cls, geometry: ModelGeometry, dtype: torch.dtype, limit_bytes: int, slab_tokens: int = SLAB_TOKENS
     ) -> ArenaLayout:
-        """Return the layout with the most blocks within `limit_bytes`, in equal slabs of at most `slab_tokens` slots.
+        """Return the layout with the most blocks within `limit_bytes`. Slabs are equal, with up to `slab_tokens` slots.
 
         Raises:
             MemoryLimitError: Not even one block fits.
@@ -72,7 +72,7 @@ class ArenaLayout:
                 f"tokens of this model's KV cache take {format_size(block_bytes)} ({block_bytes} bytes); set "
                 f"host_memory to that or more"
             )
-        # Slabs are equal, so up to `slabs - 1` blocks that would fit in the limit are not used.
+        # All slabs have the same size, so up to `slabs - 1` blocks that would fit within the limit are not used.
         slabs = math.ceil(blocks / (slab_tokens // BLOCK_SIZE))
         shape = geometry.kv_heads, geometry.head_dim, dtype.itemsize
         return cls(layers, *shape, blocks // slabs, slabs, geometry.window_rows, geometry.planes)
@@ -83,12 +83,12 @@ class ArenaLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of K or V of one token, layer and head."""
+        """Size in bytes of one K or V vector, for one token, layer and head."""
         return self.head_dim * self.itemsize
 
     @cached_property
     def entry_bytes(self) -> int:
-        """Size in bytes of a KV entry: K and V of one token, layer and head."""
+        """Size in bytes of a KV entry, the K and V of one token, layer and head."""
         return self.planes * self.row_bytes
 
     @property
@@ -101,7 +101,7 @@ class ArenaLayout:
 
     @cached_property
     def value_offset(self) -> int:
-        """Number of rows from K to V of a token; 0 if the keys contain the values."""
+        """Distance in rows from the K to the V of a token; 0 if the keys contain the values."""
         return (self.planes - 1) * self.plane_rows
 
     @cached_property
@@ -114,7 +114,7 @@ class ArenaLayout:
 
     @property
     def slab_rows(self) -> int:
-        """Number of rows of a slab, padded to whole pages."""
+        """Number of rows of a slab, including padding to whole pages."""
         unit = math.lcm(PAGE, self.row_bytes) // self.row_bytes
         return math.ceil(self.layers * self.layer_rows / unit) * unit
 
@@ -128,19 +128,19 @@ class ArenaLayout:
         return self.rows * self.row_bytes
 
     def row(self, storage_layer: int, head: int, plane: int, offset: int = 0) -> int:
-        """Return the row id, relative to the slab, of token slot `offset` of a KV head: K (`plane` 0) or V (1)."""
+        """Return a KV head's row id for token slot `offset`, relative to the slab. `plane` is 0 for K and 1 for V."""
         assert plane < self.planes
         return storage_layer * self.layer_rows + head * self.head_rows + plane * self.plane_rows + offset
 
     @cached_property
     def window_ratio(self) -> int:
-        """Number of vectors of a sliding-window layer that fit in one row."""
+        """Number of sliding-window-layer vectors that fit in one row."""
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def window_part(self, planes: torch.Tensor) -> KVPart:
         """Return views of K and V `[Hkv, n, width]` in `planes` `[p, n, d]`, the planes of a sliding-window layer.
 
-        Call it only for layers with another row shape than full-attention layers.
+        Use this only for layers whose row shape differs from that of full-attention layers.
         """
         assert self.window_rows is not None
         heads, width = self.window_rows.kv_heads, self.window_rows.head_dim
@@ -149,10 +149,10 @@ class ArenaLayout:
         return KVPart(planes[: 2 * heads : 2], planes[1 : 2 * heads : 2])
 
     def vectors(self, storage_layer: int, *, window: bool) -> list[list[int]]:
-        """Return the ids `[planes][Hkv]` of a layer's vectors in the first token slot of a slab: K, then V.
+        """Return the ids `[planes][Hkv]` of a layer's vectors in the first token slot of a slab, first K and then V.
 
-        `storage_layer` is the first storage layer of the layer. `window` tells whether it is a sliding-window layer. If
-        sliding-window layers have another row shape, their ids count vectors of their width instead of rows.
+        `storage_layer` is the first storage layer of the layer, and `window` is True for a sliding-window layer. If
+        sliding-window layers have a different row shape, their ids count vectors of their own width instead of rows.
         """
         if not window or self.window_rows is None:
             heads = range(self.kv_heads)
@@ -164,6 +164,6 @@ class ArenaLayout:
 
 
 def fill_planes(planes: torch.Tensor, dim: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Copy k and v to `planes`, which has K and V along axis `dim`. With one plane, copy only k."""
+    """Copy k and v to `planes`, where axis `dim` selects K or V. If there is only one plane, only k is copied."""
     for plane, rows in zip(planes.unbind(dim), (k, v)[: planes.shape[dim]], strict=True):
         plane.copy_(rows)

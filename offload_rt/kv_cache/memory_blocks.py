@@ -1,4 +1,4 @@
-"""Makes blocks of the arena free."""
+"""Provides free blocks of the arena."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .system_memory import pool_full
 
 
 class MemoryBlocks:
-    """Makes blocks of the arena free for a pool, by activating slabs and evicting cached blocks.
+    """Provides free blocks of the arena for a pool, by activating slabs and evicting cached blocks.
 
     Args:
-        evicts_tree: Whether evicting blocks of the prefix tree frees memory. If not, these blocks are only ids.
-        limit_bytes: Limit of the pool in bytes, for messages.
+        evicts_tree: Whether evicting blocks from the prefix tree frees memory. False if these blocks are only ids.
+        limit_bytes: Limit of the pool in bytes, used in error messages.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class MemoryBlocks:
 
     @property
     def available(self) -> int:
-        """Number of blocks that are free, or that eviction can free."""
+        """Number of blocks that are free or can be freed by eviction."""
         return self.free + self._cached.idle_blocks
 
     def check(self, count: int) -> None:
@@ -48,9 +48,9 @@ class MemoryBlocks:
             raise self.full_error(count, missing)
 
     def provide(self, count: int, run: int) -> None:
-        """Make `count` blocks free, `run` of them contiguous if possible.
+        """Ensure that `count` blocks are free, with `run` of them contiguous if possible.
 
-        Raise PoolFullError if fewer blocks are available. No block is evicted in this case.
+        If fewer blocks are available, raise PoolFullError without evicting any block.
         """
         self.check(count)
         while (missing := count - self.free) > 0:
@@ -59,7 +59,7 @@ class MemoryBlocks:
         self.activate(count, run)
 
     def activate(self, count: int, run: int) -> None:
-        """Activate slabs until `count` blocks are free and `run` of them are contiguous, or until no slab is left."""
+        """Activate slabs until `count` blocks are free, `run` of them contiguous, or until no slab is left."""
         blocks = self.allocator
         while self._arena.active < self._arena.layout.slabs and (blocks.free < count or blocks.largest_run < run):
             try:

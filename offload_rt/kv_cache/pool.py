@@ -23,10 +23,10 @@ from .state_pool import StatePool
 from .stored_rows import StoredRows, blocks_for
 from .system_memory import memory_limit
 
-MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
+MOST_TOKENS = 1 << 24  # maximum size if `limit_bytes` is None: more than a batch of the longest contexts needs
 
 # If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `IDS_AT_ONCE`
-# ids at a time. When there are `MOST_IDS` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
+# ids at a time. Once there are `MOST_IDS` ids (4 Mi tokens), it evicts blocks from the prefix tree before adding ids.
 IDS_AT_ONCE, MOST_IDS = 1 << 10, 1 << 16
 
 
@@ -37,16 +37,16 @@ class HostPool(StoredRows):
     marks tokens as complete in all layers. `StoredRows` has the methods that read KV.
 
     Blocks are reference-counted. `publish` adds full blocks to the prefix tree. They stay there after their sequence
-    ends, so that later sequences with the same prefix can use them. `reserve` replaces a shared, partly filled block by
-    a copy. Only token eviction overwrites full blocks, after `make_exclusive`.
+    ends, so that later sequences with the same prefix can use them. `reserve` replaces a shared, partly filled block
+    with a copy. Full blocks are only overwritten by token eviction, which calls `make_exclusive` first.
 
     If no block is free, the pool activates the next slab of the arena. If no slab is left, it evicts blocks that only
-    the prefix tree uses, least recently used first. Sliding-window layers have separate blocks (`sliding.slide`).
+    the prefix tree uses, least recently used first. Sliding-window layers have separate blocks (see `sliding.slide`).
 
     Concurrency: threads that share the pool must hold `lock`. `release`, `truncate`, `reserve`, `publish`,
     `make_exclusive` and `sliding.slide` may free, copy or exchange blocks. Before these calls, the caller must wait for
-    asynchronous transfers of the blocks. Alternatively, an event on the write-back stream must order the transfers
-    before the next write.
+    all asynchronous transfers of the blocks. Alternatively, an event on the write-back stream must ensure that the
+    transfers end before the next write.
 
     Args:
         limit_bytes: Limit on host memory in bytes. None means half of the available memory.
@@ -83,10 +83,10 @@ class HostPool(StoredRows):
         self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
         super().__init__(arena, LayerGroups.from_geometry(geometry), formats)
         self.pins = pin and disk is None
-        # Functions that are called with freed blocks, before they can be allocated again.
+        # Functions that are called with the freed blocks, before these blocks can be allocated again.
         self.on_free: list[Callable[[Sequence[int]], None]] = [] if self.file is None else [self.file.discard]
         memory_blocks = BlockAllocator(self.layout.slab_blocks, self._report_free)
-        # Ids of group 0. They have memory in the arena, unless all layers use sliding windows.
+        # Ids of group 0. Unless all layers use sliding windows, these ids have memory in the arena.
         self._blocks = memory_blocks if self.groups.full else BlockAllocator(IDS_AT_ONCE)
         self.states = states
         slots = None if not geometry.states else 0 if states is None else states.slots
@@ -112,40 +112,40 @@ class HostPool(StoredRows):
 
     @property
     def idle_blocks(self) -> int:
-        """Number of blocks that only the prefix tree references. They count as used, but can be evicted."""
+        """Number of blocks that only the prefix tree references. They count as used but can be evicted."""
         return self.cached.idle_blocks
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether sequences can start from a cached prefix. In hybrid models, this needs memory for snapshots."""
+        """Whether sequences can start from a cached prefix. For hybrid models, this requires memory for snapshots."""
         return self.cached.snapshots is None or self.cached.snapshots.slots > 0
 
     @property
     def can_grow(self) -> bool:
-        """Whether one sequence can grow by 64 tokens, if necessary by eviction."""
+        """Whether one sequence can grow by 64 tokens, possibly after an eviction."""
         return self._memory.available >= self.groups.blocks_at_once
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of the blocks of sequences and of the prefix cache. Shared blocks count once."""
+        """Size in bytes of all blocks in sequences and in the prefix cache. Shared blocks count once."""
         return self._memory.allocator.used * self.block_bytes
 
     @property
     def sequence_bytes(self) -> int:
-        """Size in bytes of the blocks of sequences. Shared blocks count once."""
+        """Size in bytes of all blocks in sequences. Shared blocks count once."""
         return (self._memory.allocator.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the largest size in bytes of the KV of a sequence with `tokens` tokens."""
+        """Return the maximum size in bytes that the KV of a sequence with `tokens` tokens can have."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
         """Activate slabs for up to `tokens` additional tokens, so that decoding does not wait for page-locking.
 
-        Call it when a sequence is admitted. No blocks are allocated. For a pool on disk, it has no effect.
+        Call this when a sequence is admitted. It does not allocate blocks, and has no effect for a pool on disk.
         """
         if self.file is None:
             self._memory.activate(self.groups.blocks(tokens), run=0)
@@ -156,11 +156,14 @@ class HostPool(StoredRows):
             raise self._memory.full_error(count, count - self.block_count)
 
     def check_spare(self, blocks: int) -> None:
-        """Raise PoolFullError unless `blocks` sequences can grow by 64 tokens each."""
+        """Raise PoolFullError unless `blocks` sequences can each grow by 64 tokens."""
         self._memory.check(blocks * self.groups.blocks_at_once)
 
     def check_can_grow(self, blocks: BlockTable, tokens: int, spare: int) -> None:
-        """Raise PoolFullError unless the sequence can grow to `tokens` tokens, and `spare` others by 64 tokens each."""
+        """Raise PoolFullError unless the sequence can grow to `tokens` tokens.
+
+        In addition, `spare` other sequences must be able to grow by 64 tokens each.
+        """
         more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
         self._memory.check(max(0, more) + spare * self.groups.blocks_at_once)
 
@@ -169,16 +172,17 @@ class HostPool(StoredRows):
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
         """Create an empty block table with slots for `tokens` tokens in full-attention layers. Raises PoolFullError.
 
-        Sliding-window layers do not attend to tokens before `floor`.
+        Sliding-window layers will not attend to tokens before `floor`.
         """
         count = blocks_for(tokens)
         self._provide(count)
         return BlockTable(self._blocks.best_fit(count), floor=floor)
 
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
-        """Allocate slots for `tokens` tokens in total, and make the blocks from `blocks.length` on exclusive.
+        """Allocate slots for `tokens` tokens in total. Make the blocks of the tokens from `blocks.length` on exclusive.
 
-        A partly filled shared block is replaced by a copy. If the pool is full, raise PoolFullError without a change.
+        A partly filled block that is shared is replaced with a copy. If the pool is full, PoolFullError is raised and
+        the block table stays unchanged.
         """
         rewritten = range(blocks.length // BLOCK_SIZE, len(blocks.ids))
         shared = [i for i in rewritten if self._blocks.refs(blocks.ids[i]) > 1]
@@ -196,9 +200,9 @@ class HostPool(StoredRows):
         blocks.ids += fresh[len(shared) :]
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v `[Hkv, n, d]`, on any device, as the KV of tokens [start, start + n), and wait for the copy.
+        """Write k and v `[Hkv, n, d]` as the KV of tokens [start, start + n), and wait for the copy.
 
-        The blocks must be exclusive to this block table.
+        The tensors may be on any device. The blocks must be exclusive to this block table.
         """
         indices = range(start // BLOCK_SIZE, blocks_for(start + k.shape[1]))
         block_ids = self.blocks_of(blocks, self.groups.group[layer], indices)
@@ -207,7 +211,7 @@ class HostPool(StoredRows):
         self.fill(blocks, layer, start, encoded.k, encoded.v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV of token slot `source` to slot `target`, whose block must be exclusive to the block table."""
+        """Copy the KV in token slot `source` to slot `target`, whose block must be exclusive to the block table."""
         assert self._memory.allocator.refs(blocks.ids[target // BLOCK_SIZE]) == 1, (
             "write to a shared block: make_exclusive first"
         )
@@ -220,12 +224,12 @@ class HostPool(StoredRows):
         blocks.length = length
 
     def rewind(self, blocks: BlockTable, length: int) -> None:
-        """Mark the tokens from `length` on as incomplete, for example rejected draft tokens."""
+        """Mark the tokens from `length` on as incomplete, for example because they are rejected draft tokens."""
         assert length <= blocks.length
         blocks.length = length
 
     def fork(self, blocks: BlockTable) -> BlockTable:
-        """Return a new block table that shares the blocks of the tokens below `blocks.length`."""
+        """Return a new block table that shares the blocks of the first `blocks.length` tokens."""
         shared = blocks.ids[: blocks_for(blocks.length)]
         self._blocks.incref(shared)
         for window in blocks.windows.values():
@@ -240,8 +244,8 @@ class HostPool(StoredRows):
 
         Args:
             *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
-            floor: First token that sliding-window layers attend to. The window blocks for the next token after the
-                prefix, from `floor` on, must be cached.
+            floor: First token that sliding-window layers attend to. Window blocks that the first token after the prefix
+                attends to must be cached, except for tokens before `floor`.
         """
         self._unpublish_lost()
         return self.cached.match(tokens, *provenance_keys, floor=floor)
@@ -250,13 +254,14 @@ class HostPool(StoredRows):
         return self.cached.tree.known_tokens(tokens, *provenance_keys)
 
     def publish(self, blocks: BlockTable, tokens: Sequence[int], provenance_key: str) -> list[int]:
-        """Insert the full blocks below `blocks.length` into the prefix tree. `tokens` are all tokens of the sequence.
+        """Insert the full blocks of the first `blocks.length` tokens into the prefix tree.
 
-        If the tree already has a block with the same tokens and KV provenance key, this block replaces the sequence's
-        block in the block table. Blocks that are already published keep their key.
+        `tokens` contains all tokens of the sequence. If the tree already has a block with the same tokens and KV
+        provenance key, this block replaces the sequence's block in the block table. Blocks that are already published
+        keep their key.
 
         Returns:
-            Indices of replaced blocks in the block table. Their tokens have other slots now.
+            Indices of the replaced blocks in the block table. Their tokens are now in different slots.
         """
         lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
         if barred := self._exclusive | lost if self.groups.full else self._exclusive:
@@ -266,21 +271,21 @@ class HostPool(StoredRows):
         for i, block in instead.items():
             self._drop([blocks.ids[i]])
             blocks.ids[i] = block
-        # Only window blocks after the last gap are published: a block before a gap may be incomplete.
+        # Publish only window blocks after the last gap, because a block before a gap may be incomplete.
         if self.groups.sliding:
             self.cached.keep_windows(blocks, self.window_start(blocks, blocks.length) // BLOCK_SIZE, full, lost)
         return list(instead)
 
     def drop_prefixes(self) -> bool:
-        """Free the published blocks that no sequence uses. Return whether no published block is left."""
+        """Free the published blocks that no sequence uses. Return True if no published block is left."""
         self.cached.evict(len(self.cached))
         return not len(self.cached)
 
     def make_exclusive(self, blocks: BlockTable, index: int) -> bool:
         """Make the block at `index` exclusive to the block table, so that its slots can be overwritten.
 
-        The block and its descendants leave the prefix tree. The block is not published again. Return False, without a
-        change, if another sequence uses it.
+        The block and its descendants leave the prefix tree, and the block is not published again. If another sequence
+        uses the block, nothing changes and False is returned.
         """
         block = blocks.ids[index]
         if block in self.cached and self._blocks.refs(block) == 2:
@@ -291,7 +296,7 @@ class HostPool(StoredRows):
         return True
 
     def truncate(self, blocks: BlockTable, length: int) -> None:
-        """Drop the tokens from `length` on, and free blocks without remaining tokens."""
+        """Drop the tokens from `length` on, and free the blocks that have no tokens left."""
         assert 0 <= length <= blocks.length
         self.shrink(blocks, length)
         for index in [index for index in blocks.windows if index >= blocks_for(length)]:

@@ -15,9 +15,9 @@ from .window_blocks import WindowBlocks
 class PrefixCache:
     """Keeps published blocks after their sequence has ended, so that later sequences with the same prefix can use them.
 
-    A published block can have window blocks (KV of sliding-window layers) and a snapshot of the recurrent state. They
-    are freed with the block. A sequence can continue after a block if the window blocks that its next token attends to
-    are cached. In models with recurrent state, the block must also have a snapshot.
+    A published block can have window blocks (KV of sliding-window layers) and a snapshot of the recurrent state, which
+    are freed together with the block. A sequence can continue after a block if the window blocks that its next token
+    attends to are cached. In models with recurrent state, the block must also have a snapshot.
 
     Args:
         blocks: Allocator of the published blocks. The cache owns one reference to each of them.
@@ -51,7 +51,7 @@ class PrefixCache:
         return BlockTable(blocks, len(blocks) * BLOCK_SIZE, self.windows.take(blocks, floor), floor)
 
     def _usable(self, path: Sequence[int], floor: int) -> int:
-        """Return how many blocks of `path`, from the first on, a new sequence can reuse."""
+        """Return how many leading blocks of `path` a new sequence can reuse."""
         count = self.windows.usable(path, floor)
         if self.snapshots is None:
             return count
@@ -63,8 +63,9 @@ class PrefixCache:
         """Publish the first `full` blocks of a sequence under a KV provenance key.
 
         Returns:
-            Cached blocks with the same tokens and key, by block index. They must replace the sequence's blocks. The
-            sequence already has a reference to each, and the caller drops the references to the replaced blocks.
+            Cached blocks with the same tokens and key, by block index. The caller must put them in place of the
+            sequence's blocks, and drop the references to the replaced blocks. References to the cached blocks have
+            already been added for the sequence.
         """
         fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._has_one_user)
         self._blocks.incref(fresh)
@@ -74,7 +75,8 @@ class PrefixCache:
     def keep_windows(self, blocks: BlockTable, start: int, full: int, lost: set[int]) -> None:
         """Cache the window blocks of the published blocks [start, full) of a sequence.
 
-        Blocks with window blocks in `lost`, whose write to disk failed, are skipped.
+        `lost` contains the window blocks whose write to disk has failed. Published blocks that have such a window block
+        are skipped.
         """
         for i in range(start, full):
             if blocks.ids[i] in self.tree and lost.isdisjoint(blocks.windows[i]):

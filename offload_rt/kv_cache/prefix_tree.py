@@ -1,4 +1,4 @@
-"""The prefix tree, which maps token prefixes to the full blocks with their KV."""
+"""The prefix tree, which maps token prefixes to the full blocks that contain their KV."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..core import BLOCK_SIZE
 TOKEN_BYTES = 8
 
 EXACT = "exact"
-"""KV provenance key of exact attention: prefill, or policy "full"."""
+"""KV provenance key of KV that was computed with exact attention, in a prefill or with the policy "full"."""
 
 
 def root_key(namespace: str) -> bytes:
-    """Return the parent key of first blocks: a digest of `namespace`, which names the model and the KV format."""
+    """Return the key that first blocks have as parent: a digest of `namespace`, which names the model and KV format."""
     return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"offload-rt root").digest()
 
 
 def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
-    """Return the key of a block: a digest of 32 bytes, the same in every process.
+    """Return the key of a block, a 32-byte digest that is the same in every process.
 
     Args:
         parent: Key of the previous block, or `root_key`.
@@ -36,14 +36,17 @@ def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
-    """Return the token ids [0, stop) as little-endian int64, one bytes object per block. The last may be partial."""
+    """Return the first `stop` token ids as little-endian int64, in one bytes object per block.
+
+    The last block may be incomplete.
+    """
     data = np.asarray(tokens[:stop], dtype="<i8").tobytes()
     size = BLOCK_SIZE * TOKEN_BYTES
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def _count_equal_tokens(block: bytes, other: bytes) -> int:
-    """Return how many leading tokens are equal. `other` must not be longer than `block`."""
+    """Return how many leading tokens are the same in both. `other` must not be longer than `block`."""
     return next((i for i in range(0, len(other), 8) if block[i : i + 8] != other[i : i + 8]), len(other)) // 8
 
 
@@ -55,28 +58,28 @@ class _Node:
     tokens: bytes
     block: int
     used: int  # value of the tree's clock at the last match, publication or release
-    worth: int = 0  # number of blocks of the longest sequence that has used the block
+    worth: int = 0  # number of blocks in the longest sequence that has used this block
     idle: bool = False  # only the tree references the block
     queued: bool = False  # the eviction queue has an entry for the block
     children: dict[bytes, _Node] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """Order of eviction: the block with the lowest rank is evicted first."""
+        """Position in the eviction order. The block with the lowest rank is evicted first."""
         # A block of a long sequence is expensive to recompute, so it counts as used more recently.
         return self.used + self.worth
 
 
 class PrefixTree:
-    """A trie of full blocks. Each node is one block, found by its id or by the tokens of its path.
+    """A trie of full blocks. Each node is one block, which can be found by its id or by the tokens of its path.
 
     The tree owns one reference to each of its blocks. The caller adds this reference for each block that `insert`
     returns, and drops it for each block that `evict` or `remove` returns.
 
     A block is *idle* if no sequence references it. A sequence that references a block also references all ancestors of
-    the block, so all descendants of an idle block are idle. Evicting leaf by leaf can therefore free all idle blocks.
-    The order of eviction depends on last use and recomputation cost (`_Node.rank`), so that a short request does not
-    evict a long conversation.
+    the block, so all descendants of an idle block are idle too. Evicting leaf by leaf can therefore free all idle
+    blocks. The eviction order depends on when a block was last used and on how expensive it is to recompute
+    (`_Node.rank`), so that a short request does not evict a long conversation.
 
     Not thread-safe.
     """
@@ -109,7 +112,7 @@ class PrefixTree:
 
         Args:
             *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
-            usable: Returns how many of the matched blocks, from the first on, can be used.
+            usable: Function that returns how many of the leading matched blocks can be used.
         """
         self._clock += 1
         path: list[_Node] = []
@@ -128,7 +131,7 @@ class PrefixTree:
         return [node.block for node in path]
 
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
-        """Return how many leading tokens of `tokens` are in the tree, including tokens of a partly equal block."""
+        """Return how many leading tokens of `tokens` are in the tree, even if they match only a part of a block."""
         parent, known = None, 0
         for data in pack_tokens(tokens, len(tokens)):
             node = next((n for key in provenance_keys if (n := self._find(parent, key, data)) is not None), None)
@@ -148,13 +151,14 @@ class PrefixTree:
 
         Args:
             tokens: Tokens of the sequence.
-            blocks: Ids of its full blocks. Blocks that are already in the tree stay unchanged.
+            blocks: Ids of the full blocks of the sequence. Blocks that are already in the tree stay unchanged.
             provenance_key: KV provenance key of the new blocks.
-            has_one_user: Returns whether only this sequence references a block.
+            has_one_user: Function that returns whether only this sequence references a block.
 
         Returns:
-            The new blocks of the tree, and a dict. The caller adds a reference to each new block. The dict maps block
-            indices to blocks of the tree with the same tokens and key, which must replace the sequence's blocks.
+            A list of the blocks that were added to the tree, and a dict of replacements. The caller must add a
+            reference to each added block. The dict maps block indices to blocks that were already in the tree with the
+            same tokens and key. These must replace the sequence's blocks.
         """
         self._clock += 1
         known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)
@@ -171,7 +175,7 @@ class PrefixTree:
                 node = self._add(_Node(key, parent, provenance_key, data, blocks[i], self._clock))
                 fresh.append(blocks[i])
             elif not has_one_user(blocks[i]):
-                # A fork that keeps the old block would later reference a block of the tree without its ancestors.
+                # A fork that keeps the old block could later reference a block of the tree but not its ancestors.
                 break
             else:
                 instead[i] = node.block
@@ -193,13 +197,13 @@ class PrefixTree:
                 self._queue_if_idle_leaf(node)
 
     def evict(self, count: int) -> list[int]:
-        """Remove up to `count` idle blocks, leaves with the lowest rank first. Return their ids."""
+        """Remove up to `count` idle blocks, always the leaf with the lowest rank first. Return their ids."""
         gone: list[int] = []
         while len(gone) < count and self._leaves:
             rank, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if self._nodes.get(node.key) is not node or not node.idle or node.children:
-                continue  # When the node becomes an idle leaf again, it is queued again.
+                continue  # The node is queued again when it becomes an idle leaf again.
             if node.rank > rank:  # The block has been used since it was queued.
                 self._queue_if_idle_leaf(node)
                 continue

@@ -1,4 +1,4 @@
-"""A lock for one process."""
+"""A lock that only one process may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import InputError
 class ProcessLock:
     """A re-entrant lock that raises InputError in a forked child process.
 
-    The child must not use the runtime: it lacks the parent's threads, but shares the parent's file locks on stores.
+    The child must not use the runtime, because it lacks the parent's threads but shares its file locks on stores.
     """
 
     def __init__(self) -> None:

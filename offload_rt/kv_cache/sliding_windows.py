@@ -21,7 +21,7 @@ class SlidingWindows:
         self._arena, self._memory, self._windows, self._groups = arena, memory, windows, groups
 
     def slides(self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False) -> bool:
-        """Return whether `slide` would change the block table. If so, write pending appends before `slide`."""
+        """Return whether `slide` would change the block table. If so, write pending appends before calling `slide`."""
         if not self._groups.sliding:
             return False
         return self._groups.window_indices(start, stop, blocks.floor, next_window=next_window) != blocks.windows.keys()
@@ -31,13 +31,13 @@ class SlidingWindows:
     ) -> None:
         """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
 
-        Window blocks that these tokens attend to are kept. New blocks are allocated for new tokens that later tokens
-        attend to. All other window blocks are freed. A partly filled shared block is copied.
+        Window blocks that these tokens attend to are kept. New blocks are allocated for those of the new tokens that
+        later tokens will attend to. All other window blocks are freed. A partly filled block that is shared is copied.
 
         Args:
-            next_window: Also allocate blocks for the next complete window, in case the pool is full later.
-            before_window: Number of new tokens before the window of `stop` that also get slots if enough blocks are
-                free.
+            next_window: Whether to also allocate blocks for the next complete window, in case the pool is full later.
+            before_window: Number of new tokens before the window of `stop` that should also get slots if enough blocks
+                are free.
 
         Raises:
             PoolFullError: The pool is full. The block table is unchanged.
@@ -55,7 +55,7 @@ class SlidingWindows:
         if not fresh and wanted == blocks.windows.keys():
             return
         gone = sorted(blocks.windows.keys() - wanted)
-        # Window blocks that no other sequence uses become free or idle, so that the new blocks can replace them.
+        # Window blocks that no other sequence uses become free or idle, so the new blocks can take their place.
         available = sum(self._windows.has_one_user(blocks.windows[index]) for index in gone)
         self._memory.check((len(fresh) - available) * self._groups.sliding)
         for index in gone:
@@ -66,7 +66,7 @@ class SlidingWindows:
     def _allocate_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
         """Allocate window blocks for the block indices `indices`, contiguous within each layer group.
 
-        A shared block is replaced by a copy of its first `filled` slots.
+        A shared block is replaced with a copy of its first `filled` slots.
         """
         columns = [self._memory.allocator.best_fit(len(indices)) for _ in range(self._groups.sliding)]
         for index, window in zip(indices, zip(*columns, strict=True), strict=True):

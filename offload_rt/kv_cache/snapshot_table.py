@@ -8,10 +8,10 @@ from ..core import BLOCK_SIZE
 
 
 class SnapshotTable:
-    """Assigns slots of a `StatePool` to published blocks. The table contains only ids, no states. Not thread-safe.
+    """Assigns slots of a `StatePool` to published blocks. The table stores only ids, no states. Not thread-safe.
 
     A snapshot is the recurrent state after the last token of a block. Its slot is *pending* until the block is
-    published, and *kept* from then on. If a slot is needed, the least recently used kept snapshot is evicted. When a
+    published, and *kept* after that. If a slot is needed, the least recently used kept snapshot is evicted. When a
     block leaves the prefix tree, its snapshot is freed.
     """
 
@@ -25,7 +25,7 @@ class SnapshotTable:
         return self.slots - len(self._free)
 
     def take(self) -> int | None:
-        """Allocate a pending slot, if necessary by evicting a snapshot. Return None if all slots are pending."""
+        """Allocate a pending slot, evicting a snapshot if necessary. Return None if all slots are pending."""
         if not self._free:
             if not self._kept:
                 return None
@@ -50,7 +50,7 @@ class SnapshotTable:
         return self._kept.get(block)
 
     def positions(self, blocks: Sequence[int]) -> list[int]:
-        """Return the numbers of tokens after which `blocks`, a path from the root of the tree, have snapshots."""
+        """Return the token positions at which there are snapshots. `blocks` is a path from the root of the tree."""
         return [i * BLOCK_SIZE for i, block in enumerate(blocks, start=1) if block in self._kept]
 
     def usable(self, blocks: Sequence[int]) -> int:
@@ -58,7 +58,7 @@ class SnapshotTable:
         return next((n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._kept), 0)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Mark the snapshots of `blocks` as used now, the last one as the most recent."""
+        """Mark the snapshots of `blocks` as used now, with the last of them as the most recently used."""
         for block in blocks:
             if (slot := self._kept.pop(block, None)) is not None:
                 self._kept[block] = slot
@@ -77,20 +77,20 @@ class SnapshotTable:
 def needed_positions(tokens: int, positions: Iterable[int], slack: int = BLOCK_SIZE) -> list[int]:
     """Return the positions at which a text of `tokens` tokens needs snapshots, in descending order.
 
-    A position is the number of tokens before the snapshot. Distances from the end of the text about double from one
-    snapshot to the next. An edit d tokens before the end recomputes at most 2 d + `slack` tokens. This also holds while
-    the text grows, if a snapshot can be made after every block.
+    A position is the number of tokens before the snapshot. The distance from the end of the text roughly doubles from
+    one snapshot to the next, so that after an edit d tokens before the end, at most 2 d + `slack` tokens are
+    recomputed. If a snapshot can be made after every block, this stays true while the text grows.
 
     Args:
         tokens: Length of the text in tokens.
-        positions: Positions, at most `tokens`, at which a snapshot exists or can be made.
-        slack: Number of tokens, at least 64, that an edit may always recompute.
+        positions: Positions up to `tokens` at which a snapshot exists or can be made.
+        slack: Number of tokens that may be recomputed after any edit, at least 64.
     """
     distances = sorted(tokens - position for position in positions)
     needed = distances[:1]
     for i, distance in enumerate(distances[1:], start=1):
-        farther = distances[i + 1] if i + 1 < len(distances) else tokens  # the state of an empty text is known
-        # The next snapshot must serve an edit one token before the last needed one.
+        farther = distances[i + 1] if i + 1 < len(distances) else tokens  # The state of an empty text is always known.
+        # The next snapshot must be close enough for an edit one token before the last needed snapshot.
         if farther > 2 * (needed[-1] + 1) + slack:
             needed.append(distance)
     return [tokens - distance for distance in needed]

@@ -10,18 +10,18 @@ import torch
 from ..core import ModelGeometry
 from .arena import page_lock, reserve
 
-ALIGNED = 64  # alignment of each tensor in bytes
+ALIGNED = 64  # alignment in bytes of each tensor
 HUGE_PAGE = 1 << 21
 
 _Part = tuple[slice, tuple[int, ...], torch.dtype]
-"""A tensor in a slot: its bytes, shape and dtype. The shape is empty if there is no such tensor."""
+"""A tensor in a slot, as its byte range, shape and dtype. The shape is empty if the layer has no such tensor."""
 
 
 class StatePool:
-    """Host memory for snapshots. A slot stores one snapshot: the recurrent state of one sequence in all layers.
+    """Host memory for snapshots. Each slot stores one snapshot: the recurrent state of one sequence in all layers.
 
     The operating system allocates the memory of a slot on first use. `save` and `restore` copy the state of one decoder
-    layer on the current stream. If both use the same stream, they need no synchronisation.
+    layer on the current stream. If both are called on the same stream, no synchronisation is needed.
 
     Args:
         device: Device of the model. If it is a CUDA device, each slot is page-locked when it is first used.
@@ -51,14 +51,14 @@ class StatePool:
                 target.copy_(source, non_blocking=self._pin)
 
     def read(self, slot: int) -> bytes:
-        """Return the bytes of a slot, after pending copies have ended."""
+        """Wait for pending copies, then return the bytes of a slot."""
         self._wait_for_copies()
         return self._rows[slot].numpy().tobytes()
 
     def write(self, slot: int, data: memoryview) -> None:
         """Wait for pending copies, then replace the bytes of a slot."""
         self.lock(slot)
-        self._wait_for_copies()  # a queued copy may still read the slot, or overwrite it later
+        self._wait_for_copies()  # A queued copy may still read the slot, or might overwrite it later.
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def lock(self, slot: int) -> None:
@@ -68,7 +68,7 @@ class StatePool:
             self._locked.add(slot)
 
     def _wait_for_copies(self) -> None:
-        if self._pin:  # The model's device need not be the current CUDA device.
+        if self._pin:  # The model's device is not necessarily the current CUDA device.
             torch.cuda.current_stream(self._device).synchronize()
 
     def _views(self, slot: int, layer: int) -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
 
 
 def _layout(geometry: ModelGeometry, dtype: torch.dtype) -> tuple[dict[int, list[_Part]], int]:
-    """Return the tensors of each decoder layer in a slot, and the size in bytes of a slot (whole pages)."""
+    """Return which tensors a slot has for each decoder layer, and the size of a slot in bytes (whole pages)."""
     parts, at = dict[int, list[_Part]](), 0
     for shape in geometry.states:
         parts[shape.layer] = []

@@ -1,4 +1,4 @@
-"""Read and write KV in the arena by block table, layer and token."""
+"""Access to KV in the arena by block table, layer and token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SlotSpan(NamedTuple):
 
 
 class StoredRows:
-    """Reads and writes KV by block table, layer and token: the base class of `HostPool`.
+    """Base class of `HostPool` that reads and writes KV by block table, layer and token.
 
     `format` is the storage format of full-attention layers.
     """
@@ -35,7 +35,7 @@ class StoredRows:
 
     @property
     def rows(self) -> torch.Tensor:
-        """All stored vectors `[R, width]` by row id (`layout.py`), for a pool in memory."""
+        """All stored vectors `[R, width]` of a pool in memory, indexed by row id (see `layout.py`)."""
         assert isinstance(self._arena, Arena)
         return self._arena.rows
 
@@ -43,7 +43,7 @@ class StoredRows:
         return self._window_format if self.groups.group[layer] else self.format
 
     def token_bytes(self, layer: int) -> int:
-        """Return the stored size in bytes of K and V of one token in a layer."""
+        """Return the size in bytes that the K and V of one token take in a layer, in the storage format."""
         own = self.layout.window_rows if self.groups.group[layer] else None
         return self.layout.kv_heads * self.layout.entry_bytes if own is None else own.bytes(self.format.storage)
 
@@ -67,7 +67,7 @@ class StoredRows:
     def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write encoded k and v `[Hkv, n, width]` as the KV of tokens [start, start + n).
 
-        If keys contain the values, v is not used.
+        If the keys contain the values, v is ignored.
         """
         done = 0
         for span in self.spans(blocks, self.groups.group[layer], range(start, start + k.shape[1])):
@@ -92,7 +92,7 @@ class StoredRows:
         self._arena.fill(span.slab, storage_layer, span.offset, k, v)
 
     def view_storage_layers(self, layer: int, span: SlotSpan) -> Iterator[tuple[int, KVPart]]:
-        """Yield the index, K and V `[Hkv, size, width]` of each storage layer of `layer`.
+        """Yield the index and the K and V `[Hkv, size, width]` of each storage layer that belongs to `layer`.
 
         K and V have the row shape of full-attention layers. Unused rows are zero.
         """
@@ -115,28 +115,28 @@ class StoredRows:
         return self.layout.window_rows is not None and self.groups.group[layer] > 0
 
     def blocks_of(self, blocks: BlockTable, group: int, indices: range) -> list[int]:
-        """Return the block ids of a layer group at `indices` of the block table. Missing window blocks are left out."""
+        """Return the block ids of a layer group at `indices` in the block table. Missing window blocks are omitted."""
         if group == 0:
             return blocks.ids[indices.start : indices.stop]
         return [blocks.windows[index][group - 1] for index in indices if index in blocks.windows]
 
     def window_start(self, blocks: BlockTable, stop: int) -> int:
-        """Return the first token t for which all tokens [t, stop) have slots in sliding-window layers."""
+        """Return the smallest t such that all tokens [t, stop) have slots in sliding-window layers."""
         index = -(-stop // BLOCK_SIZE)
         while index - 1 in blocks.windows:
             index -= 1
         return min(index * BLOCK_SIZE, stop)
 
     def stored_range(self, blocks: BlockTable, layer: int, tokens: range) -> range:
-        """Return the tokens among `tokens` whose KV is stored: in a sliding-window layer, only the last tokens."""
+        """Return the range of `tokens` whose KV is stored. In sliding-window layers, these are only the last tokens."""
         if self.groups.group[layer] == 0:
             return tokens
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
     def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[SlotSpan]:
-        """Return the token slots of `tokens` in a layer group as few contiguous spans, in token order."""
+        """Return the slots of `tokens` in a layer group, in token order and in as few contiguous spans as possible."""
         assert tokens.step == 1 and tokens.start >= 0
-        if not tokens:  # a sliding-window layer may have no slots for the requested tokens
+        if not tokens:  # A sliding-window layer may have no slots for the requested tokens.
             return []
         first = tokens.start // BLOCK_SIZE
         block_ids = self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop)))
@@ -153,7 +153,7 @@ class StoredRows:
         return spans
 
     def view(self, layer: int, span: SlotSpan) -> KVPart:
-        """Return the stored K and V `[Hkv, size, width]`: views of memory, or copies from a disk."""
+        """Return the stored K and V `[Hkv, size, width]`: views if the pool is in memory, copies if it is on disk."""
         if not self._has_own_row_shape(layer):
             return self._arena.view(span.slab, self.groups.storage_layer[layer], span.offset, span.size)
         planes = self._arena.planes_of(span.slab, self.groups.storage_layers(layer), span.offset, span.size)
@@ -162,19 +162,19 @@ class StoredRows:
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """Return the stored K and V `[Hkv, n, width]` of `tokens`, one part per contiguous span of slots.
 
-        For several layers of a group, it is faster to call `spans` once and `view` for each layer.
+        To read several layers of a group, it is faster to call `spans` once and then `view` for each layer.
         """
         return [self.view(layer, span) for span in self.spans(blocks, self.groups.group[layer], tokens)]
 
     def shares_rows(self, layer: int) -> bool:
-        """Return whether K and V of a token share a row of the arena (`ArenaLayout.window_part`)."""
+        """Return whether K and V of a token share one row of the arena (see `ArenaLayout.window_part`)."""
         return self._has_own_row_shape(layer) and self.layout.window_ratio > 1
 
     def planes(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[torch.Tensor, ...]]:
-        """Return the stored KV of `tokens` as tensors whose heads are contiguous in memory, one tuple per span.
+        """Return the stored KV of `tokens` as tensors in which each head is contiguous in memory, one tuple per span.
 
-        The tuple is (K, V), or (K,) if keys contain the values. If K and V share rows, it is one tensor `[Hkv, n, d]`
-        of the rows.
+        The tuple is (K, V), or (K,) if the keys contain the values. If K and V share rows, the tuple has one tensor
+        `[Hkv, n, d]` with these rows.
         """
         if not self.shares_rows(layer):
             return [(part.k, part.v)[: self.layout.planes] for part in self.stored(blocks, layer, tokens)]
@@ -192,7 +192,7 @@ class StoredRows:
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """Return decoded K and V `[Hkv, n, d]` of `tokens`, one part per contiguous span of slots.
 
-        The parts are views if vectors are stored in the model's dtype.
+        The parts are views if the vectors are stored in the model's dtype.
         """
         parts = self.stored(blocks, layer, tokens)
         if self.format.exact:
@@ -200,10 +200,10 @@ class StoredRows:
         return [part.map(self.format_of(layer).decode) for part in parts]
 
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
-        """Return the row id of K of `token`, for head 0 in the first layer of a layer group.
+        """Return the row id of the key of `token`, for head 0 in the first layer of a layer group.
 
-        The rows of other heads and layers, and of V, are at fixed distances (`ArenaLayout.vectors`). In groups of
-        sliding-window layers with another row shape, ids count vectors of their width.
+        The rows for other heads, other layers and V are at fixed distances from it (see `ArenaLayout.vectors`). If
+        sliding-window layers have a different row shape, the ids in their groups count vectors of their own width.
         """
         [block] = self.blocks_of(blocks, group, range(token // BLOCK_SIZE, token // BLOCK_SIZE + 1))
         slab, slot = divmod(block, self.layout.slab_blocks)
@@ -211,10 +211,10 @@ class StoredRows:
         return row * self.layout.window_ratio if group else row
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the row id at which each block of group 0 begins, int64 `[blocks]`: K of head 0 in storage layer 0.
+        """Return the row id at which each block of group 0 begins, int64 `[blocks]`.
 
-        In full-attention layer l, token t of head h is row `row_base[t // 64] + t % 64 +
-        layout.row(groups.storage_layer[l], h, plane)`.
+        This is the first row with K of head 0 in storage layer 0. In full-attention layer l, the row id of token t and
+        head h is `row_base[t // 64] + t % 64 + layout.row(groups.storage_layer[l], h, plane)`.
         """
         ids = torch.tensor(blocks.ids, dtype=torch.int64)
         slabs = ids // self.layout.slab_blocks
@@ -226,9 +226,9 @@ def blocks_for(tokens: int) -> int:
 
 
 def _run_length(blocks: list[int]) -> int:
-    """Return how many leading ids are consecutive numbers."""
+    """Return how many of the leading ids are consecutive."""
     first = blocks[0]
-    # Usually all ids are consecutive, and comparing lists runs in C.
+    # Fast path: usually, all ids are consecutive, and list comparison runs in C.
     if blocks == list(range(first, first + len(blocks))):
         return len(blocks)
     return next(i for i, block in enumerate(blocks) if block != first + i)

@@ -13,7 +13,7 @@ from ..utils.units import format_size
 
 _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _SECOND = ("memory.max", "memory.current", "inactive_file")
-"""Names in cgroup v1 and v2: the files with the limit and the usage, and the field of reclaimable page cache."""
+"""Names in cgroup v1 and v2 of the files with the limit and the usage, and of the field with reclaimable page cache."""
 
 
 def available_memory() -> int:
@@ -22,7 +22,7 @@ def available_memory() -> int:
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
-    """Return `wanted`. If it is None, return half of the available memory, at most `at_most` bytes.
+    """Return `wanted`, or, if it is None, half of the available memory but at most `at_most` bytes.
 
     Raises MemoryLimitError if `wanted` exceeds the available memory.
     """
@@ -40,14 +40,14 @@ def memory_limit(wanted: int | None, at_most: int) -> int:
 def pool_full(
     count: int, missing: int, usable: int, capacity: tuple[int, int], limit: int, *, disk: bool
 ) -> PoolFullError:
-    """Create the error for a request of `count` blocks, of which `missing` cannot be provided.
+    """Create the error for a request for `count` blocks, of which `missing` blocks cannot be provided.
 
     Args:
         usable: Number of blocks that are free or can be evicted.
-        capacity: Number of blocks of the pool, and bytes per block.
+        capacity: Number of blocks in the pool, and bytes per block.
         limit: Limit of the pool in bytes.
     """
-    # Imported here because the module imports torch. Checks of the command line avoid the import.
+    # Imported here because `core` imports torch, which the checks of command-line arguments should not load.
     from ..core import BLOCK_SIZE
 
     blocks, size = capacity

@@ -10,11 +10,11 @@ from .layer_groups import LayerGroups
 
 
 class WindowBlocks:
-    """Maps each published block to its window blocks: the KV of the block's 64 tokens in sliding-window layers.
+    """Maps each published block to its window blocks, the KV of the block's 64 tokens in sliding-window layers.
 
     A sequence frees a window block when no later token attends to it. This cache keeps a reference, so that another
-    sequence can continue after the published block. Window blocks without a sequence are idle. They are evicted, oldest
-    first, if memory is needed, or when their published block leaves the tree. Not thread-safe.
+    sequence can continue after the published block. Window blocks that no sequence uses are idle. They are evicted when
+    memory is needed, oldest first, or when their published block leaves the tree. Not thread-safe.
     """
 
     def __init__(self, table: BlockAllocator, groups: LayerGroups) -> None:
@@ -28,20 +28,20 @@ class WindowBlocks:
         return len(self._idle) * self._groups.sliding
 
     def keep(self, block: int, window: tuple[int, ...]) -> None:
-        """Cache the window blocks of a published block, unless the block already has some in the cache."""
+        """Cache the window blocks of a published block, unless window blocks of this block are already cached."""
         if block not in self._kept:
             self._table.incref(window)
             self._kept[block] = window
             self._of[window[0]] = block
 
     def usable(self, blocks: Sequence[int], floor: int) -> int:
-        """Return how many of `blocks`, a path from the root of the tree, a new sequence can reuse.
+        """Return how many leading blocks of a path from the root of the tree a new sequence can reuse.
 
-        The window blocks that the next token attends to, from token `floor` on, must be cached.
+        All window blocks that the next token attends to must be cached, except for tokens before `floor`.
         """
         if not self._groups.sliding:
             return len(blocks)
-        first = len(blocks)  # start of the run without gaps that ends at the current block
+        first = len(blocks)  # start of the run of cached blocks that ends at the current block
         starts = []
         for i, block in enumerate(blocks):
             first = (first if i and blocks[i - 1] in self._kept else i) if block in self._kept else i + 1
@@ -53,7 +53,7 @@ class WindowBlocks:
     def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
         """Return the window blocks that a sequence needs to continue after `blocks`, by block index.
 
-        Add a reference to each of them. The sequence does not attend to tokens before `floor`.
+        A reference to each of them is added. The sequence does not attend to tokens before `floor`.
         """
         if not self._groups.sliding or not blocks:
             return {}
@@ -68,7 +68,7 @@ class WindowBlocks:
         return self._table.refs(window[0]) == 1 + (window[0] in self._of)
 
     def release(self, window: tuple[int, ...]) -> None:
-        """Drop a sequence's references to its window blocks at one block index."""
+        """Drop a sequence's references to `window`, its window blocks at one block index."""
         self._table.decref(window)
         block = self._of.get(window[0])
         if block is not None and self._table.refs(window[0]) == 1:

@@ -1,1 +1,1 @@
-"""Run batches through the layers of a model: prefill, decode steps and verification passes."""
+"""Runs batches through the layers of a model: prefill, decode steps and verification passes."""

@@ -1,7 +1,7 @@
-"""The sequences of a decode step, with everything that does not change during the step.
+"""The sequences of a decode step, and all data about them that does not change during the step.
 
-Sequences may share prefixes (ChunkAttention, Hydragen). A *shared run* is a maximal run of blocks that the same
-sequences share. `kernels.kv_runs.attend_runs` reads the KV of each run once, for all of its sequences.
+Sequences may share prefixes (ChunkAttention, Hydragen). A *shared run* is a maximal run of consecutive blocks that the
+same group of sequences shares. `kernels.kv_runs.attend_runs` reads the KV of each run once for all of its sequences.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..transfer.base import Transfer
 from .sequence import Sequence
 
 Attend = Callable[[torch.Tensor], torch.Tensor]
-"""Function that computes the attention of a layer whose KV is being fetched. It waits for the KV.
+"""Function that waits for the KV that a layer is fetching, and then computes the layer's attention.
 
-The argument is the queries `[H, B, d]` of the layer, not predicted ones. The result is the attention output
+Its argument contains the true (not predicted) queries `[H, B, d]` of the layer. It returns the attention output
 `[B, H * d]`.
 """
 
@@ -33,9 +33,9 @@ class DecodeBatch:
     """The sequences of one decode step, with the model adapter, policy and transfers that they use.
 
     Attributes:
-        sharing: Shared prefixes. `sequences` are in its tree order.
-        dense: Whether each sequence is so short that every layer attends to all of its tokens.
-        policy_layers: Layers whose new KV is passed to the policy: they store KV and may select tokens.
+        sharing: Shared prefixes of the batch. `sequences` is sorted in their tree order.
+        dense: For each sequence, whether it is so short that every layer attends to all of its tokens.
+        policy_layers: Layers that pass their new KV to the policy. They store KV and may select tokens.
         selecting: Layers that select tokens in this step for at least one sequence.
         visible: Tokens that the newest token of each sequence can attend to, `[layers][B]`.
         slots: Slot of each sequence's newest token, `[layers][B]`. In sliding-window layers, token t is in slot t.
@@ -64,7 +64,7 @@ class DecodeBatch:
 
     @property
     def tokens(self) -> list[int]:
-        """The newest token of each sequence, which this step computes."""
+        """Newest token of each sequence, which is the token that this step computes."""
         return [s.tokens[s.position] for s in self.sequences]
 
     @property
@@ -72,7 +72,7 @@ class DecodeBatch:
         return [s.position + s.shift for s in self.sequences]
 
     def query_source(self, layer: int) -> QuerySource | None:
-        """Return the source of the query that selects tokens in `layer`. None if `layer` selects none in this step."""
+        """Return the source of the query with which `layer` selects tokens, or None if it selects none in this step."""
         if layer not in self.selecting:
             return None
         return source_between(self.policy.query_source, self.geometry.between(layer))
@@ -97,9 +97,9 @@ class DecodeBatch:
 
 
 MIN_SAVED_BYTES = 2 << 20
-"""Number of bytes that a shared run must save to be computed separately.
+"""Minimum number of bytes that a shared run must save so that it is computed separately.
 
-A shared run costs an additional matrix product and a merge (measured on one CPU thread).
+Each shared run costs an additional matrix product and a merge. The value was measured on one CPU thread.
 """
 
 NEVER_SHARE = 1 << 62
@@ -110,7 +110,7 @@ NEVER_SHARE = 1 << 62
 class SharedRun:
     """Token slots, in whole blocks, that the sequences [first, stop) of the batch share.
 
-    KV is fetched through the block table of sequence `first`.
+    The KV of the run is fetched through the block table of sequence `first`.
     """
 
     first: int
@@ -123,10 +123,10 @@ class Sharing:
     """Shared prefixes of a batch.
 
     Attributes:
-        order: *Tree order*: a permutation of the batch in which sequences with a common block are adjacent.
-        runs: Shared runs that are large enough for a separate matrix product. The runs of a sequence are in order,
-            without gaps, and begin at slot 0.
-        private: First slot after the runs of each sequence, in tree order.
+        order: The *tree order*, a permutation of the batch in which sequences that share a block are adjacent.
+        runs: Shared runs that are large enough for a separate matrix product. The runs of each sequence are in order
+            and without gaps, beginning at slot 0.
+        private: For each sequence in tree order, the first slot after its shared runs.
         overlapping: Whether any two sequences share a block, even if no shared run is large enough.
     """
 
@@ -144,10 +144,10 @@ class Sharing:
 
     @classmethod
     def find(cls, block_tables: Seq[BlockTable], token_bytes: int, min_saved: int = MIN_SAVED_BYTES) -> Sharing:
-        """Compute the shared prefixes from block ids.
+        """Find the shared prefixes by comparing block ids.
 
-        `token_bytes` is the size of K and V of one token in one layer. Runs that save less than `min_saved` bytes are
-        left out.
+        `token_bytes` is the size of the K and V of one token in one layer. Runs that would save less than `min_saved`
+        bytes are omitted.
         """
         order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].ids)
         tables = [block_tables[i].ids for i in order]
@@ -161,7 +161,7 @@ class Sharing:
         return cls(tuple(order), tuple(runs), tuple(private), bool(groups))
 
     def private_part(self, b: int, visible: VisibleTokens) -> VisibleTokens:
-        """Return the part of `visible`, which must begin at slot 0, that is in no shared run.
+        """Return the part of `visible` that is not in a shared run. `visible` must begin at slot 0.
 
         `b` is the index of the sequence in tree order.
         """
@@ -171,7 +171,7 @@ class Sharing:
 
 
 def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:
-    """Return groups [a, b) of at least two sequences in [first, stop) with the same block at index `depth`."""
+    """Return the groups [a, b) of two or more sequences in [first, stop) that have the same block at index `depth`."""
     groups = groupby(range(first, stop), key=lambda i: blocks[i][depth] if depth < len(blocks[i]) else ~i)
     slices = [(members[0], members[-1] + 1) for members in (list(group) for _, group in groups)]
     return [(a, b) for a, b in slices if b - a > 1]
@@ -180,13 +180,13 @@ def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list
 def _collect_runs(
     blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, min_saved: int, runs: list[SharedRun]
 ) -> None:
-    """Append the shared runs of the sequences [first, stop), which share the block at index `depth`.
+    """Append the shared runs of the sequences [first, stop) to `runs`. They must share the block at index `depth`.
 
-    Blocks before index `start` belong to earlier runs. A run that saves fewer than `min_saved` token reads is left out.
-    Its blocks then join runs of fewer sequences, or stay private.
+    Blocks before index `start` belong to earlier runs. A run that would save fewer than `min_saved` token reads is
+    omitted. Its blocks then become part of runs with fewer sequences, or stay private.
     """
     low, high = blocks[first], blocks[stop - 1]
-    # Sequences are in lexicographic order. A prefix that the first and the last share is therefore shared by all.
+    # Sequences are in lexicographic order, so a prefix that the first and the last sequence share is shared by all.
     end = depth + 1
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1
@@ -198,7 +198,7 @@ def _collect_runs(
 
 
 def _saved_reads(sequences: int, tokens: int) -> int:
-    # With two or three sequences, the joint product is less efficient, so only a quarter of the reads counts.
+    # With two or three sequences, the joint product is less efficient, so only a quarter of the saved reads count.
     return (sequences - 1) * tokens // (1 if sequences > 3 else 4)
 
 

@@ -4,8 +4,8 @@
     fetch      score all tokens, select tokens, and gather their KV (on the prefetch stream)
     attend     attend to resident and fetched KV, and merge approximate KV of all other tokens
 
-Inputs of a step are tensors at fixed addresses (`StepInputs`). Shapes depend on the number of sequences B and the
-bucket of the longest context. There are P = B * Hkv lists, one per sequence and KV head.
+The inputs of a step are tensors at fixed addresses (`StepInputs`). Their shapes depend on the number of sequences B and
+on the bucket of the longest context. There are P = B * Hkv lists, one for each KV head of each sequence.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .trace import TransferUse
 
 
 def supports_batched_selection(batch: DecodeBatch) -> bool:
-    # Soft-capped scores are not supported. All sequences must be long enough to select tokens.
+    # Soft-capped scores are not supported, and all sequences must be long enough to select tokens.
     geometry, policy = batch.geometry, batch.policy
     if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):
         return False
     if not all(s.position > 0 and s.state.scoring_keys for s in batch.sequences):
         return False
     sliding = [layer for window, layer in geometry.layer_of_window.items() if window is not None]
-    # Resident KV must be contiguous in sliding-window layers.
+    # In sliding-window layers, the resident KV must be contiguous.
     sizes = {layer: geometry.resident(layer, policy.sinks, policy.recent) for layer in sliding}
     return all(
         resident_range(visible, *sizes[layer]) is not None for layer in sliding for visible in batch.visible[layer]
@@ -45,7 +45,7 @@ def supports_batched_selection(batch: DecodeBatch) -> bool:
 class BatchedMode(PerSequenceMode):
     """Selects tokens for the whole batch at once. Kernel launches depend only on `inputs` and the model.
 
-    With `dense`, layers that attend to all tokens also fetch KV for the whole batch at once.
+    If `dense` is True, layers that attend to all tokens also fetch KV for the whole batch at once.
     """
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
@@ -62,7 +62,7 @@ class BatchedMode(PerSequenceMode):
         newest = KVPart(k, v).map(lambda rows: rows.transpose(0, 1).reshape(-1, rows.shape[2]))
         group = inputs.rows.group(layer)
         if group not in self._newest:
-            # A copy, because the next `load` does not wait for the write-back stream, which reads the rows.
+            # Clone the rows, because the write-back stream reads them and the next `load` does not wait for it.
             self._newest[group] = inputs.newest_rows[group].clone()
         inputs.rows.append(layer, newest, inputs.resident[window].newest, self._newest[group])
         if layer in self._batch.selecting:
@@ -78,7 +78,7 @@ class BatchedMode(PerSequenceMode):
 
     def fetch_all(self, layer: int) -> Attend:
         inputs = self._inputs
-        if self._batch.geometry.windows[layer] is not None:  # all visible KV is resident
+        if self._batch.geometry.windows[layer] is not None:  # In sliding-window layers, all visible KV is resident.
             zero_counts = inputs.resident[self._batch.geometry.windows[layer]].zero_counts
             return partial(self._attend_batch, layer, zero_counts, None, None)
         if not self._dense:
@@ -114,7 +114,7 @@ class BatchedMode(PerSequenceMode):
             use = TransferUse(rows.heads, rows.entry_bytes, None if tallies is None else tallies[b])
             sequence.trace.record_fetch(layer, visible, count, use)
             recorder = sequence.trace.recorder
-            if sequence.slots.records_selected or recorder is not None:  # waits for the device
+            if sequence.slots.records_selected or recorder is not None:  # This waits for the device.
                 slots = selection.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
                 kv_layer = batch.geometry.kv_layer(layer)
                 sequence.slots.record_selected(kv_layer, slots)
@@ -132,14 +132,14 @@ class BatchedMode(PerSequenceMode):
         """Return the attention output `[B, H * d]` of q `[H, B, d]` over resident, fetched and approximate KV.
 
         Args:
-            counts: Number of valid fetched entries of each list, `[P]`.
-            fetch: Fetched entries, padded. None if all visible KV is resident.
+            counts: Number of valid fetched entries in each list, `[P]`.
+            fetch: Fetched entries, with padding. None if all visible KV is resident.
             selected: Token indices `[P, n]` of the fetched entries. None if the layer attends to all tokens.
             q: True queries of this layer.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
         kv_layer = geometry.kv_layer(layer)
-        # With one KV head, `reshape` returns a view, and kernels need contiguous queries.
+        # If there is only one KV head, `reshape` returns a view, but kernels need contiguous queries.
         grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2]).contiguous()
         fetched = KVPart.of(grouped.new_empty(1, len(grouped), 0, q.shape[2])) if fetch is None else fetch.wait()
         spans, resident = inputs.resident[geometry.windows[layer]], inputs.rows.resident(kv_layer)
@@ -158,9 +158,9 @@ class BatchedMode(PerSequenceMode):
         return out.view(inputs.size, -1).to(q.dtype)
 
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-        """Record the missed attention mass of the sequences for which it was requested.
+        """Record the missed attention mass of those sequences for which it was requested.
 
-        `lse` `[P, G]` is the log-sum-exp over the attended tokens.
+        `lse` `[P, G]` is the log-sum-exp of the scores of the attended tokens.
         """
         batch, scale = self._batch, self._batch.geometry.scales[layer]
         for b, sequence in enumerate(batch.sequences):
@@ -172,19 +172,19 @@ class BatchedMode(PerSequenceMode):
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Tokens that a layer fetched in a step: selected tokens, or all candidates of a layer without selection."""
+    """Tokens that a layer has fetched in a step: the selected tokens, or all candidates if it does not select."""
 
     layer: int
-    tokens: torch.Tensor  # token indices int64 `[P, n]`, padded
+    tokens: torch.Tensor  # token indices with padding, int64 `[P, n]`
     counts: torch.Tensor  # number of valid indices per sequence, `[B]`
     tally: torch.Tensor | None  # see `PendingBatchFetch.tally`
 
 
-MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose inputs and graphs are kept
+MAX_CACHED = 8  # maximum number of (batch size, bucket) combinations for which inputs and graphs are kept
 
 
 class EagerSteps:
-    """Runs decode steps without CUDA graphs. Inputs of recent batch sizes are cached."""
+    """Runs decode steps without CUDA graphs. The `StepInputs` of recent batch sizes are cached."""
 
     def __init__(self) -> None:
         self.inputs: dict[StepShape, StepInputs] = {}
@@ -200,7 +200,7 @@ class EagerSteps:
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
         """Return `StepInputs` with the values of the batch, or None if each sequence must select separately.
 
-        `size` is the number of sequences including padding; None means no padding.
+        `size` is the number of sequences including padding. None means no padding.
         """
         rule, transfer = batch.policy.rule, batch.transfer.batched
         if rule is None or transfer is None or not supports_batched_selection(batch):
@@ -218,6 +218,6 @@ class EagerSteps:
         return self.inputs[shape]
 
     def release(self) -> None:
-        """Drop references to sequences, which may have ended."""
+        """Drop all references to sequences, because these may have ended."""
         for inputs in self.inputs.values():
             inputs.release()

@@ -1,16 +1,16 @@
-"""Capture decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replay them.
+"""Captures decode steps as CUDA graphs, one per batch size and bucket of context lengths, and replays them.
 
 Sequences, lengths and tokens are values in `StepInputs`, so one graph serves all batches of its size. Batch sizes are
-rounded up with padding. A step of an 8B model has 1,500 launches of 5 to 25 µs each. On an H100, a replayed step takes
-10.6 ms instead of 67 ms (`eval/results/gpu`).
+rounded up with padding. A step of an 8B model has 1,500 launches, which take 5 to 25 µs each. On an H100, a replayed
+step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 A step runs eagerly, which means without a graph, in these cases:
 
-* A launch depends on more than the inputs: policies without a `rule`, columns chosen from the prompt, recurrent state,
-eviction, and streamed weights.
-* The host must read values during the step: recorders, and the measurement of missed attention mass.
-* It is the first step of its batch size, which compiles kernels.
-* A capture has failed. If memory was exhausted, other graphs are dropped first.
+* A launch depends on more than the inputs. This is so for policies without a `rule`, columns chosen from the prompt,
+recurrent state, eviction, and streamed weights.
+* The host must read values during the step, for recorders or to measure the missed attention mass.
+* It is the first step with its batch size, in which kernels are compiled.
+* A capture has failed. If memory was exhausted, other graphs are dropped before captures are given up.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class Graph(Protocol):
     """A recorded sequence of kernel launches, with the memory that the kernels allocate."""
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Record the launches of `body`. Return its results, which are valid after `replay`."""
+        """Record the launches of `body`. Return the results of `body`, which become valid after `replay`."""
         ...
 
     def replay(self) -> None:
-        """Run all recorded launches on the compute stream. They overwrite the results of the previous replay."""
+        """Run all recorded launches on the compute stream. This overwrites the results of the previous replay."""
         ...
 
 
 class CudaGraph:
-    """A `Graph` on CUDA. It includes work on streams that fork from the compute stream and join it again.
+    """A `Graph` on CUDA. It includes the work on streams that fork from the compute stream and join it again.
 
-    `pool` is the memory pool for allocations during capture.
+    `pool` is the memory pool for allocations during the capture.
     """
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        # Launches of other threads are not captured. The saver thread may wait for write-backs during the capture.
+        # Do not capture launches of other threads: the saver thread may wait for write-backs during the capture.
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()
 
@@ -66,7 +66,7 @@ class CudaGraph:
 
 
 class _Captured:
-    """A captured step. The results are the logits `[B, V]` and the numbers of selected tokens."""
+    """A captured step. Its results are the logits `[B, V]` and the numbers of selected tokens."""
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
@@ -77,7 +77,7 @@ class _Captured:
     def _launch(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         mode = BatchedMode(batch, inputs, dense=True)
         logits = DecodeStep(batch, mode).compute()
-        inputs.rows.join()  # join all streams
+        inputs.rows.join()  # All streams must join the compute stream before the capture ends.
         self._layers = [selection.layer for selection in mode.selections]
         tallies = [selection.tally for selection in mode.selections if selection.tally is not None]
         counts = torch.stack([selection.counts for selection in mode.selections])
@@ -88,7 +88,7 @@ class _Captured:
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.replayed()
-        # Copy the results: the next replay overwrites them.
+        # Copy the results, because the next replay overwrites them.
         counts = self._selected_counts.clone().unbind()
         tallies = [tally for stacked in self._tallies for tally in stacked.clone().unbind()]
         per_layer = zip(self._layers, counts, tallies or len(counts) * [None], strict=True)
@@ -97,13 +97,13 @@ class _Captured:
 
 
 class GraphSteps:
-    """Runs decode steps by replaying CUDA graphs if possible. Keeps at most `max_graphs` graphs."""
+    """Runs decode steps, if possible by replaying CUDA graphs. At most `max_graphs` graphs are kept."""
 
     def __init__(self, eager: EagerSteps, new_graph: Callable[[], Graph], max_graphs: int = MAX_CACHED) -> None:
         self._eager, self._new_graph, self._max_graphs, self._disabled = eager, new_graph, max_graphs, False
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured] = weakref.WeakKeyDictionary()
         self._too_large: weakref.WeakSet[StepInputs] = weakref.WeakSet()
-        # Shapes without capacity for which all kernels are compiled, and inputs that have run eagerly.
+        # Shapes (with capacity 0) for which all kernels have been compiled, and inputs that have run eagerly.
         self._compiled: set[StepShape] = set()
         self._ran_eagerly: weakref.WeakSet[StepInputs] = weakref.WeakSet()
 
@@ -114,7 +114,7 @@ class GraphSteps:
         if inputs is None or not inputs.capturable:
             return self._eager.run(batch)
         mode = BatchedMode(batch, inputs, dense=True)
-        shape = inputs.shape._replace(capacity=0)  # shapes that differ only in capacity count as one
+        shape = inputs.shape._replace(capacity=0)  # Shapes that differ only in their capacity use the same kernels.
         if shape not in self._compiled or inputs in self._too_large:
             self._compiled.add(shape)
             self._ran_eagerly.add(inputs)
@@ -127,10 +127,10 @@ class GraphSteps:
         return logits[:sequences]
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
-        """Capture a step, or return None after an error, so that the step runs eagerly.
+        """Capture a step. If this fails, return None, so that the step runs eagerly.
 
-        If memory is exhausted, call `_free_memory`. After any other error, disable captures if these inputs have run
-        eagerly before.
+        If memory is exhausted, `_free_memory` is called. After any other error, captures are disabled if these inputs
+        have already run eagerly.
         """
         try:
             return self._capture(batch, inputs)
@@ -156,7 +156,7 @@ class GraphSteps:
         return captured
 
     def _free_memory(self, inputs: StepInputs) -> None:
-        """Drop all graphs, and keep fewer from now on. If there are no graphs, never capture `inputs` again."""
+        """Drop all graphs, and keep fewer graphs from now on. If there are none, never capture `inputs` again."""
         if self._captured:
             self._max_graphs = len(self._captured)
             self._captured.clear()
@@ -170,14 +170,14 @@ class GraphSteps:
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    # Ending an interrupted capture may raise a second error, whose context is the first one.
+    # Ending an interrupted capture may raise a second error. The first error is then the context of the second.
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
     return error is not None
 
 
 def _capturable(batch: DecodeBatch) -> bool:
-    # Launches must depend only on the inputs, and the host must read no values during the step.
+    # Launches must depend only on the inputs, and the host must not read any values during the step.
     per_sequence_bases = batch.policy.rule is not None and batch.policy.rule.per_sequence_bases
     read_by_host = any(
         s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences
@@ -191,18 +191,21 @@ def steps_for(
 ) -> EagerSteps | GraphSteps:
     """Return the object that runs decode steps. Raises ConfigError if graphs are requested but not supported.
 
-    `streams` tells whether weights are copied to the device in every step, which graphs cannot do.
+    `streams` is True if weights are copied to the device in every step, which a graph cannot do.
     """
     limit = max_graphs(config, device, streams=streams)
     if not limit:
         return eager
-    # Graphs share one memory pool: they are replayed one after the other, and their results are copied.
+    # Graphs can share one memory pool, because they are replayed one after the other and their results are copied.
     pool = torch.cuda.graph_pool_handle()
     return GraphSteps(eager, lambda: CudaGraph(pool), limit)
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
-    """Return the maximum number of CUDA graphs; 0 if all steps are eager. For arguments and errors, see `steps_for`."""
+    """Return the maximum number of CUDA graphs, or 0 if all steps run eagerly. For arguments, see `steps_for`.
+
+    Raises ConfigError like `steps_for`.
+    """
     if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: remove the option")
     if streams or not config.replays(device.type):

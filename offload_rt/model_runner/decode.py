@@ -1,9 +1,9 @@
-"""One decode step of a batch: the layer loop, top to bottom.
+"""One decode step of a batch: the layer loop, from top to bottom.
 
-While layer l computes, the KV of layer l + 1 is fetched. The tokens to fetch are selected with a predicted query, from
-layer l's attention input or from the residual after its attention (InfiniGen §4.3). In hybrid models, the prediction
-may come later, between the decoder layers before layer l + 1. If layer l + 1 is dense, its fetch needs no prediction.
-`per_sequence.py` and `batched.py` implement the selection.
+While layer l computes, the KV of layer l + 1 is fetched. The tokens to fetch are selected with a query that is
+predicted from layer l's attention input, or from the residual after its attention (InfiniGen §4.3). In hybrid models,
+the query may be predicted later, between the decoder layers before layer l + 1. If layer l + 1 is dense, its fetch
+needs no prediction. `per_sequence.py` and `batched.py` implement the selection.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .per_sequence import PerSequenceMode
 
 
 class DecodeStep:
-    """Computes token `tokens[position]` of each sequence of a batch and returns the logits for the next token.
+    """Computes the token `tokens[position]` of each sequence in a batch, and returns the logits for the next token.
 
     Before the step, `slots.begin_step` must have reserved a slot for the token. After the step, the caller commits the
-    token. The result of a sequence does not depend on other sequences.
+    token. The result of a sequence does not depend on other sequences in the batch.
     """
 
     def __init__(self, batch: DecodeBatch, mode: PerSequenceMode) -> None:
@@ -33,11 +33,11 @@ class DecodeStep:
         return logits
 
     def begin(self) -> None:
-        """Record the start of the step in the traces. With eviction, make room for the newest tokens."""
+        """Record the start of the step in the traces, and free the slots of the newest tokens if tokens are evicted."""
         batch = self.batch
         for sequence in batch.sequences:
             sequence.trace.begin_step()
-            # Free the slot of the newest token before the first layer selects.
+            # Free the slot of the newest token before the first layer selects tokens.
             for layer, (slot, victim) in sequence.slots.moves.items():
                 batch.transfer.storage.displace(sequence.blocks, layer, slot, victim)
                 if layer in batch.policy_layers:
@@ -77,7 +77,7 @@ class DecodeStep:
         return adapter.logits(x)
 
     def _project(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Return the queries `[H, B, d]`. Store the newest KV, unless the layer uses the KV of an earlier layer."""
+        """Return the queries `[H, B, d]`, and store the newest KV unless the layer uses the KV of an earlier layer."""
         if self.batch.geometry.kv_layer(layer) != layer:
             return self.adapter.lone_query(layer, attention_input, self.positions)
         q, k, v = self.adapter.qkv(layer, attention_input, self.positions)
@@ -85,6 +85,6 @@ class DecodeStep:
         return q
 
     def _fetch_predicted(self, layer: int, attention_input: torch.Tensor) -> Attend:
-        """Start fetching the tokens that `layer` selects with a predicted `attention_input` `[B, D]`."""
+        """Start fetching the tokens that `layer` selects, based on its predicted `attention_input` `[B, D]`."""
         corrected = self.batch.policy.correct_prediction(layer, attention_input)
         return self.mode.fetch(layer, self.adapter.query(layer, corrected, self.positions))

@@ -1,4 +1,4 @@
-"""Selection for one sequence after the other."""
+"""Token selection for one sequence after the other."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .sequence import Sequence
 
 
 class PerSequenceMode:
-    """Selects tokens for one sequence after the other: on a CPU, and for policies without batched selection.
+    """Selects tokens for one sequence after the other. It is used on a CPU and for policies without batched selection.
 
-    KV in shared blocks is fetched once.
+    KV in shared blocks is fetched only once.
     """
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and positions of the step on the device, int64 `[B]` each."""
+        """Return the tokens and the positions of the step on the device, both int64 `[B]`."""
         batch, device = self._batch, self._batch.adapter.device
         return to_device(torch.tensor(batch.tokens), device), to_device(torch.tensor(batch.positions), device)
 
@@ -51,7 +51,7 @@ class PerSequenceMode:
                 continue
             selection = sequence.state.select(kv_layer, q[:, b], visible[b])
             if sequence.slots.records_selected or sequence.trace.recorder is not None:
-                selection = selection.known()  # waits for the device
+                selection = selection.known()  # This waits for the device.
             if sequence.slots.records_selected:
                 sequence.slots.record_selected(kv_layer, selection.tokens)
             selections.append(selection)
@@ -63,11 +63,11 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, fetches)
 
     def fetch_all(self, layer: int) -> Attend:
-        """Start fetching all visible tokens of `layer`: first shared runs, then the private part of each sequence."""
+        """Start fetching all visible tokens in `layer`, first for shared runs and then for each sequence's own part."""
         batch, rows, visible = self._batch, self._batch.transfer.rows, self._batch.visible[layer]
         shared_runs, kv_layer = batch.sharing.runs, batch.geometry.kv_layer(layer)
         if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
-            shared_runs = ()  # each sequence fetches all its tokens
+            shared_runs = ()  # Each sequence fetches all of its tokens itself.
         shared = [rows.fetch_range(batch.block_tables[s.first], kv_layer, s.tokens) for s in shared_runs]
         for run, pending in zip(shared_runs, shared, strict=True):
             batch.sequences[run.first].trace.bytes_requested += pending.bytes
@@ -91,9 +91,10 @@ class PerSequenceMode:
         selections: Seq[Selection | None],
         started: Seq[PendingFetch] | None = None,
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence, and record the fetch in the sequence's trace.
+        """Start one fetch per sequence, and record each fetch in the trace of its sequence.
 
-        If a selection is None, all `visible` tokens are fetched. Fetches in `started` are only recorded.
+        If the selection of a sequence is None, all of its `visible` tokens are fetched. If `started` is given, its
+        fetches have already been started and are only recorded.
         """
         batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
         kv_layer = batch.geometry.kv_layer(layer)
@@ -123,7 +124,7 @@ class PerSequenceMode:
     def _attend(
         self, layer: int, b: int, q: torch.Tensor, selection: Selection | None, fetch: PendingFetch
     ) -> torch.Tensor:
-        """Return the attention output `[H, d]` of one sequence, in float32 or wider."""
+        """Return the attention output `[H, d]` of one sequence, in float32 or a wider dtype."""
         batch, sequence, visible = self._batch, self._batch.sequences[b], self._batch.visible[layer][b]
         scale, softcap, trace = batch.geometry.scales[layer], batch.geometry.softcap, sequence.trace
         sinks, kv_layer = batch.adapter.sinks[layer], batch.geometry.kv_layer(layer)
@@ -166,9 +167,9 @@ class PerSequenceMode:
         private: Seq[PendingFetch],
         q: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of q `[H, B, d]`, reading the KV of shared runs once.
+        """Return the attention output `[B, H * d]` of q `[H, B, d]`, reading the KV of shared runs only once.
 
-        `private` has the fetch of each sequence's private part.
+        `shared` contains one fetch per shared run, and `private` contains one fetch per sequence, for its private part.
         """
         geometry, adapter = self._batch.geometry, self._batch.adapter
         fetches = [(s.first, s.stop, fetch) for s, fetch in zip(shared_runs, shared, strict=True)]

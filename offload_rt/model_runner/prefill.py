@@ -1,7 +1,7 @@
-"""Exact prefill, one layer at a time over all new tokens. K and V are copied to the host in slices of tokens.
+"""Exact prefill, which computes all new tokens one layer at a time. K and V are copied to the host in slices of tokens.
 
-In addition to the weights, the device memory contains the hidden states `[T, D]` of all T new tokens, K and V of one
-layer, and temporary tensors of one slice. Each layer updates the hidden states in place.
+In addition to the weights, the device memory has to contain the hidden states `[T, D]` of all T new tokens, the K and V
+of one layer, and temporary tensors for one slice. Each layer updates the hidden states in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..policies.base import Policy, PolicyState
 from ..transfer.base import KVStorage, PrefilledLayer
 from .sequence import Sequence
 
-LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are in memory at the same time
+LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are kept in memory at the same time
 
 
 class StateCapture:
@@ -32,8 +32,8 @@ class StateCapture:
     Args:
         slots: Recurrent state of all sequences on the device.
         slot: Slot of the sequence in `slots`.
-        pool: Memory of the snapshots.
-        targets: Slot in `pool` of each snapshot, by the number of tokens before the snapshot.
+        pool: Host memory for the snapshots.
+        targets: Slot in `pool` for each snapshot, by the number of tokens before the snapshot.
     """
 
     def __init__(self, slots: StateSlots, slot: int, pool: StatePool, targets: Mapping[int, int]) -> None:
@@ -47,24 +47,25 @@ class StateCapture:
 
 
 class Prefill:
-    """Prefill of the tokens [blocks.length, stop) of one sequence. Each call of `run_layer` computes one layer.
+    """Prefill of the tokens [blocks.length, stop) of one sequence. Each call to `run_layer` computes one layer.
 
     Decode steps of other requests may run between the calls. The caller reserves the blocks before the first call, and
-    commits the tokens after the last call. `logits` `[n, V]` then has the logits of the last n tokens.
+    commits the tokens after the last call. `logits` `[n, V]` then contains the logits of the last n tokens.
 
-    If the KV cache is on disk, KV of one layer may exceed the memory. The prompt is then divided into segments. Each
-    segment passes through all layers and attends to earlier KV block by block.
+    If the KV cache is on disk, the KV of one layer may not fit in memory. The prompt is then divided into segments.
+    Each segment passes through all layers, and attends to earlier KV block by block.
 
     Args:
         slice_tokens: Number of tokens whose attention and MLP are computed together.
-        logits_to_keep: Number n of last tokens whose logits are kept, at most `slice_tokens`.
-        segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means one segment.
-        before_layer: Called with a layer index before the layer runs. On return, KV of earlier tokens must be in the
-            pool.
-        after_layer: Called by the runner after each layer, and in the last layer after the tokens are committed.
-        on_logits: Called as `on_logits(t, logits)` at the end of each segment, with the logits `[m, V]` of a few tokens
-            from t on.
-        capture: Takes snapshots of the recurrent state. Slices end at its positions.
+        logits_to_keep: Number n of tokens at the end whose logits are kept, at most `slice_tokens`.
+        segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means a single segment.
+        before_layer: Function that is called with a layer index before the layer runs. When it returns, the KV of
+            earlier tokens must be in the pool.
+        after_layer: Function that the runner calls after each layer. For the last layer, it is called after the tokens
+            have been committed.
+        on_logits: Function that is called as `on_logits(t, logits)` at the end of each segment, with the logits
+            `[m, V]` of a few tokens, the first of which is t.
+        capture: Takes snapshots of the recurrent state. Slices end at the positions of these snapshots.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Prefill:
             for s in slices_of(end - first, self._slice_tokens)
         ]
         positions = torch.arange(start, stop, device=adapter.device) + self.sequence.shift
-        # One tensor per slice for all layers, because rotary tables are cached by these objects.
+        # All layers use the same tensor for a slice, because rotary tables are cached by tensor object.
         self._positions = [positions[s] for s in self._slices]
         self._tokens = torch.tensor(self.sequence.tokens[start:stop], device=adapter.device)
         self._hidden = adapter.embed(self._tokens, positions)
@@ -134,7 +135,7 @@ class Prefill:
 
     @property
     def finished_layers(self) -> int:
-        """Number of layers that have run for all tokens."""
+        """Number of layers that have computed all tokens."""
         return self._layer if self._is_last_segment else 0
 
     @property
@@ -165,7 +166,7 @@ class Prefill:
             self.logits = self._adapter.logits(self._hidden[-self._logits_to_keep :])
 
     def _layer_kv(self) -> PrefilledLayer:
-        """Return the KV that the current layer attends to. If the layer has KV of its own, store the new KV first."""
+        """Return the KV that the current layer attends to. If the layer has its own KV, the new KV is stored first."""
         geometry, trace = self._adapter.geometry, self.sequence.trace
         if (source := geometry.kv_layer(self._layer)) != self._layer:
             return self._shared[source]
@@ -211,7 +212,7 @@ class Prefill:
     @property
     def _keeps_state(self) -> bool:
         geometry = self._adapter.geometry
-        return geometry.keeps_state(geometry.layers - 1)  # if so, every token must update the last layer's state
+        return geometry.keeps_state(geometry.layers - 1)  # If so, every token must update the last layer's state.
 
     def _needed_slices(self, last: bool) -> list[slice]:
         if not last or self._on_logits is not None or self._keeps_state:
@@ -220,7 +221,7 @@ class Prefill:
         return self._slices[-1:] if self._logits_to_keep and self._is_last_segment else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
-        """Compute attention and MLP of `slices`. Earlier KV (`rows.past`) is read part by part, once for all slices."""
+        """Compute attention and MLP of `slices`. Each part of earlier KV (`rows.past`) is read once for all slices."""
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attentions = []
         for s, positions in zip(self._slices, self._positions, strict=True):
@@ -243,9 +244,9 @@ class Prefill:
 def attend_past_kv(
     parts: Iterable[KVPart], attentions: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
-    """Attend to each part of a layer's KV with the queries of each of `attentions`.
+    """Attend to each part of a layer's KV with the queries of all `attentions`.
 
-    KV of tokens from `start` on is also passed to the policy's state.
+    The KV of tokens from `start` on is also passed to the policy's state.
     """
     first = 0
     for part in parts:
@@ -256,18 +257,18 @@ def attend_past_kv(
 
 
 def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, first: int, start: int) -> None:
-    """Pass `rows`, the KV of the tokens from `first` on, to the policy's state, except tokens before `start`."""
+    """Pass the KV of the tokens from `start` on to the policy's state. `rows` contains the KV from token `first` on."""
     if (skip := max(0, start - first)) < rows.k.shape[1]:
         state.on_kv(layer, rows.k[:, skip:], rows.v[:, skip:], first + skip)
 
 
-# Bytes of hidden states, queries and outputs of a segment. With larger segments, earlier KV is read less often, but
-# more memory is needed.
+# Number of bytes that the hidden states, queries and outputs of one segment may take. With larger segments, earlier KV
+# is read less often, but more memory is needed.
 SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
 
 
 def segment_tokens(pool: HostPool, policy: Policy, adapter: ModelAdapter, slice_tokens: int) -> int | None:
-    """Return the number of prompt tokens per segment. None means that the whole prompt is one segment."""
+    """Return the number of prompt tokens per segment, or None if the whole prompt is a single segment."""
     geometry = adapter.geometry
     # Policies that observe queries need all keys at once, and sliding-window layers keep only recent KV.
     if pool.file is None or policy.wants_queries or geometry.sliding:

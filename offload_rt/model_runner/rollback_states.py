@@ -1,4 +1,4 @@
-"""Recurrent state of hybrid models after rejected draft tokens."""
+"""Restores the recurrent state of hybrid models after draft tokens are rejected."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .sequence import Sequence
 
 
 class RollbackStates:
-    """Copies of the recurrent state of sequences, made before draft tokens that may be rejected.
+    """Copies of the recurrent states of sequences, made before the computation of draft tokens that may be rejected.
 
     If draft tokens are rejected, the state is restored from the copy. The recurrent layers then compute the accepted
-    tokens again, from inputs that the verification pass recorded.
+    tokens again, from the inputs that the verification pass has recorded.
     """
 
     def __init__(self, states: StateSlots, adapter: ModelAdapter) -> None:
         self._states, self._adapter = states, adapter
-        # Separate slots, so that the states of a batch stay adjacent.
+        # The copies have separate slots, so that the states of a batch stay adjacent in the main slots.
         self._copies = StateSlots(adapter.geometry, adapter.dtype, adapter.device)
 
     @torch.inference_mode()
     def set(self, sequence: Sequence, *, record: bool) -> None:
-        """Copy the state of a sequence. If `record`, the next verification pass records inputs of recurrent layers."""
+        """Copy a sequence's state. If `record`, the next verification pass also records inputs of recurrent layers."""
         if sequence.rollback is None:
             sequence.rollback = RollbackState(self._copies.allocate())
         rollback = sequence.rollback
@@ -40,7 +40,7 @@ class RollbackStates:
 
     @torch.inference_mode()
     def replay(self, sequences: Seq[Sequence]) -> None:
-        """Restore the states, and compute the tokens up to `position` again from the recorded inputs."""
+        """Restore the states, and compute each sequence's tokens up to `position` again from the recorded inputs."""
         ordered = sorted(sequences, key=_tokens_to_replay)
         for sequence in ordered:
             self.restore(sequence)

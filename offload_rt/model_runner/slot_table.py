@@ -1,9 +1,9 @@
 """Slots of a sequence's tokens in its block table, and token eviction in a full pool (InfiniGen §4.4).
 
-Slots [0, sinks) contain the first tokens, and the last `recent` slots the most recent tokens. A policy selects from the
-slots between them. In a full pool, the last `recent` slots are a ring buffer. In each layer, the token that leaves the
-recent window moves to the slot of an evicted token (the victim), and the newest token takes the free slot in the ring
-buffer.
+Slots [0, sinks) contain the first tokens, and the last `recent` slots contain the most recent tokens. A policy selects
+from the slots between them. When the pool is full, the last `recent` slots become a ring buffer. In each layer, the
+token that leaves the recent window moves to the slot of an evicted token (the victim), and the newest token takes its
+place in the ring buffer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Moves = list[tuple[int, int]]
 
 
 class SlotTable:
-    """Slots of one sequence without eviction: token t stays in slot t. If the pool is full, an error is raised.
+    """Slots of one sequence without eviction. Token t stays in slot t. If the pool is full, an error is raised.
 
     Attributes:
         newest: Slot of the token that the current step computes.
-        context: Number of slots in use, including the newest (N).
-        moves: Pair (slot of the newest token, slot of the evicted token) of each layer. KV must be copied from the
-            first slot to the second before the newest token is written.
+        context: Number of slots in use, including the slot of the newest token (N).
+        moves: For each layer, the pair (slot of the newest token, slot of the evicted token). Before the newest token
+            is written, the KV in the first slot must be copied to the second.
         grows: Whether the sequence still gets new blocks from `CacheManager.rebalance`.
-        records_selected: Whether the caller must report selected slots with `record_selected`.
+        records_selected: Whether the caller must report the selected slots with `record_selected`.
     """
 
     grows = records_selected = False
@@ -41,15 +41,15 @@ class SlotTable:
         self.moves: dict[int, tuple[int, int]] = {}
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Choose and reserve the slot of the token at `position`. Raise PoolFullError if there is none."""
+        """Choose and reserve a slot for the token at `position`. Raise PoolFullError if there is no slot."""
         self._pool.reserve(blocks, position + 1)
         self.newest, self.context = position, position + 1
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Evict tokens so that the last block can be freed. Called between steps.
+        """Evict tokens so that the last block can be freed. Call this only between steps.
 
-        Return the KV moves of each layer, which the caller applies in order before freeing the block. None means that
-        no tokens can be evicted.
+        Return the KV moves for each layer. The caller must apply them in order before it frees the block. Return None
+        if no tokens can be evicted.
         """
         return None
 
@@ -67,11 +67,11 @@ class SlotTable:
 
 
 class InPlaceEviction(SlotTable):
-    """Slot table with eviction: in a full pool, new tokens overwrite evicted tokens of the same sequence.
+    """Slot table with eviction: when the pool is full, new tokens overwrite evicted tokens of the same sequence.
 
-    Before the first eviction, token t is in slot t. Afterwards, the sequence does not grow, but may lose blocks to
-    shorter sequences. The sinks (unless `protect="none"`), the recent window and shared blocks are never overwritten.
-    Overwritten blocks are removed from the prefix tree. The caller moves the KV.
+    Before the first eviction, token t is in slot t. Afterwards, the sequence does not grow any more, but may lose
+    blocks to shorter sequences. The sinks (unless `protect="none"`), the recent window and shared blocks are never
+    overwritten. Blocks that are overwritten are removed from the prefix tree. The caller has to move the KV.
     """
 
     records_selected = True
@@ -82,14 +82,15 @@ class InPlaceEviction(SlotTable):
         self._sinks = sinks if options.protect == "window" else 0
         self._recent = recent
         groups = pool.groups
-        # In sliding-window layers, token t stays in slot t, and blocks outside of the window are freed.
+        # Only these layers evict. In sliding-window layers, token t stays in slot t, and blocks outside the window are
+        # freed.
         self._full_layers = groups.layers_of(0)
         self._storage_layer = {layer: groups.storage_layer[layer] for layer in self._full_layers}
         self._layers, self._all_layers = len(self._full_layers), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)
         self._length = 0
-        self.grows = True  # until the first token is overwritten
-        self._ring_start = 0  # position of a token that is in the first slot of the ring buffer
+        self.grows = True  # True until the first token is overwritten
+        self._ring_start = 0  # position of any token that is in the first slot of the ring buffer
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
         if self.grows and not self._grow(blocks, position):
@@ -98,7 +99,7 @@ class InPlaceEviction(SlotTable):
         if self.grows:
             self.newest, self.context = position, position + 1
         else:
-            self._overwrite(blocks, position)  # evicts a token in every layer
+            self._overwrite(blocks, position)  # This evicts a token in every layer.
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         remaining, context = blocks.capacity - BLOCK_SIZE, self.context
@@ -106,9 +107,9 @@ class InPlaceEviction(SlotTable):
         if first <= self._sinks or dropped <= 0:
             return None
         if not all(self._pool.make_exclusive(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids))):
-            return None  # another sequence uses one of the blocks
-        # Evict as many tokens as the last block contains. Its other tokens move to the freed slots, and the ring buffer
-        # moves to the new end.
+            return None  # Another sequence uses one of the blocks.
+        # Evict as many tokens as the last block contains. Tokens of this block that are not evicted move to the freed
+        # slots, and the ring buffer moves to the new end.
         protected = self._protected(blocks, context - self._recent)[:context]
         state = self._state.cut(context)
         evicted_slots = victims(self._options.policy, state, protected.expand(self._layers, -1), self._length, dropped)
@@ -162,7 +163,7 @@ class InPlaceEviction(SlotTable):
         self.moves = {layer: (self.newest, victim) for layer, victim in pairs}
 
     def _protected(self, blocks: BlockTable, first: int) -> torch.Tensor:
-        """Return which slots must not be overwritten, bool `[slots]`: sinks, ring buffer and shared blocks.
+        """Return a mask of the slots that must not be overwritten (sinks, ring buffer, shared blocks), bool `[slots]`.
 
         The ring buffer begins at slot `first`. New tokens are written to it, so its blocks must not be shared.
         """
@@ -186,6 +187,6 @@ class InPlaceEviction(SlotTable):
 
 
 def _moves_to_victims(evicted: set[int], vacated: range) -> Moves:
-    """Return moves of the tokens that remain in `vacated` slots to the slots of `evicted` tokens."""
+    """Return the moves of the tokens that remain in `vacated` slots to the slots of evicted tokens."""
     free_slots = sorted(evicted - set(vacated))
     return list(zip((slot for slot in vacated if slot not in evicted), free_slots, strict=True))

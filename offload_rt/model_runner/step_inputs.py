@@ -20,7 +20,7 @@ from ..transfer.residency import resident_index, resident_range
 from ..transfer.row_lists import RowLists
 from .batch import DecodeBatch
 
-# slot and visible range of padding rows, which belong to no sequence
+# Slot and visible range of padding rows, which do not belong to a sequence.
 NO_SLOT = -1
 NO_TOKENS = VisibleTokens(range(0), range(0), range(0))
 
@@ -30,26 +30,26 @@ class StepShape(NamedTuple):
 
     size: int  # number of sequences, including padding
     capacity: int  # maximum length of a sequence in tokens
-    # Whether sequences share blocks. If so, selected tokens of shared blocks are fetched once.
+    # Whether sequences share blocks. If so, selected tokens in shared blocks are fetched only once.
     overlapping: bool = False
-    # Whether there are shared runs. If so, layers that attend to all tokens fetch shared tokens once.
+    # Whether there are shared runs. If so, layers that attend to all tokens fetch shared tokens only once.
     has_shared_runs: bool = False
 
 
 @dataclass(frozen=True)
 class ResidentSpans:
-    """Visible index range of the resident KV, for all layers with the same sliding window."""
+    """Index range of the visible tokens in the resident KV, for all layers with the same sliding window."""
 
     newest: torch.Tensor  # index of the newest token in the resident KV, int64 `[B]`
-    starts: torch.Tensor  # first visible index of each KV head, int32 `[P]`, where P = B * Hkv
-    stops: torch.Tensor  # end (exclusive) of the visible indices of each KV head, int32 `[P]`
-    zero_counts: torch.Tensor  # zeros, the counts of layers that fetch no tokens, int32 `[P]`
+    starts: torch.Tensor  # first visible index for each KV head, int32 `[P]`, where P = B * Hkv
+    stops: torch.Tensor  # end (exclusive) of the visible indices for each KV head, int32 `[P]`
+    zero_counts: torch.Tensor  # zeros, used as counts by layers that fetch no tokens, int32 `[P]`
 
 
 class StepInputs:
-    """Inputs of all decode steps with the same `StepShape`, at fixed addresses. `load` writes them before a step.
+    """Inputs for all decode steps with the same `StepShape`, at fixed addresses. `load` writes them before each step.
 
-    Smaller batches are padded with sequences that see no tokens and whose KV is not stored.
+    Smaller batches are padded with sequences that cannot see any tokens and whose KV is not stored.
     """
 
     def __init__(self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, shape: StepShape) -> None:
@@ -59,7 +59,7 @@ class StepInputs:
         layers = range(geometry.layers)
         selecting = [layer for layer in geometry.kv_layers if layer not in policy.dense_layers]
         self._selecting = selecting[0]
-        # One layer of each window size, and of each group of layers whose KV is in the same blocks.
+        # One layer for each window size, and one for each group of layers whose KV is in the same blocks.
         self._by_window = geometry.layer_of_window
         self._by_group = {rows.group(layer): layer for layer in layers}
         self._layers = {self._selecting, *self._by_window.values(), *self._by_group.values()}
@@ -74,11 +74,12 @@ class StepInputs:
         bounds = [lists, lists, size, size, *resident_sizes]
         self._newest = torch.zeros(sum(numbers), dtype=torch.int64, device=device)
         self._bounds = torch.zeros(sum(bounds), dtype=torch.int32, device=device)
-        # Newest tokens: ids and positions, int64 `[B]` each; slots per list `[P]`; rows by group (`rows_of`).
+        # For the newest tokens: ids and positions, both int64 `[B]`, slots per list `[P]`, and row ids per layer group
+        # (`rows_of`).
         self.tokens, self.positions, self.slots_by_head, *parts = self._newest.split(numbers)
         self.newest_rows = dict(zip(self._by_group, parts[:groups], strict=True))
         starts, stops, limits, contexts, *spans = self._bounds.split(bounds)
-        # Candidates of layers without a sliding window.
+        # Candidates in layers that have no sliding window.
         self.candidates = CandidateSpans(starts, stops, limits, contexts, capacity, rule.max_limit(capacity))
         parts_by_window = zip(self._by_window, parts[groups:], spans[::2], spans[1::2], strict=True)
         self.resident = {
@@ -87,7 +88,7 @@ class StepInputs:
         }
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write the values of a batch: tokens, positions, visible ranges, and the addresses of KV and scoring keys."""
+        """Write the tokens, positions and visible ranges of a batch, and the addresses of its KV and scoring keys."""
         padding, heads = self.size - len(batch.sequences), self._heads
         padded = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in padded]
@@ -119,12 +120,12 @@ class StepInputs:
     def attention_weights(
         self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's attention weights by token index, and a mask of attended tokens, `[P, capacity]` each.
+        """Return a layer's attention weights by token index and a mask of the attended tokens, both `[P, capacity]`.
 
         Args:
             q: Scaled queries `[P, G, d]`, where P = B * Hkv.
             resident: Resident KV.
-            fetched: Fetched KV `[P, n, d]` with its counts.
+            fetched: Fetched KV `[P, n, d]` and its counts.
             tokens: Token indices of the fetched KV `[P, n]`.
             lse: Log-sum-exp `[P, G]` of the attention scores.
         """
@@ -133,7 +134,7 @@ class StepInputs:
         resident_kv = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
         slot = torch.arange(resident_kv.shape[1], device=q.device)
         newest = self.slots_by_head.unsqueeze(1)
-        # Each slot of the ring buffer has the last token t <= newest with t = slot (mod recent).
+        # Each slot of the ring buffer contains the last token t <= newest for which t = slot (mod recent).
         resident_tokens = torch.where(slot < sinks, slot, newest - (newest - slot) % recent)
         fetched_index = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
@@ -151,5 +152,5 @@ class StepInputs:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture the step, which requires that the host copies no KV."""
+        """Whether a CUDA graph can capture the step. This requires that the host does not copy any KV."""
         return self.rows.in_place

@@ -14,17 +14,17 @@ from ..kv_cache.disk.requests import DiskUse
 from ..transfer.base import PendingFetch, Savings
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 
-# number of counts that may stay on the device before they are read: about a hundred steps of a large model
+# Number of counts that may stay on the device before they are read, enough for about a hundred steps of a large model.
 MAX_PENDING = 4096
 
 
 class Recorder(Protocol):
-    """Receiver of the tokens that one sequence selects."""
+    """Receives the tokens that one sequence selects."""
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
         """Record that the token at `position` selected the tokens at positions `tokens`, int64 `[Hkv, n]`.
 
-        Called in ascending order of layers.
+        For each position, this is called in ascending order of layers.
         """
         ...
 
@@ -33,14 +33,14 @@ class Recorder(Protocol):
 class TransferUse:
     heads: int  # KV heads
     entry_bytes: int  # size in bytes of a KV entry (K and V of one token and KV head)
-    # int64 `[2]` on the device: number of transferred entries, and number of entries found on the device. None if every
-    # selected entry is transferred.
+    # Number of transferred entries and number of entries found on the device, int64 `[2]` on the device. None if all
+    # selected entries are transferred.
     tally: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _PendingCount:
-    """Number of tokens per KV head that a layer selected in a step, on the device."""
+    """Number of tokens per KV head that a layer has selected in a step. The number is still on the device."""
 
     step: int
     layer: int
@@ -52,9 +52,9 @@ class _PendingCount:
 
 @dataclass
 class Trace:
-    """Counters of one sequence. Fractions are relative to the tokens that are visible in a layer, including the newest.
+    """Counters of one sequence. A step is a decode step or a verification pass.
 
-    A step is a decode step or a verification pass.
+    Fractions are relative to the number of tokens that are visible in a layer, including the newest token.
     """
 
     layers: int
@@ -62,59 +62,59 @@ class Trace:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     bytes_requested: int = 0
-    prefill_bytes: int = 0  # part of `bytes_requested` for the prefill
+    prefill_bytes: int = 0  # the part of `bytes_requested` that the prefill has requested
     bytes_to_host: int = 0
     prefill_weights: WeightUse = NOTHING_USED
-    # Weights transferred for decode steps, counted for the first sequence of a batch.
+    # Weights transferred for decode steps. Only the first sequence of a batch counts them.
     step_weights: WeightUse = NOTHING_USED
     prompt_tokens: int = 0
     reused_tokens: int = 0
     recomputed_tokens: int = 0  # see `Stats`
-    diverged_at: int | None = None  # First prompt token that was not cached. None without a cache look-up.
-    attended: list[list[float]] = field(default_factory=list)  # fraction of tokens attended exactly, `[steps][layers]`
-    fetched: list[list[float]] = field(default_factory=list)  # fraction of tokens fetched, `[steps][layers]`
-    # Sampled steps as pairs (step, missed attention mass of each layer). The mass is a mean over query heads, and 0 in
-    # layers that attend to all tokens.
+    diverged_at: int | None = None  # first prompt token that was not cached; None if there was no cache look-up
+    attended: list[list[float]] = field(default_factory=list)  # exact attention fraction, `[steps][layers]`
+    fetched: list[list[float]] = field(default_factory=list)  # fetched fraction, `[steps][layers]`
+    # Sampled steps, as pairs (step, missed attention mass of each layer). The mass is the mean over query heads, and is
+    # 0 for layers that attend to all tokens.
     missed: list[tuple[int, list[float]]] = field(default_factory=list)
-    # float64 `[4, layers]` on the device. Row 0: bytes of `bytes_requested` that were not transferred. Row 1: entries
-    # found on the device. Row 2: row 1 per KV head, divided by the context length and summed over steps. Row 3: entries
-    # looked up. None without a working set or shared blocks.
+    # float64 `[4, layers]` on the device. Row 0: how many of `bytes_requested` were not transferred. Row 1: number of
+    # entries found on the device. Row 2: entries found per KV head, divided by the context length and summed over
+    # steps. Row 3: number of entries looked up. None if there is neither a working set nor a shared block.
     savings: torch.Tensor | None = None
-    # For each layer, the fraction of the context that full attention read from copies of KV blocks on the device,
+    # For each layer, the fraction of the context that full attention has read from copies of KV blocks on the device,
     # summed over steps.
     copied_shares: dict[int, float] = field(default_factory=dict)
-    copied_entries: int = 0  # number of KV entries that full attention read from these copies
-    read_entries: int = 0  # number of all non-resident KV entries that full attention read, if there are such copies
+    copied_entries: int = 0  # number of KV entries that full attention has read from these copies
+    read_entries: int = 0  # number of all non-resident KV entries that full attention has read, if there are copies
     pending: list[_PendingCount] = field(default_factory=list)  # counts that are still on the device (`flush_pending`)
-    disk_before: DiskUse | None = None  # counters of disk use when the sequence began
+    disk_before: DiskUse | None = None  # disk-use counters at the time when the sequence began
     drafted: int = 0
     accepted: int = 0
     draft_steps: int = 0  # number of decode steps that computed draft tokens
-    # Estimated seconds to decode the generated tokens without drafts; infinite if unknown.
+    # Estimated time in seconds for decoding the generated tokens without drafts. Infinite if unknown.
     seconds_without_drafts: float = 0.0
     recorder: Recorder | None = None
     measures_missed: bool = False
 
     @property
     def draft_speedup(self) -> float | None:
-        """Estimated decode time without drafts, divided by the measured time. None if unknown."""
+        """Estimated decode time without drafts divided by the measured decode time, or None if unknown."""
         is_known = self.decode_seconds and 0 < self.seconds_without_drafts < math.inf
         return self.seconds_without_drafts / self.decode_seconds if is_known else None
 
     @property
     def decoded_tokens(self) -> int:
-        """Number of tokens computed by decode steps and verification passes."""
+        """Number of tokens that were computed by decode steps and verification passes."""
         return len(self.attended) - self.draft_steps + self.accepted
 
     @property
     def bytes_to_device(self) -> int:
-        """Bytes of KV transferred to the device. This may wait for the device."""
+        """Number of bytes of KV that were transferred to the device. Reading it may wait for the device."""
         self.flush_pending()
         return self.bytes_requested - (0 if self.savings is None else int(self.savings[0].sum()))
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of looked-up entries that were found in the working set or in copies of blocks on the device."""
+        """Fraction of the looked-up entries that were found in the working set or in copies of blocks on the device."""
         self.flush_pending()
         hits, read = float(self.copied_entries), float(self.read_entries)
         if self.savings is not None:
@@ -122,7 +122,7 @@ class Trace:
         return hits / max(1.0, read)
 
     def hit_shares(self) -> list[float]:
-        """Return the fraction of the context that was found on the device, averaged over steps, for each layer."""
+        """Return, for each layer, which fraction of the context was found on the device, averaged over steps."""
         self.flush_pending()
         if not self.fetched:
             return [0.0] * self.layers
@@ -134,7 +134,7 @@ class Trace:
         return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
 
     def flush_pending(self) -> None:
-        """Add the counts on the device to the counters. The host waits for the device."""
+        """Add the counts that are still on the device to the counters. The host waits for the device."""
         if not self.pending:
             return
         counts = torch.stack([pending.count for pending in self.pending]).tolist()
@@ -160,7 +160,10 @@ class Trace:
         self.savings = sums if self.savings is None else self.savings + sums
 
     def absorb_transferred_bytes(self, other: Trace) -> None:
-        """Move the counts of transferred bytes of `other`, which computed tokens for this sequence, to this trace."""
+        """Move the counts of transferred bytes from `other` to this trace.
+
+        `other` is the trace of a sequence that has computed tokens for this sequence.
+        """
         self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
         self.prefill_bytes, other.prefill_bytes = self.prefill_bytes + other.prefill_bytes, 0
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
@@ -172,7 +175,7 @@ class Trace:
         return replace(self, **rows, savings=savings, copied_shares={**self.copied_shares})  # type: ignore[arg-type]
 
     def restart(self, reused: int) -> Trace:
-        """Return a new trace for a sequence that starts with the first `reused` tokens of this one."""
+        """Return a new trace for a sequence that starts with the first `reused` tokens of this sequence."""
         before = self.disk_before
         return Trace(
             self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused, disk_before=before
@@ -188,7 +191,7 @@ class Trace:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
 
     def record_verification(self, windows: Sequence[int | None], fetched: float) -> None:
-        """Record a verification pass. In full-attention layers, it fetched the fraction `fetched` of the tokens."""
+        """Record a verification pass that fetched the fraction `fetched` of the tokens in full-attention layers."""
         self.attended.append([1.0] * self.layers)
         self.fetched.append([fetched if window is None else 0.0 for window in windows])
 
@@ -203,8 +206,9 @@ class Trace:
 
         Args:
             visible: Tokens that the layer could attend to.
-            fetched: Number of tokens. A tensor stays on the device until `flush_pending`.
-            transfer_use: Numbers for counting the transferred bytes of a tensor. None if the caller counts them.
+            fetched: Number of tokens. If it is a tensor, it stays on the device until `flush_pending`.
+            transfer_use: Numbers from which the transferred bytes are computed if `fetched` is a tensor. None if the
+                caller counts them.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
@@ -217,7 +221,7 @@ class Trace:
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
     def record_copies(self, layer: int, visible: VisibleTokens, fetch: PendingFetch, tokens: int, heads: int) -> None:
-        """Record how many of the `tokens` that full attention fetched were in copies of blocks on the device."""
+        """Record how many of the `tokens` that full attention has fetched were in copies of blocks on the device."""
         if fetch.copied_tokens is not None:
             share = fetch.copied_tokens / len(visible.all)
             self.copied_shares[layer] = self.copied_shares.get(layer, 0.0) + share
@@ -225,7 +229,7 @@ class Trace:
             self.read_entries += tokens * heads
 
     def record_savings(self, layer: int, visible: VisibleTokens, rows: int, savings: Savings, size: int) -> None:
-        """Record how much of a fetch needed no transfer. The fetch has `rows` tokens per KV head, and `size` bytes."""
+        """Record how much of a fetch with `rows` tokens per KV head and `size` bytes did not need a transfer."""
         if not rows:
             return
         if self.savings is None:
@@ -238,7 +242,7 @@ class Trace:
     def record_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
         """Record the missed attention mass of a layer: 1 - exp(attended_lse - full_lse), averaged over heads.
 
-        The log-sum-exps `[H]` are over the attended tokens and over all visible tokens.
+        The arguments are the log-sum-exps `[H]` over the attended tokens and over all visible tokens.
         """
         mass = 1.0 - (attended_lse.to(full_lse) - full_lse).exp()
         self.missed[-1][1][layer] = max(0.0, float(mass.mean()))

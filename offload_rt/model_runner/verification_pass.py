@@ -1,4 +1,4 @@
-"""Verification pass: compute several tokens of several sequences with full attention, so that weights are read once."""
+"""Verification pass, which computes several tokens of several sequences at once, so that weights are read only once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from .sequence import Sequence
 
 
 class VerificationPass:
-    """Computes the next `counts[b]` tokens of each sequence b with full attention, but commits none of them.
+    """Computes the next `counts[b]` tokens of each sequence b with full attention, but does not commit them.
 
-    Slots must be reserved. Recurrent layers compute adjacent sequences with equal counts together.
+    Slots for these tokens must be reserved. Recurrent layers compute adjacent sequences that have equal counts
+    together.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class VerificationPass:
         self._state = self._recurrent_state()
         self._adapter = adapter.with_state(self._state)
         self._shared: dict[tuple[int, int], PrefilledLayer] = {}
-        """KV of layers that later layers use, by layer and sequence id."""
+        """KV that later layers use again, by layer and sequence id."""
 
     def run(self) -> list[torch.Tensor]:
         adapter = self._adapter
@@ -56,7 +57,7 @@ class VerificationPass:
     def _project(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, Seq[KVPart | None]]:
-        """Return q `[H, T, d]` of all tokens, and the new KV of each sequence, or None if the layer stores no KV."""
+        """Return q `[H, T, d]` for all tokens, and the new KV of each sequence (None if the layer stores no KV)."""
         adapter = self._adapter
         if adapter.geometry.kv_layer(layer) != layer:
             return adapter.lone_query(layer, attention_input, positions), [None] * len(self._sequences)
@@ -70,11 +71,11 @@ class VerificationPass:
             return None
         state = slots.view([sequence.state_slot for sequence in self._sequences], counts=self._token_counts)
         if any(self._recording_rollback(sequence) for sequence in self._sequences):
-            state.inputs = {}  # record the inputs of recurrent layers
+            state.inputs = {}  # The recurrent layers will record their inputs here.
         return state
 
     def _recording_rollback(self, sequence: Sequence) -> RollbackState | None:
-        """Return the sequence's rollback state if this pass must record inputs for it, else None."""
+        """Return the sequence's rollback state if this pass must record inputs for it, and None otherwise."""
         rollback = sequence.rollback
         return None if rollback is None or rollback.inputs is None or rollback.tokens != sequence.position else rollback
 
@@ -84,11 +85,11 @@ class VerificationPass:
         parts = {layer: inputs.split(self._token_counts) for layer, inputs in self._state.inputs.items()}
         for b, sequence in enumerate(self._sequences):
             if (rollback := self._recording_rollback(sequence)) is not None:
-                # A view would keep the inputs of the whole batch in memory.
+                # Clone, because a view would keep the inputs of the whole batch in memory.
                 rollback.inputs = {layer: part[b].clone() for layer, part in parts.items()}
 
     def _layer_kv(self, layer: int, sequence: Sequence, new: KVPart | None) -> PrefilledLayer:
-        """Store the new KV `[Hkv, m, d]`, if any. Return the KV that the layer attends to."""
+        """Store the new KV `[Hkv, m, d]` unless it is None. Return the KV that the layer attends to."""
         geometry = self._adapter.geometry
         if new is None:
             return self._shared[geometry.kv_layer(layer), sequence.id]
@@ -100,7 +101,7 @@ class VerificationPass:
         return rows
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart | None) -> torch.Tensor:
-        """Store the new KV `[Hkv, m, d]`, if any. Return the attention output `[m, H * d]` of q `[H, m, d]`."""
+        """Return the attention output `[m, H * d]` of q `[H, m, d]`, after storing the new KV unless it is None."""
         rows, start = self._layer_kv(layer, sequence, new), sequence.position
         # The policy selects no tokens in sliding-window layers.
         learns = new is not None and self._adapter.geometry.windows[layer] is None
@@ -122,7 +123,7 @@ class VerificationPass:
     ) -> torch.Tensor:
         """Return the attention output `[H, m, d]` of q over earlier KV and over `rows.kv`.
 
-        The first `observed` tokens are already in the policy's state.
+        The policy's state already includes the first `observed` tokens.
         """
         geometry = self._adapter.geometry
         attention = BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)

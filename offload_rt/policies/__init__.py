@@ -1,1 +1,1 @@
-"""Token selection policies, one file each. They return token indices and never copy KV."""
+"""Token selection policies, one per file. Policies return token indices and never copy KV."""

@@ -1,7 +1,7 @@
-"""Policy "auto": "infinigen" with full attention in short contexts, where selection does not pay off.
+"""Policy "auto": "infinigen", but with full attention in short contexts, where selection does not pay off.
 
-On a CPU, the engine measures once per processor up to which context length full attention is as fast as selection
-(`engine.selection_cost`).
+On a CPU, the engine measures up to which context length full attention is as fast as selection. It does this once per
+processor (`engine.selection_cost`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from .options import AutoOptions
 from .registry import PolicyContext
 
 MAX_DENSE_BYTES = 64 << 20
-"""On a CPU, tokens are always selected if a layer has more than this number of bytes of KV per sequence.
+"""Maximum KV size for full attention on a CPU, in bytes per layer and sequence. Above it, tokens are always selected.
 
-With KV in host memory on an AMD EPYC, selection was slower than full attention at every measured length, up to 24 MiB
-of KV per layer (`eval/results/cpu/threads`). The limit is finite because a KV cache on disk is read far more slowly.
+With KV in the host memory of an AMD EPYC, selection was slower than full attention at all measured lengths, up to
+24 MiB of KV per layer (`eval/results/cpu/threads`). There is a limit because a KV cache on disk is read far more
+slowly.
 """
 
 
 def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the maximum of `Auto.dense_until` in tokens: the option if it is set, else the default of the device."""
+    """Return the maximum of `Auto.dense_until` in tokens: the option if it is set, or else the device's default."""
     if options.dense_until is not None:
         return options.dense_until
     return MAX_DENSE_BYTES // geometry.full_rows.bytes(dtype) if device.type == "cpu" else 0
@@ -35,7 +36,8 @@ def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.dev
 class Auto(InfiniGen):
     """InfiniGen with full attention for contexts of up to `dense_until` tokens.
 
-    Scoring keys and approximate KV are stored from the first token on, because selection needs those of all tokens.
+    Scoring keys and approximate KV are stored from the first token on, because a later selection needs them for all
+    tokens.
     """
 
     name = "auto"
@@ -51,10 +53,10 @@ class Auto(InfiniGen):
         keys_on_host: bool = False,
         measured: int | None = None,
     ) -> None:
-        """Create the policy like `InfiniGen`. `dense_until` is at most `measured` tokens, unless `measured` is None."""
+        """Create the policy like `InfiniGen`. Unless `measured` is None, `dense_until` is at most `measured` tokens."""
         limit = dense_limit(options, geometry, device, dtype)
-        # The KV provenance key contains the limit, not the measured value, so that KV stored on one processor can be
-        # used on another.
+        # The KV provenance key depends on the limit and not on the measured value, so that KV that was stored on one
+        # processor can be used on another.
         resolved_options = replace(options, dense_until=limit)
         super().__init__(resolved_options, geometry, artifact, device, dtype, keys_on_host=keys_on_host)
         self.dense_until = limit if measured is None else min(limit, measured)

@@ -1,8 +1,8 @@
 """The contract between the decode loop and a policy.
 
-A `Policy` is immutable and shared by all sequences. A `PolicyState` contains the selection data of one sequence:
-scoring keys, accumulated attention or page bounds of its tokens. If a sequence is forked, its state is forked too. For
-each sequence, the decode loop calls:
+A `Policy` is immutable and shared by all sequences. A `PolicyState` contains the selection data of one sequence, such
+as the scoring keys, accumulated attention or page bounds of its tokens. If a sequence is forked, its state is forked
+too. For each sequence, the decode loop calls:
 
     prefill, layer l      state.on_queries(l, q, k, start)      for each prefill chunk
                           state.on_kv(l, k, v, 0)               the KV of the prompt
@@ -28,25 +28,25 @@ from .infinigen.scoring_keys import BatchedKeys
 from .rule import Rule
 
 QuerySource = Literal["attention_input", "normed_input", "residual", "query"] | int
-"""The input that gives the query of layer l for `select`.
+"""The input from which the query of layer l for `select` is computed.
 
-"attention_input", "normed_input" and "residual" are available while layer l - 1 runs and give a predicted query. An
-integer n predicts the query from the input of the n-th decoder layer before layer l. If fewer than n layers without
-attention are between layers l - 1 and l, "normed_input" is used instead. "query" is the true query of layer l, which
-leaves no time to prefetch. Layer 0 always gets its true query, because it depends only on the embedding.
+"attention_input", "normed_input" and "residual" are available while layer l - 1 runs, and yield a predicted query. An
+integer n means that the query is predicted from the input of the n-th decoder layer before layer l. If there are fewer
+than n layers without attention between layers l - 1 and l, "normed_input" is used instead. "query" is the true query of
+layer l, which leaves no time to prefetch. Layer 0 always gets its true query, which depends only on the embedding.
 """
 
 KeyReader = Callable[[int, range], torch.Tensor]
 """Function (layer, token range) -> keys `[Hkv, n, d]` of the sequence, read from the host pool.
 
-Used by policies that need the full keys (oracle) and by measurements. These reads are not counted as transfers.
+It is used by measurements and by policies that need the full keys (oracle). Its reads are not counted as transfers.
 """
 
 
 def source_between(source: QuerySource, between: int) -> QuerySource:
-    """Return the query source of a layer that has `between` decoder layers without attention directly before it.
+    """Return the query source of a layer that directly follows `between` decoder layers without attention.
 
-    An integer `source` that is greater than `between` is replaced by "normed_input".
+    If `source` is an integer greater than `between`, it is replaced with "normed_input".
     """
     return "normed_input" if isinstance(source, int) and source > between else source
 
@@ -54,7 +54,7 @@ def source_between(source: QuerySource, between: int) -> QuerySource:
 class PolicyState:
     """The selection data of a policy for one sequence.
 
-    Subclasses define `select` and `fork`. All other methods are no-ops by default.
+    Subclasses must define `select` and `fork`. All other methods are no-ops by default.
     """
 
     @property
@@ -64,7 +64,7 @@ class PolicyState:
 
     @property
     def approximate_bytes(self) -> int:
-        """Size in bytes of the approximate KV that `merge_approximate` reads, included in `device_bytes`."""
+        """Size in bytes of the approximate KV that `merge_approximate` reads. `device_bytes` includes it."""
         return 0
 
     @property
@@ -74,7 +74,7 @@ class PolicyState:
 
     @property
     def scoring_keys(self) -> BatchedKeys | None:
-        """Scoring keys from which `KeyLists` select tokens for a whole batch; None if this is not supported."""
+        """Scoring keys with which `KeyLists` selects tokens for a whole batch, or None if this is not supported."""
         return None
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
@@ -82,33 +82,34 @@ class PolicyState:
 
         Args:
             q: True queries `[H, m, d]` of the tokens [start, start + m).
-            k: Keys `[Hkv, n, d]` of the first n tokens of the sequence, n >= start + m. The policy must apply the
-                causal mask: query i may see keys up to start + i.
+            k: Keys `[Hkv, n, d]` of the first n tokens of the sequence, with n >= start + m. The policy must apply the
+                causal mask: query i may only see keys up to token start + i.
             start: Token index of the first query.
         """
 
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Observe keys k (after RoPE) and values v, both `[Hkv, m, d]`, of the slots [start, start + m) of the layer.
+        """Observe the keys k (after RoPE) and values v that were stored in slots [start, start + m) of the layer.
 
-        `start` is at most the number of slots that the layer has. Existing slots get new tokens, because their old
-        tokens were moved, evicted, or rejected by the verification of drafts.
+        k and v are `[Hkv, m, d]`. `start` is at most the number of slots that the layer has. If slots exist already,
+        their old tokens have been moved, evicted, or rejected by the verification of drafts.
         """
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """Move the selection data of slot `source` to slot `target`, whose token was evicted.
 
-        The caller then calls `on_kv` with a new token for slot `source`. Only called if the policy is `evictable`.
+        Afterwards, the caller calls `on_kv` with a new token for slot `source`. This method is only called if the
+        policy is `evictable`.
         """
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select candidates to fetch for this layer, with the predicted or true query q `[H, d]`.
+        """Select the candidates to fetch for this layer, using the predicted or true query q `[H, d]`.
 
-        All candidates must have been passed to `on_kv`.
+        All candidates must have been passed to `on_kv` before.
         """
         raise NotImplementedError
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
-        """Return candidates to fetch in addition to `selection`, chosen with the true query q `[H, d]`, or None."""
+        """Choose candidates to fetch in addition to `selection`, using the true query q `[H, d]`. May return None."""
         return None
 
     def merge_approximate(
@@ -120,7 +121,7 @@ class PolicyState:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with an estimate of the attention to the candidates that are not selected.
+        """Merge exact attention with an estimate of the attention to the candidates that were not selected.
 
         Args:
             q: The true query `[H, d]`.
@@ -130,12 +131,12 @@ class PolicyState:
             lse: Log-sum-exp of the exact attention scores `[H]` (natural log). May be overwritten.
 
         Returns:
-            Merged `out` and `lse`, unchanged if the policy ignores tokens that are not selected.
+            The merged `out` and `lse`. They are unchanged if the policy ignores tokens that were not selected.
         """
         return out, lse
 
     def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Observe the attention weights of a decode step. Only called for layers that select tokens.
+        """Observe the attention weights of a decode step. This is only called for layers that select tokens.
 
         Args:
             visible: The tokens that the layer can attend to.
@@ -144,13 +145,13 @@ class PolicyState:
         """
 
     def fork(self, keys: KeyReader) -> PolicyState:
-        """Return an independent copy for a forked sequence. `keys` reads the keys of the forked sequence."""
+        """Return an independent copy for a fork of the sequence. `keys` reads the keys of the fork."""
         raise NotImplementedError
 
     def fork_prefix(self, tokens: int) -> PolicyState | None:
-        """Return a state of only the first `tokens` tokens, for a sequence that shares their KV blocks.
+        """Return a state that contains only the first `tokens` tokens, for a sequence that shares their KV blocks.
 
-        Return None if the state cannot be shared, or if computing it again from the KV is as cheap.
+        Return None if the state cannot be shared, or if recomputing it from the KV is just as cheap.
         """
         return None
 
@@ -162,12 +163,12 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """Name that selects the policy in `LLM(policy=...)`."""
+        """Name by which `LLM(policy=...)` selects the policy."""
         ...
 
     @property
     def query_source(self) -> QuerySource:
-        """Input tensor that is projected to the query for `select`."""
+        """Input that is projected to the query for `select`."""
         ...
 
     @property
@@ -177,7 +178,7 @@ class Policy(Protocol):
 
     @property
     def recent(self) -> int:
-        """Number of most recent tokens that always stay on the device, including the newest; at least 1."""
+        """Number of most recent tokens, including the newest, that always stay on the device. At least 1."""
         ...
 
     @property
@@ -187,43 +188,46 @@ class Policy(Protocol):
 
     @property
     def dense_until(self) -> int:
-        """Longest context, in tokens, in which every layer attends to all tokens; 0 if only `dense_layers` do."""
+        """Length in tokens of the longest context in which every layer attends to all tokens.
+
+        0 if only the layers in `dense_layers` ever attend to all tokens.
+        """
         ...
 
     @property
     def wants_weights(self) -> bool:
-        """Whether the policy observes attention weights (`on_attended`)."""
+        """Whether the policy observes attention weights (see `on_attended`)."""
         ...
 
     @property
     def wants_queries(self) -> bool:
-        """Whether the policy observes every query of the prompt (`on_queries`). If so, no cached prefix can be used."""
+        """Whether the policy observes all prompt queries (`on_queries`). If so, it cannot use cached prefixes."""
         ...
 
     @property
     def rule(self) -> Rule | None:
-        """Rule by which `KeyLists` select tokens for a whole batch. If None, each sequence selects separately.
+        """Rule by which `KeyLists` selects tokens for a whole batch. If None, each sequence selects separately.
 
-        With a rule, decode steps use `KeyLists` instead of `on_kv` and `select`, and the host does not need to know how
-        many tokens are selected.
+        If there is a rule, decode steps use `KeyLists` instead of `on_kv` and `select`, and the host does not need to
+        know how many tokens are selected.
         """
         ...
 
     @property
     def evictable(self) -> bool:
-        """Whether eviction may move and overwrite tokens of a sequence."""
+        """Whether the policy supports eviction, which moves and overwrites tokens of a sequence."""
         ...
 
     @property
     def provenance_key(self) -> str:
         """KV provenance key: a digest of the policy's name and options, or "exact" for full attention.
 
-        Cached KV is reused only by requests with the same key, because the policy affects the KV of deeper layers.
+        Only requests with the same key can reuse cached KV, because the policy affects the KV of deeper layers.
         """
         ...
 
     def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Return the corrected attention input `[T, D]`, from which the layer's predicted query is computed."""
+        """Correct the attention input `[T, D]` from which the layer's query is predicted, and return it."""
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:

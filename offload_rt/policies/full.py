@@ -24,7 +24,7 @@ class FullState(PolicyState):
 
 @dataclass(frozen=True)
 class Full:
-    """Policy "full". No recent window stays on the device, because every step fetches all KV anyway."""
+    """Policy "full". It keeps no recent window on the device, because every step fetches all KV anyway."""
 
     layers: int
     name: str = "full"

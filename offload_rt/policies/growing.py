@@ -18,25 +18,25 @@ def max_capacity(tokens: int, tokens_per_slot: int = 1) -> int:
 class GrowingTensor:
     """A tensor `data` that grows along one dimension. Call `reserve` before every write.
 
-    An index of this dimension is a *slot*. A fork shares the storage until either copy is written.
+    An index in this dimension is called a *slot*. A fork shares the storage until one of the two tensors is written.
     """
 
     def __init__(self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Create a tensor with size 0 in dimension `dim`. `shape` gives the sizes of all other dimensions."""
+        """Create a tensor that has size 0 in dimension `dim`. `shape` contains the sizes of all other dimensions."""
         self.dim = dim
         self.data = torch.empty(*shape[:dim], 0, *shape[dim + 1 :], dtype=dtype, device=device)
         self._shared = False
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including storage shared with forks."""
+        """Number of allocated bytes, including storage that is shared with forks."""
         return self.data.nbytes
 
     def reserve(self, slots: int) -> torch.Tensor:
-        """Return `data` with at least `slots` slots, not shared with a fork. New slots are uninitialised."""
+        """Return `data` with at least `slots` slots and not shared with a fork. New slots are uninitialised."""
         capacity = self.data.shape[self.dim]
         if slots > capacity:
-            # Growing by a sixteenth instead of doubling saves device memory. Each slot is copied about 16 times.
+            # To save device memory, grow by a sixteenth instead of doubling. Each slot is copied about 16 times.
             shape = list(self.data.shape)
             shape[self.dim] = -(-(slots + slots // 16) // _ROUND) * _ROUND
             data = self.data.new_empty(shape)
@@ -54,9 +54,9 @@ class GrowingTensor:
 
 
 class LayerTensors:
-    """A `GrowingTensor` per layer, with data of one sequence's tokens.
+    """One `GrowingTensor` per layer, with data about the tokens of one sequence.
 
-    A slot has the data of `tokens_per_slot` adjacent tokens.
+    A slot contains the data of `tokens_per_slot` adjacent tokens.
     """
 
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device, tokens_per_slot: int = 1) -> None:
@@ -73,21 +73,21 @@ class LayerTensors:
         return self._tensors.keys()
 
     def length(self, layer: int) -> int:
-        """Return the number of tokens of the layer; 0 before `open`."""
+        """Return the number of tokens in the layer, or 0 before `open`."""
         return self._lengths.get(layer, 0)
 
     def data(self, layer: int) -> torch.Tensor:
-        """Return the tensor of the layer for reading, including unused slots at its end."""
+        """Return the layer's tensor for reading. It includes unused slots at the end."""
         return self._tensors[layer].data
 
     def open(self, layer: int, *shape: int) -> None:
-        """Create an empty tensor for the layer, unless there is one. The growing dimension of `shape` is ignored."""
+        """Create an empty tensor for the layer if there is none. The size of the growing dimension is ignored."""
         if layer not in self._tensors:
             self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device)
             self._lengths[layer] = 0
 
     def reserve(self, layer: int, tokens: int) -> torch.Tensor:
-        """Return the layer's tensor for writing, with space for at least `tokens` tokens and not shared with a fork."""
+        """Return the layer's tensor for writing. It has space for `tokens` tokens and is not shared with a fork."""
         self._lengths[layer] = max(self._lengths[layer], tokens)
         return self._tensors[layer].reserve(-(-self._lengths[layer] // self._per_slot))
 

@@ -1,7 +1,7 @@
-"""Policy "h2o": keep recent tokens and heavy hitters, the tokens with the most accumulated attention (H2O).
+"""Policy "h2o": keep recent tokens and *heavy hitters*, the tokens with the most accumulated attention (H2O).
 
-A dropped token is never selected again. Unlike in the paper, only queries up to the current step contribute to a
-token's accumulated attention.
+A token that has been dropped is never selected again. Unlike in the paper, only queries up to the current step
+contribute to a token's accumulated attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .options import BudgetOptions
 from .scorer import EntryShape, ScorerPolicy, TokenLists
 
 MAX_PREFILL_WEIGHTS = 1 << 22
-"""Largest number of attention weights of a prompt that are computed at a time, to limit temporary memory."""
+"""Maximum number of attention weights of a prompt that are computed at a time, to limit temporary memory."""
 
 NEWEST = 1e30
 """Score of the most recent candidates. It is larger than any accumulated attention."""
@@ -28,8 +28,8 @@ NEWEST = 1e30
 class H2O(ScorerPolicy[BudgetOptions]):
     """Policy "h2o". Scores do not depend on the query, so KV can be fetched before the query is known.
 
-    The entry of a token is its accumulated attention, summed over the query heads of a KV head, or -inf for a dropped
-    token.
+    The entry of a token is its accumulated attention, summed over the query heads of a KV head. For a dropped token, it
+    is -inf.
     """
 
     name = "h2o"
@@ -52,7 +52,8 @@ class H2O(ScorerPolicy[BudgetOptions]):
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
         """Return the accumulated attention of each token.
 
-        The most recent tokens, half of the budget including the recent window, get the score `NEWEST`.
+        Half of the budget, including the recent window, is reserved for the most recent tokens. Candidates among these
+        tokens get the score `NEWEST`.
         """
         half = (keys.contexts.double() * (self.budget / 2) + 1e-9).floor()
         recent = (half - (keys.contexts - keys.stops)).clamp(min=0).minimum(keys.limits.double())
@@ -69,9 +70,9 @@ class H2O(ScorerPolicy[BudgetOptions]):
                 row[:end] += self._causal_weights(layer, part, k[head, :end], begin)
 
     def _causal_weights(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> torch.Tensor:
-        """Return causal attention weights `[n]` of keys k `[n, d]`, summed over queries q `[G, m, d]`.
+        """Return the causal attention weights `[n]` of the keys k `[n, d]`, summed over the queries q `[G, m, d]`.
 
-        The first query belongs to token `start`.
+        The first of the m queries belongs to token `start`.
         """
         geometry = self.geometry
         compute = torch.promote_types(q.dtype, torch.float32)
@@ -81,6 +82,6 @@ class H2O(ScorerPolicy[BudgetOptions]):
         return scores.masked_fill_(distance < 0, -math.inf).softmax(-1).sum((0, 1))
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Add the attention weights to the entries. Drop all candidates that were not attended to."""
+        """Add the attention weights to the entries, and drop all candidates that were not attended to."""
         received = keys.entries.squeeze(2) + weights
         return received.masked_fill(keys.inside & ~attended, -math.inf).unsqueeze(2)

@@ -55,47 +55,51 @@ class FullOptions(PolicyOptions): ...
 class InfiniGenOptions(PolicyOptions):
     """Options of InfiniGen's token selection (paper §4.3) and its extensions.
 
-    Preset "default" has the values below, the best measured on real models. It attends exactly to 2 % of the tokens,
-    and approximately to all others. Approximate KV has 26 % of the size of the 16-bit KV cache. No layer is dense.
+    The preset "default" has the default values of the fields, which gave the best results in measurements on real
+    models. It attends exactly to 2 % of the tokens, and approximately to all others. Approximate KV takes 26 % of the
+    size of the 16-bit KV cache. No layer is dense.
 
-    Preset "rows" has no approximate KV. It attends only to the selected tokens, 10 % at most. Layer 0 is dense.
+    The preset "rows" has no approximate KV. It attends only to the selected tokens, which are at most 10 %. Layer 0 is
+    dense.
 
-    Preset "paper" is InfiniGen as published: no approximate KV, no recent window, scorer "partial", source
-    "attention_input", columns chosen from the prompt. Layer 0 is dense.
+    The preset "paper" is InfiniGen as published: no approximate KV, no recent window, scorer "partial", source
+    "attention_input", and columns that are chosen from the prompt. Layer 0 is dense.
 
     Attributes:
-        alpha: Select a token if its score is within `alpha` of the largest score of its head. None uses the default of
-            the model family (4 for OPT and GPT-2, 5 for Llama). With `inf`, only `max_fraction` limits the selection.
+        alpha: A token is selected if its score is within `alpha` of the largest score of its head. None uses the
+            default of the model family (4 for OPT and GPT-2, 5 for Llama). With `inf`, only `max_fraction` limits the
+            selection.
         partial_ratio: Fraction of the head dimension that scoring keys keep (scorers "partial" and "int8").
         max_fraction: Maximum fraction of the candidates that a layer selects.
-        source: Input that predicts the query of layer i: the attention input of layer i-1 ("attention_input", paper),
-            the input of layer i-1 under the norm of layer i ("normed_input"), or the residual of layer i-1 after its
-            attention ("residual"). "query" is the true query of layer i, which leaves no time to prefetch. "auto" is
-            "query" on a CPU, else "attention_input".
-        ahead: Predict the query of layer i from the input of the decoder layer `ahead` layers earlier, under the norm
-            of layer i. The input is never older than attention layer i-1. Without recurrent layers, this equals source
-            "normed_input". A small value finds more important tokens, a large value leaves more time for the transfer.
-            None uses `source`.
-        corrected: Whether to correct the predicted attention input by a calibrated slope and offset per channel (not in
-            the paper).
+        source: Input from which the query of layer i is predicted. This is the attention input of layer i-1
+            ("attention_input", paper), the input of layer i-1 with the norm of layer i ("normed_input"), or the
+            residual after the attention of layer i-1 ("residual"). "query" is the true query of layer i, which leaves
+            no time to prefetch. "auto" means "query" on a CPU and "attention_input" otherwise.
+        ahead: If set, the query of layer i is predicted from the input of the decoder layer that comes `ahead` layers
+            earlier, with the norm of layer i. Inputs before attention layer i-1 are never used. For models without
+            recurrent layers, this equals the source "normed_input". A small value finds more important tokens, while a
+            large value leaves more time for the transfer. None uses `source`.
+        corrected: Whether to correct the predicted attention input with a calibrated slope and offset per channel (not
+            in the paper).
         scorer: Format of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
             columns as int4 or int2 ("int4", "int2"). "auto" uses the 4-bit keys of the approximate KV if it is enabled,
-            else "int8". All values but "auto" need `approximate_kv="off"`.
+            and "int8" otherwise. All values except "auto" require `approximate_kv="off"`.
         approximate_kv: "int4" or "int2" keeps approximate KV of all tokens on the device, with 4-bit keys and 4-bit or
-            2-bit values. One softmax covers the selected tokens and the estimate for all others. "off" ignores tokens
-            that are not selected.
+            2-bit values. A single softmax covers the selected tokens and the estimate for all other tokens. With "off",
+            tokens that are not selected are ignored.
         columns: Whether the columns of scoring keys are chosen at calibration or from each prompt (paper).
-        skew: Whether the rotation is fitted to queries only (paper) or to queries and keys.
-        max_missed_mass: Fetch more tokens, scored by the true query, until the estimated missed attention mass is at
-            most this value (mean over query heads). None disables this repair.
-        budget: Attend to this fraction of the visible context, including resident tokens, instead of using the
-            threshold. Used to compare policies at equal cost. `alpha` and `max_fraction` then only limit a repair.
+        skew: Whether the rotation is fitted only to queries (paper) or to both queries and keys.
+        max_missed_mass: More tokens, scored with the true query, are fetched until the estimated missed attention mass
+            (mean over query heads) is at most this value. None disables this repair.
+        budget: Fraction of the visible context to attend to, including resident tokens. If set, it replaces the
+            threshold, so that policies can be compared at equal cost. `alpha` and `max_fraction` then limit only
+            repairs.
     """
 
-    # Why source="auto" depends on the device: On a GPU, "attention_input" lets the transfers of layer i start right
-    # after the transfers of layer i-1. "residual" is as accurate, but is available only after the attention of layer
-    # i-1. On a CPU, KV is not prefetched. There, "query" saves one matrix product, and its scores also serve as weights
-    # for approximate KV.
+    # The meaning of source="auto" depends on the device. On a GPU, "attention_input" lets the transfers for layer i
+    # start right after the transfers for layer i-1. "residual" is just as accurate, but is available only after the
+    # attention of layer i-1. On a CPU, KV is not prefetched, so "query" is used: it saves one matrix product, and its
+    # scores also serve as weights for approximate KV.
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
@@ -175,22 +179,22 @@ class InfiniGenOptions(PolicyOptions):
         check(self.budget is None or 0 < self.budget <= 1, f"budget={self.budget} must be in (0, 1]")
 
     def check_context(self, context: int) -> None:
-        # With approximate KV, a budget below the window is allowed: it measures the estimate alone.
+        # With approximate KV, a budget smaller than the window is allowed, in order to measure the estimate alone.
         if self.budget is not None and self.approximate_kv == "off":
             _check_selects(self.budget, self.sinks, self.recent, context)
 
     @property
     def keys(self) -> Scorer:
-        """Format of the scoring keys if there is no approximate KV."""
+        """Format of the scoring keys that is used if there is no approximate KV."""
         return "int8" if self.scorer == "auto" else self.scorer
 
     @property
     def always_dense_until(self) -> int:
-        """Longest context, in tokens, for which every layer attends to all tokens on any device."""
+        """Length in tokens of the longest context for which every layer attends to all tokens on any device."""
         return 0
 
     def provenance_value(self, name: str) -> Any:
-        # The value "auto" gives the same text as the earlier defaults, so that existing KV provenance keys stay valid.
+        # For "auto", return the same text as for the earlier defaults, so that existing KV provenance keys stay valid.
         if name == "source" and self.source == "auto":
             return "residual"
         return self.keys if name == "scorer" else super().provenance_value(name)
@@ -199,10 +203,11 @@ class InfiniGenOptions(PolicyOptions):
 @register_policy("auto", "offload_rt.policies.auto:Auto")
 @dataclass(frozen=True)
 class AutoOptions(InfiniGenOptions):
-    """Options of policy "auto", which attends to all tokens as long as this is cheaper than selection."""
+    """Options of the policy "auto", which attends to all tokens as long as this is cheaper than selection."""
 
-    # Longest context, in tokens, in which every layer attends to all tokens. If None, it is measured on a CPU, once per
-    # processor (`engine.selection_cost`), and 0 on a GPU, where all KV would have to be transferred.
+    # Length in tokens of the longest context in which every layer attends to all tokens. If None, it is measured once
+    # per processor on a CPU (`engine.selection_cost`). On a GPU, None means 0, because otherwise all KV would have to
+    # be transferred.
     dense_until: int | None = option(
         None, help="attend to all tokens of contexts up to N tokens (default: by cost)", metavar="N"
     )
@@ -223,7 +228,7 @@ class AutoOptions(InfiniGenOptions):
 class BudgetOptions(PolicyOptions):
     """Options of policies that attend to a fixed fraction of the visible context, including resident tokens.
 
-    Sinks and recent window are always attended to, even if they exceed the budget.
+    The sinks and the recent window are always attended to, even if they exceed the budget.
     """
 
     budget: float = option(0.1, help="fraction of the context attended, (0, 1]", metavar="F")
@@ -244,7 +249,7 @@ class BudgetOptions(PolicyOptions):
 @register_policy("quest", "offload_rt.policies.quest:Quest")
 @dataclass(frozen=True)
 class QuestOptions(BudgetOptions):
-    """Options of policy "quest". The paper uses pages of 16 tokens."""
+    """Options of the policy "quest". The paper uses pages of 16 tokens."""
 
     page: int = option(16, help="tokens of a page, which share one pair of bounds", metavar="N")
 

@@ -1,7 +1,7 @@
 """Policy "oracle": select the tokens with the largest attention weights of the true query (the paper's "Optimal").
 
-It is an upper bound for the quality of other policies, not meant for production: it reads every key from the host pool,
-and does not count these transfers.
+It is an upper bound on the quality of other policies and not meant for production, because it reads every key from the
+host pool without counting these transfers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Oracle(ScorerPolicy[BudgetOptions]):
         return EntryShape(0, dtype)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by their largest softmax weight over the query heads that share the KV head."""
+        """Score each token by its largest softmax weight over the query heads that share the KV head."""
         return keys.combine_heads(capped(dot_scores(queries, keys.entries.transpose(1, 2)), self.geometry.softcap))
 
     def new_state(self, keys: KeyReader) -> OracleState:

@@ -1,7 +1,7 @@
 """Registry of selection policies by name.
 
 A policy registers its options class and the import path of its policy class. The policy class is imported on first use,
-because the command line needs only the options, and importing torch is slow. Example:
+because the command line needs only the options and importing torch is slow. Example:
 
     @register_policy("every-other", f"{__name__}:EveryOther")
     @dataclass(frozen=True)
@@ -33,15 +33,15 @@ SHIPPED = "offload_rt.policies.options"
 """The module that registers the built-in policies."""
 
 ArtifactLoader = Callable[[SkewMethod], "SkewArtifact"]
-"""Function that loads the skew artifact of a method. Only policies that need an artifact call it."""
+"""Function that loads the skew artifact for a method. It is only called by policies that need an artifact."""
 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Base class of policy options: frozen dataclasses whose fields are created by `config_fields.option`."""
+    """Base class of policy options, which are frozen dataclasses with fields created by `config_fields.option`."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Named sets of option values. If no preset is given, "default" is used."""
+    """Sets of option values by name. If no preset is given, "default" is used."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -50,7 +50,7 @@ class PolicyOptions:
     def parse(cls, options: Mapping[str, Any]) -> Self:
         """Create options from `LLM(policy_options=...)`. Raises ConfigError.
 
-        If the class has presets, the key "preset" selects a preset, and all other keys override its values.
+        If the class has presets, the key "preset" selects a preset, and the other keys override its values.
         """
         values = dict(options)
         if cls.presets:
@@ -64,17 +64,17 @@ class PolicyOptions:
 
     @classmethod
     def with_preset(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `options`. If the key "preset" names a preset, add its values for missing keys."""
+        """Return `options`. If the key "preset" selects a preset, missing keys get the values of the preset."""
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if the policy cannot select tokens in any context of up to `context` tokens."""
+        """Raise ConfigError if there is no context of up to `context` tokens in which the policy can select tokens."""
 
     def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.
 
-        Session files contain the digest, so the text of existing options must never change. The text leaves out new
-        options with their `neutral` value (`config_fields.Option`).
+        Session files contain the digest, so the text for existing options must never change. New options are omitted
+        from the text if they have their `neutral` value (see `config_fields.Option`).
         """
         values = [(option_of(field), field.name, self.provenance_value(field.name)) for field in fields(self)]
         texts = [f"{spec.stored_name or name}={value!r}" for spec, name, value in values if value != spec.neutral]
@@ -86,20 +86,20 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """The model that a policy is built for."""
+    """Everything that a policy class needs to know about the model for which it builds a policy."""
 
     geometry: ModelGeometry
     device: torch.device
     dtype: torch.dtype
-    artifact: ArtifactLoader  # function that loads a skew artifact of the model
+    artifact: ArtifactLoader  # function that loads a skew artifact for the model
     keys_on_host: bool  # whether "infinigen" stores and scores its scoring keys in host memory (paper §6.2)
-    # Function that measures, for policy options, the longest context in tokens for which full attention is as fast as
-    # selection. None if the device is not a CPU.
+    # Function that takes policy options and measures the longest context, in tokens, for which full attention is as
+    # fast as selection. None if the device is not a CPU.
     measure: Callable[[Any], int | None] | None = None
 
 
 class PolicyClass(Protocol):
-    """Class methods that a registered policy class must have."""
+    """Protocol with the class methods that a registered policy class must have."""
 
     def build(self, options: Any, context: PolicyContext) -> Policy:
         """Build the policy for a model. Raises ConfigError if an option does not fit the model."""
@@ -161,7 +161,7 @@ def options_class(name: str) -> type[PolicyOptions]:
 def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
     """Parse and check the options of policy `name`. Raises ConfigError.
 
-    Errors that depend on the model, such as a layer index that is too large, are not detected.
+    Errors that depend on the model, such as a layer index that is too large, are not detected here.
     """
     options_type = options_class(name)
     if options and not fields(options_type):
@@ -193,14 +193,14 @@ def make_policy(
     keys_on_host: bool = False,
     measure: Callable[[Any], int | None] | None = None,
 ) -> Policy:
-    """Build the policy `name` for a model. For all other parameters, see `PolicyContext`.
+    """Build the policy `name` for a model. For parameters that are not described here, see `PolicyContext`.
 
     Args:
-        options: Options of the policy. For "infinigen", the key "preset" ("default", "rows" or "paper") selects values
-            that the other keys override.
+        options: Options of the policy. For "infinigen", the key "preset" ("default", "rows" or "paper") selects a set
+            of values, which the other keys override.
 
     Raises:
-        ConfigError: `name` or an option does not exist, or an option does not fit the model.
+        ConfigError: The policy or an option does not exist, or an option does not fit the model.
     """
     chosen = parse_options(name, options)
     chosen.check_context(geometry.max_positions)

@@ -1,4 +1,4 @@
-"""Limits of token selection: how many tokens a layer selects, and from which candidates."""
+"""Limits of token selection: how many tokens a layer may select, and from which candidates."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from ..errors import ConfigError
 from ..kernels.selection import floor_fraction, selection_limit
 
 ANY_SCORE = torch.finfo(torch.float32).max / 2
-"""Value of `alpha` that accepts every finite score, but not -inf."""
+"""Value of `alpha` with which every finite score is accepted, but not -inf."""
 
 
 def dense_layers(layers: Collection[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return the dense layers: `layers`, all layers that use the KV of these layers, and sliding layers.
+    """Return all dense layers: `layers`, the layers that reuse the KV of these layers, and sliding-window layers.
 
     Raises ConfigError if a layer does not exist.
     """
     for layer in layers:
         if layer >= geometry.layers:
             raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
-    # A dense layer has no scoring keys, so layers that use its KV cannot select.
+    # A dense layer has no scoring keys, so layers that reuse its KV cannot select tokens.
     users = (layer for layer in range(geometry.layers) if geometry.kv_layer(layer) in layers)
     return frozenset(layers) | frozenset(users) | frozenset(geometry.sliding)
 
 
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:
-    """Return how many candidates a layer may select to attend to the fraction `budget` of the visible tokens.
+    """Return how many candidates a layer may select if it attends to the fraction `budget` of the visible tokens.
 
-    Resident tokens count towards the budget, so the number may be 0.
+    Resident tokens count towards the budget, so the result may be 0.
     """
     return max(0, min(len(visible.candidates), floor_fraction(budget, len(visible.all)) - visible.resident))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Selection rule: each KV head selects up to `limit` candidates with the largest scores."""
+    """Selection rule, by which each KV head selects up to `limit` candidates with the largest scores."""
 
-    alpha: float  # largest difference between the largest score of a head and the score of a selected token
-    max_fraction: float = 1.0  # largest fraction of the candidates to select
-    # Fraction of the visible context to attend to, including resident tokens. Replaces `max_fraction`.
+    alpha: float  # maximum difference between the largest score of a head and the score of a selected token
+    max_fraction: float = 1.0  # maximum fraction of the candidates to select
+    # Fraction of the visible context to attend to, including resident tokens. If set, it replaces `max_fraction`.
     budget: float | None = None
     # Whether each sequence has its own skewing matrices. If True, decode steps cannot be captured as CUDA graphs.
     per_sequence_bases: bool = False
@@ -59,17 +59,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class CandidateSpans:
-    """The candidates of a batch, and the limits of their selection.
+    """The candidates of a batch, and limits on how many of them are selected.
 
-    There are P = B * Hkv lists, one per sequence and KV head.
+    There are P = B * Hkv lists, one for each KV head of each sequence.
     """
 
-    starts: torch.Tensor  # first candidate of each list, int32 `[P]` on the device
-    stops: torch.Tensor  # end (exclusive) of the candidates of each list, int32 `[P]` on the device
-    limits: torch.Tensor  # largest number of tokens to select per list of each sequence, int32 `[B]` on the device
-    contexts: torch.Tensor  # number of tokens of each sequence, int32 `[B]` on the device
-    tokens: int  # upper bound of the stored tokens of each sequence, known on the host
-    cap: int  # upper bound of `limits`, known on the host
+    starts: torch.Tensor  # first candidate in each list, int32 `[P]` on the device
+    stops: torch.Tensor  # end (exclusive) of the candidates in each list, int32 `[P]` on the device
+    limits: torch.Tensor  # for each sequence, maximum number of tokens to select per list, int32 `[B]` on the device
+    contexts: torch.Tensor  # number of tokens in each sequence, int32 `[B]` on the device
+    tokens: int  # upper bound on the number of stored tokens of each sequence, known on the host
+    cap: int  # upper bound on `limits`, known on the host
 
     @staticmethod
     def bounds(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:

@@ -1,10 +1,11 @@
 """Base class of policies that score tokens. The engine selects the tokens with the highest scores within the budget.
 
-A policy defines `score`. It may define `entry`, which compresses a new key for storage, and `on_queries` and
-`on_attended`, which update stored entries.
+A policy must define `score`. It may also define `entry`, which compresses new keys for storage, and `on_queries` and
+`on_attended`, which update the stored entries.
 
-These methods work on P lists, one per sequence and KV head, so the same code serves a single sequence and a batch. CUDA
-graphs capture all of them except `on_queries`, so they must not copy tensor values to the host.
+These methods work on P lists, one for each KV head of each sequence, so that the same code serves a single sequence and
+a batch. CUDA graphs capture all of these methods except `on_queries`. The captured methods must not copy tensor values
+to the host.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from .rule import ANY_SCORE, CandidateSpans, Rule, budget_tokens, dense_layers
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Shape of an entry: the data that a policy stores per KV head to score a page of `page` adjacent tokens.
+    """Shape of an entry, the data that a policy stores per KV head to score a page of `page` adjacent tokens.
 
-    An entry has `width` elements of `dtype`. If `page` > 1, it is the element-wise minimum over its tokens.
+    An entry has `width` elements of type `dtype`. If `page` > 1, it is the element-wise minimum over the tokens of the
+    page.
     """
 
     width: int
@@ -43,12 +45,12 @@ class EntryShape:
 
 @dataclass(frozen=True)
 class TokenLists:
-    """Entries and candidates of P lists, one per sequence and KV head.
+    """Entries and candidates of P lists, one for each KV head of each sequence.
 
-    `starts`, `stops`, `limits` and `contexts` are the fields of `spans` as `[P, 1]`.
+    `starts`, `stops`, `limits` and `contexts` are the fields of `spans` with the shape `[P, 1]`.
 
     Attributes:
-        entries: Stored entries `[P, m, w]`. Entry j belongs to `page` tokens, beginning with token `first + j * page`.
+        entries: Stored entries `[P, m, w]`. Entry j is for `page` tokens, beginning with token `first + j * page`.
         first: First token of entry 0.
         page: Number of tokens per entry.
         spans: The candidates.
@@ -81,20 +83,20 @@ class TokenLists:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Indices of the n = m * page tokens of the entries, int64 `[n]`."""
+        """Indices of the n = m * page tokens that the entries are for, int64 `[n]`."""
         stop = self.first + self.entries.shape[1] * self.page
         return torch.arange(self.first, stop, device=self.entries.device)
 
     @property
     def inside(self) -> torch.Tensor:
-        """Whether each of n tokens is a candidate in each of P lists, bool `[P, n]`."""
+        """For each of P lists, a mask of the n tokens that are candidates, bool `[P, n]`."""
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
     def combine_heads(self, scores: torch.Tensor) -> torch.Tensor:
         """Combine the scores `[P, G, m]` of G query heads into one score per entry, `[P, m]`.
 
-        The result is the largest log-softmax over the query heads. The softmax covers all entries with candidates. If G
-        = 1, it is left out, because it does not change the order of the scores.
+        The result is the maximum of the log-softmax over the query heads. The softmax covers all entries that have
+        candidates. If G = 1, no softmax is computed, because it would not change the order of the scores.
         """
         if scores.shape[1] == 1:
             return scores[:, 0]
@@ -109,10 +111,10 @@ Chosen = TypeVar("Chosen", bound=BudgetOptions)
 
 
 class ScorerPolicy(Generic[Chosen]):
-    """Base class of policies that define `score`. Subclasses set `name`, and may set `query_source`.
+    """Base class of policies that define `score`. Subclasses must set `name`, and may set `query_source`.
 
     In each sparse layer, a policy attends to the fraction `budget` of the visible context, including resident tokens.
-    With equal budgets, all policies read the same number of bytes of KV.
+    With the same budget, all policies read the same number of bytes of KV.
     """
 
     name: str
@@ -124,7 +126,7 @@ class ScorerPolicy(Generic[Chosen]):
     can_exclude = False
     """Whether `score` may return -inf, which excludes a candidate from the selection.
 
-    The number of excluded candidates must be equal in all KV heads of a sequence.
+    The number of excluded candidates must be the same in all KV heads of a sequence.
     """
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
@@ -149,7 +151,7 @@ class ScorerPolicy(Generic[Chosen]):
     def memory_demand(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         shape = cls.entry_shape(options, geometry, dtype)
         keys = float(shape.width * shape.dtype.itemsize * geometry.kv_heads) / shape.page
-        # A batch copies the entries into one tensor, and `score` may convert them to a wider dtype.
+        # For a batch, the entries are copied into one tensor, and `score` may convert them to a wider dtype.
         copied = keys + keys / shape.dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         resident = options.sinks + options.recent
@@ -159,7 +161,7 @@ class ScorerPolicy(Generic[Chosen]):
         return attention_input
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the entries `[P, m, w]` of new keys k `[P, m, d]`. By default, entries are keys. P = B * Hkv."""
+        """Return the entries `[P, m, w]` for new keys k `[P, m, d]`, by default the keys themselves. P = B * Hkv."""
         return k
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
@@ -167,24 +169,27 @@ class ScorerPolicy(Generic[Chosen]):
 
         Args:
             queries: Queries `[P, G, d]`, multiplied by the attention scale, in float32 (float64 for a float64 model).
-            keys: The stored entries. Entries without tokens are 0. Scores of tokens that are not candidates are
+            keys: The stored entries. Entries that have no tokens are 0. Scores of tokens that are not candidates are
                 ignored.
         """
         raise NotImplementedError
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Update the stored `entries` `[Hkv, m, w]` with prompt queries q `[H, m, d]`. Called if `wants_queries`.
+        """Update the stored `entries` `[Hkv, m, w]` with the queries q `[H, m, d]` of a prompt.
 
-        For all other parameters, see `PolicyState.on_queries`.
+        This is called if `wants_queries` is True. For the other parameters, see `PolicyState.on_queries`.
         """
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the entries `[P, m, w]`, updated after a decode step. Called if `wants_weights`. P = B * Hkv.
+        """Return the updated entries `[P, m, w]` after a decode step. P = B * Hkv.
+
+        This is called if `wants_weights` is True.
 
         Args:
             keys: The entries of all tokens.
-            weights: Softmax weights `[P, n]`, summed over the query heads of a KV head; 0 for tokens not attended.
-            attended: Whether each token was attended, bool `[P, n]`.
+            weights: Softmax weights `[P, n]`, summed over the query heads of a KV head; 0 for tokens that were not
+                attended to.
+            attended: Mask of the tokens that were attended to, bool `[P, n]`.
         """
         return keys.entries
 
@@ -192,20 +197,20 @@ class ScorerPolicy(Generic[Chosen]):
         return ScorerState(self, keys)
 
     def scaled(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Return queries q `[H, B, d]`, multiplied by the attention scale, as `[P, G, d]` in float32 or wider."""
+        """Multiply the queries q `[H, B, d]` by the attention scale. The result is `[P, G, d]`, float32 or wider."""
         wide = q.to(torch.promote_types(q.dtype, torch.float32)) * self.geometry.scales[layer]
         _, batch, d = wide.shape
         return wide.view(self.geometry.kv_heads, -1, batch, d).permute(2, 0, 1, 3).flatten(0, 1)
 
     def lists(self, storages: PointerTable, spans: CandidateSpans) -> TokenLists:
-        """Return the stored entries of the first `spans.tokens` tokens of each sequence of a batch."""
+        """Return the stored entries for the first `spans.tokens` tokens of each sequence in a batch."""
         page = self.entries.page
         entries = dispatch.read_lists(storages, -(-spans.tokens // page), spans.contexts, page)
         return TokenLists(entries, 0, page, spans)
 
 
 class ScorerState(PolicyState):
-    """`PolicyState` of a `ScorerPolicy`: entries `[Hkv, slots, w]` per layer. Implements `BatchedKeys`."""
+    """`PolicyState` of a `ScorerPolicy`, with entries `[Hkv, slots, w]` per layer. It implements `BatchedKeys`."""
 
     def __init__(self, policy: ScorerPolicy[Any], keys: KeyReader) -> None:
         self._policy, self._keys = policy, keys
@@ -234,8 +239,8 @@ class ScorerState(PolicyState):
         self._entries.open(layer, k.shape[0], 0, self._policy.entries.width)
         stored = self._entries.length(layer)
         assert start <= stored, f"layer {layer} has {stored} keys, not {start}"
-        # Without `on_queries`, later entries belong to rejected draft tokens and are replaced. In a page that also has
-        # earlier tokens, rejected tokens stay part of the minimum.
+        # If the policy does not use `on_queries`, entries from `start` on belong to rejected draft tokens and are
+        # replaced. In a page that also has earlier tokens, rejected tokens stay part of the minimum.
         first = stored if self._policy.wants_queries else start
         entries = self._policy.entry(layer, k[:, first - start :])
         data = self._entries.reserve(layer, stop)

@@ -1,6 +1,6 @@
 """Policy "streaming": attend to sinks and recent tokens, regardless of the query.
 
-The pattern is StreamingLLM's. Unlike StreamingLLM, tokens keep their original positions.
+This is the attention pattern of StreamingLLM, except that tokens keep their original positions.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ class Streaming(ScorerPolicy[BudgetOptions]):
         return k[:, :, :0]
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return the token indices, so that the most recent candidates are selected."""
+        """Return the token indices as scores, so that the most recent candidates are selected."""
         return keys.tokens.float().expand(len(queries), -1)

@@ -2,18 +2,18 @@
 
     magic, header length, xxh3-64 of the header     24 bytes
     header                                          JSON: key, layers, checksums
-    zeros                                           up to 8 bytes before a multiple of 4096
+    zeros                                           padding up to 8 bytes before a multiple of 4096
     prompt mark                                     8 bytes: `PROMPT_MARK` if a prompt without a session uses the block
     layer 0, layer 1, ...                           `[Hkv, n, 2 (K, V), d]` each, in the data type of the pool
 
-With latent attention, the layers have only K (`ModelGeometry.value_dim`). Layers of full blocks (64 tokens) are
-zero-padded to a multiple of 4096 bytes, so that a KV pool on disk can read them in place with direct I/O.
+With latent attention, the layers contain only K (`ModelGeometry.value_dim`). In full blocks (64 tokens), each layer is
+zero-padded to a multiple of 4096 bytes, so that a KV pool on disk can read it in place with direct I/O.
 
 The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the KV provenance and the tokens. Equal keys
-mean equal contents, because a collision takes 2^128 attempts. The file contains no tokens, so that no text remains on
-disk after a session is deleted.
+mean equal contents, because finding a collision takes 2^128 attempts. The file contains no tokens, so that no text
+remains on disk after a session is deleted.
 
-Only the prompt mark may change later. Files of earlier versions have none.
+After a file is written, only its prompt mark may change. Files of earlier versions have no prompt mark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..kv_cache.disk.extents import StoredExtent
 
 LAYOUT_VERSION = 2
-"""Version of block keys and histories. It is part of the namespace, so blocks of other versions are not found."""
+"""Version of block keys and histories. It is part of the namespace, so blocks with other versions are not found."""
 
 FILE_VERSION = 3
 """Version of the file format. Versions 1 and 2 contained tokens in clear text; `storage.folder` refuses them."""
@@ -42,7 +42,7 @@ FILE_VERSION = 3
 KEY_BYTES = 32
 MAGIC = b"OFFLDKV\n"
 PROMPT_MARK = b"PROMPTS\n"
-"""Mark of a block that a prompt without a session uses. `data_offset` leaves at least 8 bytes for it."""
+"""Mark of blocks that are used by a prompt without a session. `data_offset` leaves at least 8 bytes for it."""
 
 ALIGNMENT = 4096
 _FIXED = struct.Struct("<8sQQ")
@@ -51,7 +51,7 @@ _LARGEST_HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """Header of a block file. `checksums` are the xxh3-64 checksums of the layers, each of `layer_bytes` bytes."""
+    """Header of a block file. Each layer has `layer_bytes` bytes and an xxh3-64 checksum in `checksums`."""
 
     key: bytes
     layer_bytes: int
@@ -70,14 +70,14 @@ class BlockHeader:
         return self.data_offset - len(PROMPT_MARK)
 
     def encode(self, *, marked: bool = False) -> bytes:
-        """Return the header, padded up to the offset of layer 0, with `PROMPT_MARK` at the end if `marked`."""
+        """Return the header, padded up to the offset of layer 0. If `marked`, it ends with `PROMPT_MARK`."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.mark_offset, b"\0") + (PROMPT_MARK if marked else bytes(len(PROMPT_MARK)))
 
     @classmethod
     def decode(cls, data: bytes) -> BlockHeader | None:
-        """Return the header at the start of `data`, or None if it is damaged or has another version."""
+        """Return the header at the start of `data`, or None if the header is damaged or has a different version."""
         if len(data) < _FIXED.size:
             return None
         magic, size, digest = _FIXED.unpack_from(data)
@@ -106,7 +106,7 @@ def header_bytes(data: bytes) -> int:
 
 
 def data_offset(layers: int) -> int:
-    # The offset is known before the checksums are computed, because they have a fixed width.
+    # The checksums have a fixed width, so the offset is known before they are computed.
     size = _FIXED.size + len(_body(bytes(KEY_BYTES), 0, (0,) * layers)) + 20  # 20: maximum digits of layer_bytes
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -133,8 +133,8 @@ class StoredBlock:
         count: Number of tokens n.
         checksums: xxh3-64 checksum of each layer.
         offset: Byte offset of layer 0 in the file.
-        open: Opens the file for reading and returns its descriptor. Raises OSError.
-        damaged: Called if a layer does not match its checksum.
+        open: Function that opens the file for reading and returns its descriptor. Raises OSError.
+        damaged: Function that is called if a layer does not match its checksum.
         own_file: Whether the file contains only this block.
     """
 
@@ -148,7 +148,7 @@ class StoredBlock:
     own_file: bool = False
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Read one layer into a buffer of `layer_bytes` bytes. Return False if this fails. Thread-safe."""
+        """Read one layer into `into`, a buffer of `layer_bytes` bytes. Return False if this fails. Thread-safe."""
         if len(into) != self.layer_bytes:
             return False
         try:
@@ -171,12 +171,12 @@ class StoredBlock:
         return False
 
     def extent(self) -> StoredExtent | None:
-        """Return the location of the KV in the file, so that a KV pool on disk can read it without a copy.
+        """Return the location of the KV in the file, so that a KV pool on disk can read the KV without copying it.
 
         The extent stays readable after the block is evicted. Return None if the block is partial, shares its file with
         other blocks, or cannot be opened.
         """
-        # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
+        # Direct I/O needs layers that are padded to the disk alignment, and only the layers of full blocks are padded.
         if self.count < BLOCK_SIZE or not self.own_file:
             return None
         from ..kv_cache.disk.direct_file import BlockFile
@@ -191,14 +191,14 @@ class StoredBlock:
 class BlockWriter:
     """Writes one KV block to a part of a file, layer by layer.
 
-    Call `write` once per layer, in any order and from one thread at a time. Then call `commit`, which makes the block
-    available in the store, or `abort`.
+    Call `write` once per layer, in any order, but from only one thread at a time. Then call either `commit`, which
+    makes the block available in the store, or `abort`.
 
     Args:
         offset: Byte offset of layer 0 in the file.
-        open: Opens the file for writing and returns its descriptor. Raises OSError.
-        finish: Called by `commit` with the checksums of all layers. Raises OSError.
-        give_up: Called with the error of a failed write, or with None if the block is discarded.
+        open: Function that opens the file for writing and returns its descriptor. Raises OSError.
+        finish: Function that `commit` calls with the checksums of all layers. Raises OSError.
+        give_up: Function that is called with the error if a write fails, or with None if the block is discarded.
         own_file: Whether the file contains only this block.
     """
 
@@ -219,7 +219,7 @@ class BlockWriter:
         self._open = True
 
     def write(self, layer: int, block: memoryview) -> None:
-        """Write the data of one layer. If this fails, discard the block."""
+        """Write the data of one layer. If the write fails, the block is discarded."""
         assert layer not in self._checksums and len(block) == self.layer_bytes
         self.record_checksum(layer, block)
         if not self._open:
@@ -234,14 +234,14 @@ class BlockWriter:
             self._discard(error)
 
     def record_checksum(self, layer: int, block: memoryview) -> None:
-        """Record the checksum of a layer that a KV pool writes to the extent."""
+        """Record the checksum of a layer that a KV pool has written to the extent."""
         self._checksums[layer] = checksum(block)
 
     def extent(self) -> StoredExtent | None:
-        """Return the location of the layers in the file, so that a KV pool on disk can write them instead of `write`.
+        """Return the location of the layers in the file.
 
-        The extent stays readable after the block is evicted. Return None if the file contains other blocks, or if disk
-        space cannot be allocated.
+        A KV pool on disk can then write the layers itself, in place of calls to `write`. The extent stays readable
+        after the block is evicted. Return None if the file contains other blocks, or if disk space cannot be allocated.
         """
         if not self._own_file:
             return None

@@ -1,4 +1,4 @@
-"""Disk store of sessions. Each KV block is a file, found by key, verified by checksum and written atomically."""
+"""Disk store of sessions. Each KV block is a file that is found by key, verified by checksum and written atomically."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class DiskStore:
     """Stores KV blocks and small documents in a folder of at most `options.limit` bytes. Thread-safe.
 
     Each namespace (model, KV data type, layout) has a subfolder. The file name of a block is its key. Damaged files,
-    files with another key in their header, and files that vanish between two calls count as missing.
+    files whose header contains a different key, and files that vanish between two calls count as missing.
 
-    Only one process writes, and any number of processes read. A file has its final name only when it is complete, so
-    readers need no lock. Only an extent keeps a file open between calls.
+    Only one process may write, but any number of processes may read. A file gets its final name only when it is
+    complete, so readers need no lock. Files are not kept open between calls, unless they are used by an extent.
 
     Args:
         namespace: Text that identifies the model, the KV data type and the layout.
-        layers: Number of layers per block: those of the model, or of a layer group (`kv_cache.layer_groups`).
-        read_only: Open the folder without the write lock. No file is written or evicted.
-        clock: Returns the time in nanoseconds since 1970.
+        layers: Number of layers per block, either of the model or of a layer group (`kv_cache.layer_groups`).
+        read_only: Whether to open the folder without the write lock. No file is then written or evicted.
+        clock: Function that returns the time in nanoseconds since 1970.
 
     Attributes:
         root: Parent key of the first block of every sequence in the namespace.
@@ -76,7 +76,7 @@ class DiskStore:
         if not self._folder.read_only and path not in self._index:
             return None
         header = read_header(path)
-        # Check the header too: the file may have been renamed, or written for another number of layers.
+        # Check the header too, because the file may have been renamed or written for a different number of layers.
         if header is None or header.key != name.key or len(header.checksums) != self.layers:
             self._folder.discard(path)
             return None
@@ -96,12 +96,12 @@ class DiskStore:
     ) -> BlockWriter | None:
         """Reserve space for a block and create its file.
 
-        Return None if the block is already stored, the limit leaves no space, the file cannot be created
-        (`last_error`), or the store is read-only.
+        Return None if the block is already stored, the limit leaves no space, the file cannot be created (see
+        `last_error`), or the store is read-only.
 
         Args:
-            cost: Recomputation cost in tokens (`policies.recomputation_cost`), for the order of eviction.
-            for_prompt: Whether a prompt without a session name uses the block (`mark_for_prompts`).
+            cost: Recomputation cost in tokens (`policies.recomputation_cost`), which affects the eviction order.
+            for_prompt: Whether a prompt without a session name uses the block (see `mark_for_prompts`).
         """
         if self._folder.read_only:
             return None
@@ -139,21 +139,22 @@ class DiskStore:
             self._folder.discard(self._path(key))
 
     def mark_for_prompts(self, keys: Iterable[bytes]) -> None:
-        """Set a *prompt mark* in stored blocks, because a prompt without a session name uses them.
+        """Set a *prompt mark* in stored blocks that a prompt without a session name uses.
 
-        Without the mark, `retain` would remove them, because no session history lists them. Missing blocks are ignored.
+        Without the mark, `retain` would remove these blocks, because no session history lists them. Blocks that are not
+        stored are ignored.
         """
         self._folder.mark_for_prompts(self._path(key) for key in keys)
 
     def retain(self, keys: Container[bytes], namespace: str | None = None, *, keep_marked: bool = True) -> int:
         """Remove all blocks of a namespace except `keys` and blocks with a prompt mark. Return the freed bytes.
 
-        Files with the name of a block but other content, such as renamed documents, are removed too if they are
-        detected (`StoreFolder.files_without_block`).
+        Files that have the name of a block but different content, such as renamed documents, are also removed if they
+        are detected (see `StoreFolder.files_without_block`).
 
         Args:
-            namespace: Digest of the namespace. None is the store's own namespace.
-            keep_marked: Whether to keep blocks with a prompt mark. If False, the marks of `keys` are removed.
+            namespace: Digest of the namespace. None means the store's own namespace.
+            keep_marked: Whether to keep blocks with a prompt mark. If False, the marks of the kept blocks are removed.
 
         Raises:
             StoreError: A block cannot be removed.
@@ -168,19 +169,19 @@ class DiskStore:
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the blocks of a sequence as used now. `keys` are in the order of the sequence."""
+        """Mark the blocks of a sequence as used now. `keys` must be in the order of the sequence."""
         if not self._folder.read_only:
             self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the blocks that waiting turns will use, in the order of the turns. They are evicted last.
+        """Set which blocks waiting turns will use, in the order of the turns. These blocks are evicted last.
 
         The blocks need not be stored yet.
         """
         self._index.set_window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Protect blocks from eviction, even if they are not stored yet. Each pin needs one `unpin`."""
+        """Protect blocks from eviction, even if they are not stored yet. Each call needs a matching `unpin`."""
         self._index.pin(self._path(key) for key in keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:

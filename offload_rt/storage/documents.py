@@ -1,8 +1,8 @@
-"""Small named files (documents). Each has two *generations*: its newest and its previous version.
+"""Small named files (documents). Each document has two *generations*, its newest and its previous version.
 
 If the newest generation is damaged, only the last change is lost. A new generation is first written to a temporary
-file. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. The document's
-name therefore always refers to an intact generation, even if the process is killed.
+file. Then the current generation gets a second name (suffix `.before`), and the temporary file takes over the name of
+the document. This name therefore always refers to an intact generation, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, namespace_folders
 from .index import BEFORE, DOCUMENTS
 
 _SETTLED_NS = 2 * 10**9
-"""Minimum age in nanoseconds of a change before a summary is cached, so that a later change has another time."""
+"""Minimum age of a file's last change, in nanoseconds, before its summary is cached.
+
+This ensures that a later change has a different timestamp.
+"""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Newest intact generation of a document. `damage` tells why the newest one could not be read, or is ""."""
+    """Newest intact generation of a document.
+
+    `damage` is the reason why the newest generation could not be read. It is empty if there was no problem.
+    """
 
     data: bytes
     damage: str = ""
@@ -36,10 +42,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Summary:
-    """Data of a session history by which files and blocks are deleted.
+    """Data from a session history that is needed to delete files and blocks.
 
     Attributes:
-        document: Name of the document that the history belongs to, even if the file was renamed.
+        document: Name of the document to which the history belongs, even if the file was renamed.
         blocks: Keys of the KV blocks that the session uses.
         sinks: Name of the document that stores the keys of the session's attention sinks.
     """
@@ -50,12 +56,12 @@ class Summary:
 
 
 Summarise = Callable[[bytes], Summary | None]
-"""Function that parses the content of a document. It returns None if the content is not a valid session history."""
+"""Function that parses the content of a document and returns None if the content is not a valid session history."""
 
 
 @dataclass(frozen=True)
 class CachedSummary:
-    """Summary of an intact document file, or None if it is not a session history."""
+    """Summary of an intact document file. `summary` is None if the file is not a session history."""
 
     summary: Summary | None
 
@@ -93,8 +99,8 @@ class SummaryCache:
 class DocumentStore:
     """Stores the documents of one namespace in the folder `own`. Thread-safe.
 
-    Document names match the pattern `folder.NAME` and contain no text of a user. Documents are never evicted, but count
-    towards `limit` (bytes).
+    Document names match the pattern `folder.NAME` and contain no text from users. Documents are never evicted, but they
+    count towards `limit` (in bytes).
     """
 
     def __init__(self, folder: StoreFolder, own: Path, limit: int | None) -> None:
@@ -105,8 +111,8 @@ class DocumentStore:
     def put(self, name: str, data: bytes) -> None:
         """Write a document atomically, and keep the previous generation (under another name if it is damaged).
 
-        If the limit or the disk leaves no space, KV blocks are evicted, pinned blocks last. Documents are written one
-        at a time. Operations on blocks do not wait.
+        If the limit or the disk leaves no space, KV blocks are evicted, with pinned blocks last. Only one document is
+        written at a time, but operations on blocks do not have to wait.
 
         Raises:
             StoreError: The document is too large, the store is full, or the file cannot be written.
@@ -157,7 +163,7 @@ class DocumentStore:
         temporary = self._folder.temporary(before)
         try:
             os.link(newest, temporary)
-        except OSError:  # the file system has no hard links
+        except OSError:  # The file system does not support hard links.
             write_synced(temporary, record)
         os.replace(temporary, before)
         # `os.replace` has no effect if a crash left both names linked to the same file.
@@ -183,9 +189,9 @@ class DocumentStore:
         raise StoreError(" and ".join(reasons))
 
     def read_all(self) -> dict[str, Document | None]:
-        """Return the newest intact generation of all documents of all namespaces, by "namespace digest/name".
+        """Return the newest intact generation of each document in all namespaces, by "namespace digest/name".
 
-        The value is None if no generation is intact.
+        The value is None if no generation of the document is intact.
         """
         names = {(path.parent, path.stem) for path in self._files() if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Document | None] = {}
@@ -197,9 +203,9 @@ class DocumentStore:
         return found
 
     def summaries(self, namespace: str, summarise: Summarise) -> dict[str, Summary | None]:
-        """Return the summary of each document of a namespace, by document name.
+        """Return the summary of each document in a namespace, by document name.
 
-        The value is None if no stored version is intact, or if the document is not a session history.
+        The value is None if no generation of the document is intact, or if the document is not a session history.
         """
         files = {path for path in self._files(self._folder.path / namespace) if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Summary | None] = {}
@@ -210,15 +216,15 @@ class DocumentStore:
         return found
 
     def delete(self, name: str, summarise: Summarise | None = None) -> list[str]:
-        """Delete all generations and copies of a document, the newest generation last. Raises StoreError.
+        """Delete all generations and copies of a document, with the newest generation last. Raises StoreError.
 
         Args:
             name: Name of the document, or "namespace digest/name".
-            summarise: If given, the content of a file decides whether it belongs to the document, because files may
-                have been renamed. For content that is no session history, the file name decides.
+            summarise: If given, the content of a file decides whether the file belongs to the document, because files
+                may have been renamed. If the content is not a session history, the file name decides.
 
         Returns:
-            With `summarise`, the sorted names of unreadable files, which may belong to the document.
+            The sorted names of unreadable files, which may also belong to the document. Empty without `summarise`.
         """
         newest, _ = self._paths(name)
         doomed, unreadable = list[Path](), list[str]()

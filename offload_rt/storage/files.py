@@ -1,7 +1,7 @@
-"""Read and write small files of a store in one operation: block headers and documents.
+"""Reading and writing of small files in a store (block headers and documents), each in one operation.
 
-A store may be damaged or contain files of other programs. Only regular files of limited size are read, never links or
-pipes.
+A store may be damaged, or contain files from other programs. Therefore, only regular files of limited size are read,
+and never links or pipes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DIGEST = 8
 
 @dataclass(frozen=True)
 class DocumentContent:
-    """Content of a document file: `data`, or None and a description of the `damage`."""
+    """Content of a document file. `data` is None if the file is missing, or if it is damaged as `damage` describes."""
 
     data: bytes | None
     damage: str = ""
@@ -61,9 +61,9 @@ def read_document(path: Path) -> DocumentContent:
 
 
 def read_prompt_mark(path: Path) -> bool | None:
-    """Return whether a block file has a prompt mark (`DiskStore.mark_for_prompts`). False for damaged files.
+    """Return whether a block file has a prompt mark (see `DiskStore.mark_for_prompts`).
 
-    None means that the file cannot be opened.
+    Return False if the file is damaged, and None if it cannot be opened.
     """
     header = read_header(path)
     try:
@@ -85,7 +85,7 @@ def write_prompt_mark(path: Path, marked: bool) -> None:
 
 
 def read_header(path: Path) -> BlockHeader | None:
-    """Return the header of a block file, or None if it is damaged or does not match the file size."""
+    """Return the header of a block file, or None if the header is damaged or does not match the file size."""
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             data = file.read(8192)

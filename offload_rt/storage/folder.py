@@ -20,9 +20,9 @@ from .index import BEFORE, DOCUMENTS, DiskIndex
 from .options import StoreOptions
 
 BLOCKS, DAMAGED = ".kv", ".damaged"
-"""Suffixes of KV block files, and of damaged documents, which are kept under another name."""
+"""Suffixes of KV block files and of damaged documents. Damaged documents are renamed and kept."""
 
-_MANY = 100  # if at least this number of files have equal sizes, they are treated as full blocks
+_MANY = 100  # if at least this many files have the same size, they are assumed to be full blocks
 
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""
@@ -36,21 +36,23 @@ NAME = re.compile(r"[a-z]+-[0-9a-f]{32,64}(?:-[0-9a-f]{1,4})?")
 DOCUMENT_FILE = re.compile(rf"{NAME.pattern}(\.doc|\.before|\.damaged|\.\d+\.\d+\.tmp)")
 """Patterns of document names and of document files.
 
-Names contain no text chosen by a user. Files that match no pattern do not belong to the store: they are neither counted
-nor changed.
+Names never contain text chosen by a user. Files that match no pattern do not belong to the store, so they are neither
+counted nor changed.
 """
 
 
 class StoreFolder:
-    """Files of one store in the folder `path`, at most `options.limit` bytes including temporary files. Thread-safe.
+    """Files of one store in the folder `path`. Thread-safe. To make several calls atomic, hold `mutex`.
 
-    One process writes. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process ends. Any
-    number of processes read. To make several calls atomic, hold `mutex`.
+    Including temporary files, the files take at most `options.limit` bytes.
+
+    Only one process may write. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process
+    ends. Any number of processes may read.
 
     Files are readable only by their owner. Symbolic links in place of subfolders are not followed.
 
     Args:
-        clock: Returns the time in nanoseconds since 1970.
+        clock: Function that returns the time in nanoseconds since 1970.
 
     Raises:
         StoreError: The folder cannot be used.
@@ -80,7 +82,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def usable(self) -> Iterator[None]:
-        """Convert an OSError in the `with` statement to a StoreError that names the folder."""
+        """Convert an OSError raised inside the `with` block to a StoreError that names the folder."""
         try:
             yield
         except StoreError:
@@ -94,9 +96,10 @@ class StoreFolder:
     # ---------------------------------------------------------------------------------------------------------- space
 
     def free_space(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
-        """Evict files until `size` more bytes fit within the limit, or evict none and return False.
+        """Evict files until `size` more bytes fit within the limit.
 
-        For `pinned` and `cost`, see `DiskIndex.victims`.
+        If this is not possible, no file is evicted and False is returned. For `pinned` and `cost`, see
+        `DiskIndex.victims`.
         """
         with self.mutex:
             victims = self.index.victims(size, pinned=pinned, cost=cost)
@@ -105,7 +108,10 @@ class StoreFolder:
             return victims is not None and not any(path in self.index for path in victims)
 
     def free_disk_space(self, size: int) -> bool:
-        """Remove block files to free `size` bytes on a full disk, or remove none and return False."""
+        """Remove block files to free `size` bytes on a full disk.
+
+        If all block files together are smaller than `size`, no file is removed and False is returned.
+        """
         with self.mutex:
             blocks = self.index.blocks()
             if sum(have for _, have in blocks) < size:
@@ -117,9 +123,9 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int, cost: int, *, for_prompt: bool) -> Path | None:
-        """Reserve `size` bytes for the new block file `path`. Return the temporary file to write.
+        """Reserve `size` bytes for the new block file `path`. Return the temporary file to write to.
 
-        Return None if there is no space or `path` exists. For `cost` and `for_prompt`, see `DiskStore.begin`.
+        Return None if there is no space or if `path` exists. For `cost` and `for_prompt`, see `DiskStore.begin`.
         """
         with self.mutex:
             if for_prompt:
@@ -129,9 +135,9 @@ class StoreFolder:
             return self.reserve_bytes(path, size)
 
     def reserve_bytes(self, path: Path, size: int) -> Path:
-        """Reserve `size` bytes after `free_space`. Return the temporary file to write.
+        """Reserve `size` bytes, which `free_space` has made available. Return the temporary file to write to.
 
-        The caller must pass the temporary file to `finish` or `give_up`.
+        The caller must later pass the temporary file to `finish` or `give_up`.
         """
         with self.mutex:
             self.index.reserved += size
@@ -143,9 +149,9 @@ class StoreFolder:
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, marked: bool = False) -> None:
-        """Rename a complete and synced temporary file to `path`, and replace an existing file. Raises OSError.
+        """Rename a complete and synced temporary file to `path`, replacing any existing file. Raises OSError.
 
-        The file keeps the prompt mark of a replaced file. `marked` tells whether it has one itself.
+        `marked` is True if the new file has a prompt mark. If the replaced file had one, the new file gets it too.
         """
         with self.mutex:
             was_marked = self.is_marked(path)
@@ -160,10 +166,10 @@ class StoreFolder:
         if self.read_only:
             return
         for path in paths:
-            with self.mutex:  # other threads may use the index between two files
+            with self.mutex:  # released between two files, so that other threads can use the index
                 file = self.index.files.get(path)
                 if file is not None and not self.is_marked(path):
-                    with contextlib.suppress(OSError):  # then a deletion removes the block, which is computed again
+                    with contextlib.suppress(OSError):  # Without the mark, a deletion may remove the block.
                         write_prompt_mark(path, True)
                         file.marked = True
                         self.index.write_stamp(path)
@@ -175,14 +181,14 @@ class StoreFolder:
                 return False
             if file.marked is None:
                 file.marked = read_prompt_mark(path)
-                self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
+                self.index.write_stamp(path)  # Reading may have changed the access time, which stores the rank.
             return bool(file.marked)
 
     def files_without_block(self, paths: Iterable[Path]) -> set[Path]:
-        """Return the files among `paths` that contain no block.
+        """Return those of `paths` that do not contain a block.
 
-        Full blocks of a namespace have equal sizes, so files are not read if at least `_MANY` have the same size. After
-        a valid header was found, a file is read again only if its size changes.
+        All full blocks in a namespace have the same size, so a file is not read if at least `_MANY` files have its
+        size. Once a valid header was found in a file, the file is read again only if its size changes.
         """
         sizes = dict[Path, int]()
         for path in paths:
@@ -194,14 +200,14 @@ class StoreFolder:
         return {path for path, size in sizes.items() if number[size] < _MANY and not self._has_header(path, size)}
 
     def _has_header(self, path: Path, size: int) -> bool:
-        with self.mutex:  # the saver thread may evict the file
+        with self.mutex:  # The saver thread might otherwise evict the file.
             file = self.index.files.get(path)
             if file is None or not file.has_header or file.size != size:
                 if read_header(path) is None:
                     return False
                 if file is not None:
                     file.has_header = True
-                    self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
+                    self.index.write_stamp(path)  # Reading may have changed the access time, which stores the rank.
             return True
 
     def unmark(self, paths: Iterable[Path]) -> None:
@@ -213,7 +219,7 @@ class StoreFolder:
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file and free its reserved space. An `error` of writing it becomes `last_error`."""
+        """Remove a temporary file and free its reserved space. If writing it failed, `error` becomes `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -235,7 +241,7 @@ class StoreFolder:
         """Remove a damaged or unneeded file, unless the store is read-only."""
         if self.read_only:
             return
-        with self.mutex, contextlib.suppress(OSError):  # a file that cannot be removed still counts towards the limit
+        with self.mutex, contextlib.suppress(OSError):  # A file that cannot be removed still counts towards the limit.
             self._check_inside(path)
             path.unlink(missing_ok=True)
             self.index.remove(path)
@@ -243,7 +249,7 @@ class StoreFolder:
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files, and return their total size in bytes.
 
-        If a file cannot be removed, StoreError is raised after all other files are removed.
+        If a file cannot be removed, StoreError is raised after all other files have been removed.
         """
         assert not self.read_only
         freed, refused = 0, ""
@@ -252,7 +258,7 @@ class StoreFolder:
                 with self.mutex:
                     self._check_inside(path)
                     status = path.lstat()
-                    if not stat.S_ISDIR(status.st_mode):  # a folder with the name of a file is not part of the store
+                    if not stat.S_ISDIR(status.st_mode):  # A folder with the name of a file is not part of the store.
                         path.unlink()
                         freed += status.st_size
                     self.index.remove(path)
@@ -268,12 +274,12 @@ class StoreFolder:
         return freed
 
     def make_subfolder(self, path: Path) -> None:
-        """Create a subfolder that only its owner can read. Raises OSError, also for a symbolic link."""
+        """Create a subfolder that only its owner can read. Raises OSError, also if the path is a symbolic link."""
         make_private_folder(path)
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
-        # A symbolic link may lead to files of another program.
+        # A symbolic link may lead to the files of another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():
                 raise OSError(ELOOP, "a symbolic link replaces a folder of the store")
@@ -313,8 +319,8 @@ class StoreFolder:
                 self.index.write_stamp(path)
 
     def _correct_modes(self) -> None:
-        """Make the files of a store, which earlier versions left readable, private to their owner."""
-        with contextlib.suppress(PermissionError):  # the folder belongs to another user but is writable
+        """Make the files of a store private to their owner, because earlier versions left them readable for others."""
+        with contextlib.suppress(PermissionError):  # The folder may belong to another user and still be writable.
             known = (_LOCK, SERVER_FOLDER)
             if all(path.name in known or NAMESPACE.fullmatch(path.name) for path in self.path.iterdir()):
                 make_private(self.path)
@@ -353,7 +359,7 @@ def namespace_folders(folder: Path) -> list[Path]:
 
 
 def _refuse_old(folder: Path) -> None:
-    """Raise StoreError for a store of version 0.1 from before 2026-11-24, whose file names contain text of users."""
+    """Raise StoreError for a version 0.1 store from before 2026-11-24, because its file names contain text of users."""
     for namespace in namespace_folders(folder) if folder.is_dir() else ():
         for path in namespace.iterdir():
             if _FAN.fullmatch(path.name) and _is_folder(path):
@@ -369,7 +375,7 @@ def _refuse_old(folder: Path) -> None:
 
 
 def block_paths(namespace: Path) -> Iterator[Path]:
-    """Yield the paths in a namespace folder that have the name of a block file. They may be folders or links."""
+    """Yield the paths in a namespace folder whose names are those of block files. They may also be folders or links."""
     return (path for path in _block_files(namespace) if path.suffix == BLOCKS)
 
 

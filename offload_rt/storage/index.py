@@ -1,4 +1,4 @@
-"""In-memory index of the files of a store: sizes, eviction order, pins and time to live. It opens no files."""
+"""In-memory index of a store's files, with their sizes, eviction order, pins and time to live. It opens no files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DOCUMENTS, BEFORE = ".doc", ".before"
 _STAYING = (DOCUMENTS, BEFORE)
 
 NS_PER_TOKEN = 10**9
-"""Delay of the eviction of a file in nanoseconds, for each token of recomputation cost.
+"""How much later a file is evicted per token of recomputation cost, in nanoseconds.
 
-With one second per token, the KV of a conversation of 5,000 tokens is kept longer than the KV of a request of 300
-tokens, even if the request was used an hour later.
+With one second per token, the KV of a conversation with 5,000 tokens is kept longer than the KV of a request with 300
+tokens, even if the request came an hour later.
 """
 
 LONGEST_KEEP = 30 * 86400 * 10**9
-"""Largest difference between rank and last use of a file that is found when the store is opened, in nanoseconds."""
+"""Maximum difference in nanoseconds between rank and last use, for files that exist when the store is opened."""
 
 
 @dataclass
@@ -34,9 +34,9 @@ class _File:
     """Index entry of a file. Times are in nanoseconds since 1970.
 
     Attributes:
-        last_used: Time of the last use, or of the creation with the policy "fifo".
-        rank: Position in the eviction order (`DiskIndex`).
-        marked: Whether the file contains a prompt mark, or None if unknown.
+        last_used: Time of the last use. With the policy "fifo", this is the time of creation.
+        rank: Position in the eviction order (see `DiskIndex`).
+        marked: Whether the file contains a prompt mark, or None if this is not known yet.
         has_header: Whether a valid block header was found in the file.
     """
 
@@ -48,17 +48,20 @@ class _File:
 
 
 class DiskIndex:
-    """Index of a store's files, in the eviction order of `policy`. Thread-safe. Hold `mutex` for several atomic calls.
+    """Index of a store's files, in the eviction order of `policy`.
 
     Files with the lowest rank are evicted first. With "lookahead", the rank is the time of the last use plus
-    `NS_PER_TOKEN` per token of recomputation cost. The file system stores the last use as modification time, and the
-    rank as access time. Timestamps always increase, even if the clock is set back.
+    `NS_PER_TOKEN` per token of recomputation cost. In the file system, the modification time of a file stores the last
+    use, and the access time stores the rank. Timestamps always increase, even if the clock is set back.
+
+    Thread-safe. To make several calls atomic, hold `mutex`.
 
     Args:
         limit_bytes: Maximum total size of the files, or None for no limit.
         policy: One of `LIVE_POLICIES`.
-        ttl: Seconds from the last use until a file expires, or None. Expired files are removed when space is needed.
-        clock: Returns the time in nanoseconds since 1970.
+        ttl: Seconds from the last use until a file expires, or None if files never expire. Expired files are removed
+            when space is needed.
+        clock: Function that returns the time in nanoseconds since 1970.
     """
 
     def __init__(self, limit_bytes: int | None, policy: str, ttl: float | None, clock: Callable[[], int]) -> None:
@@ -83,15 +86,15 @@ class DiskIndex:
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
         """Add existing files, given as (modification time, path, size, access time), in any order.
 
-        Return files with a modification time in the future. The index uses the current time for them, which the caller
-        must store with `write_stamp`.
+        Return the files whose modification time is in the future. For these, the index uses the current time instead,
+        and the caller must store it with `write_stamp`.
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
             self._stamp = used if used <= now else max(now, self._stamp + 1)
             if used > now:
                 ahead.append(path)
-            # If the last use is corrected, the rank moves with it, so that the delay stays.
+            # If the last use is corrected, shift the rank by the same amount, so that the delay stays the same.
             keep = self._stamp + (min(max(accessed - used, 0), LONGEST_KEEP) if self._weighs else 0)
             self.files[path] = _File(size, self._stamp, keep)
             self._order.add(path, keep)
@@ -99,7 +102,7 @@ class DiskIndex:
         return ahead
 
     def add(self, path: Path, size: int, cost: int = 0) -> None:
-        """Add a file, used now. `cost` is its recomputation cost in tokens."""
+        """Add a file and mark it as used now. `cost` is its recomputation cost in tokens."""
         with self.mutex:
             self.remove(path)
             self.files[path] = _File(size, 0, 0)
@@ -107,9 +110,9 @@ class DiskIndex:
             self._mark(path, cost)
 
     def mark_used(self, paths: Sequence[Path]) -> None:
-        """Mark the block files of a sequence, in the order of its blocks, as used now.
+        """Mark the block files of a sequence as used now. `paths` must be in the order of the blocks.
 
-        Later blocks are evicted before earlier ones. No effect with the policy "fifo".
+        Later blocks are evicted before earlier blocks. With the policy "fifo", this has no effect.
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -124,13 +127,13 @@ class DiskIndex:
                 self._order.remove(path)
 
     def set_window(self, paths: Sequence[Path]) -> None:
-        """Set the files that waiting requests will use, in the order of the requests. They are evicted last."""
+        """Set which files waiting requests will use, in the order of the requests. These files are evicted last."""
         with self.mutex:
             for path in self._order.set_window(paths):
                 self._mark(path)
 
     def pin(self, paths: Iterable[Path]) -> None:
-        """Protect `paths` from eviction, even if the files do not exist yet. Each pin needs one `unpin`."""
+        """Protect `paths` from eviction, even if the files do not exist yet. Each call needs a matching `unpin`."""
         with self.mutex:
             self._pins.update(paths)
 
@@ -140,14 +143,14 @@ class DiskIndex:
             self._pins += Counter()
 
     def victims(self, size: int, *, pinned: bool = False, cost: int | None = None) -> list[Path] | None:
-        """Return the files to evict so that `size` more bytes fit, or None if they cannot.
+        """Return the files to evict so that `size` more bytes fit, or None if this is not possible.
 
-        Expired files come first, then all other files in eviction order. Documents are never evicted.
+        Expired files come first, followed by all other files in eviction order. Documents are never evicted.
 
         Args:
-            pinned: Also evict pinned files, if no other files are left.
-            cost: Recomputation cost of the new file in tokens, or None for a document. With "lookahead", a block file
-                does not evict files of a higher rank.
+            pinned: Whether pinned files may also be evicted once no other files are left.
+            cost: Recomputation cost of the new file in tokens, or None if it is a document. With "lookahead", a new
+                block file does not evict files that have a higher rank.
         """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
@@ -185,7 +188,7 @@ class DiskIndex:
                 yield path
 
     def blocks(self) -> list[tuple[Path, int]]:
-        """Return the block files and their sizes in bytes, in eviction order, pinned files last."""
+        """Return the block files and their sizes in bytes, in eviction order, but with pinned files last."""
         ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
         return [(path, self.files[path].size) for path in ranked if path.suffix not in _STAYING]
 

@@ -1,4 +1,4 @@
-"""Load stored KV layer by layer, while the prefill computes earlier layers (CachedAttention §3.2.1)."""
+"""Loading of stored KV layer by layer, while the prefill computes earlier layers (CachedAttention §3.2.1)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .block_file import StoredBlock
 READERS = min(4, os.cpu_count() or 1)
 """Number of threads that read, verify and copy the blocks of a layer.
 
-One thread is not enough: on an H100 host it reads cached files at 0.86 GB/s, and the GPU computes the KV of 8,192
-tokens faster. On two busy cores, two threads take 0.6 times as long as one.
+One thread is not enough: on an H100 host, it reads cached files at only 0.86 GB/s, and the GPU can compute the KV of
+8,192 tokens in less time. On two busy cores, two threads take 0.6 times as long as one.
 """
 
 
@@ -43,7 +43,7 @@ class DamagedBlockError(Exception):
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
     """Return how many layers to load before the prefill starts, so that the prefill never waits.
 
-    The paper's buffer holds the share 1 - T_pref L_new / (T_load L_hist) of the stored KV.
+    In the paper, the read buffer has space for the fraction 1 - T_pref L_new / (T_load L_hist) of the stored KV.
 
     Args:
         load_seconds: T_load L_hist in the paper, the time to load the stored prefix.
@@ -57,14 +57,15 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
 class BlockLoader:
     """Loads stored blocks into a block table, layer by layer, on a background thread.
 
-    The KV of a layer may be read after `wait(layer)`. The thread loads at most `ahead` layers ahead of the last `wait`.
+    The KV of a layer may be read after `wait(layer)`. The thread loads at most `ahead` layers beyond the layer of the
+    last `wait`.
 
-    A KV pool on disk reads full blocks directly from the store (`kv_cache.disk.extents`). They are only verified, not
-    copied.
+    If the KV pool is on disk, it reads full blocks directly from the store (see `kv_cache.disk.extents`). The loader
+    then only verifies these blocks, and does not copy them.
 
     Args:
-        blocks: Block table to fill. No other block table may share its blocks. Release them after `close`.
-        placed_blocks: Stored blocks with their indices in the block table, and data for all layers of their groups.
+        blocks: Block table to fill. No other block table may share its blocks. Release them only after `close`.
+        placed_blocks: Stored blocks with their indices in the block table. Each must contain all layers of its group.
     """
 
     def __init__(self, pool: HostPool, blocks: BlockTable, placed_blocks: Seq[PlacedBlock], ahead: int):
@@ -76,7 +77,7 @@ class BlockLoader:
         ]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]
         largest = max((placed.block.layer_bytes for placed in placed_blocks), default=0)
-        # Each reader reuses one buffer, because new memory takes longer to touch than a cached file to read.
+        # Each reader reuses one buffer, because touching new memory takes longer than reading a cached file.
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(READERS):
             self._buffers.put(aligned(max(1, largest)))
@@ -111,7 +112,8 @@ class BlockLoader:
     def wait(self, layer: int) -> None:
         """Wait until `layer` is loaded. Up to `ahead` more layers are then loaded in the background.
 
-        Raises DamagedBlockError if a stored block cannot be read, or the error that ended the loader thread.
+        Raises DamagedBlockError if a stored block could not be read. If another error ended the loader thread, that
+        error is raised.
         """
         began = time.perf_counter()
         with self._changed:
@@ -125,7 +127,7 @@ class BlockLoader:
                 raise DamagedBlockError(self._damaged)
 
     def close(self) -> None:
-        """Stop the loader thread. Layers that it has not begun are not loaded."""
+        """Stop the loader thread. Layers that it has not started to load are skipped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -193,9 +195,9 @@ class BlockLoader:
 
 
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
-    """Let the pool block of `span` read its KV from the file of a stored block. Return the extent of this file.
+    """Let the pool block at `span` use the KV in the file of a stored block. Return the extent of the stored block.
 
-    None means that the KV must be copied, for example because the pool is not on disk.
+    Return None if the KV must be copied instead, for example because the pool is not on disk.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):

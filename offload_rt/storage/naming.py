@@ -12,12 +12,12 @@ from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.prefix_tree import EXACT, TOKEN_BYTES, block_key, pack_tokens
 
 STATE = -1
-"""In place of a layer group: the block contains a snapshot of recurrent state (hybrid models)."""
+"""Value of `group` for blocks that contain a snapshot of recurrent state (hybrid models) instead of KV."""
 
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """Name of a stored block, from which its `key` is computed.
+    """Name of a stored block. The block's `key` is computed from it.
 
     Attributes:
         index: Index of the block in its sequence.
@@ -42,23 +42,23 @@ class NamedBlock:
         return len(self.tokens) // TOKEN_BYTES
 
     def window(self, group: int) -> NamedBlock:
-        """Return the name of the block with the KV of these tokens in the sliding-window layers of `group`."""
+        """Return the name of the block with the KV of the same tokens in the sliding-window layers of `group`."""
         return NamedBlock(self.index, self.key, f"{self.provenance_key} window {group}", self.tokens, group)
 
     def state(self) -> NamedBlock:
-        """Return the name of the snapshot of the recurrent state after these tokens."""
+        """Return the name of the block that contains the recurrent state after these tokens."""
         return NamedBlock(self.index, self.key, f"{self.provenance_key} state", self.tokens, STATE)
 
 
 @dataclass(frozen=True)
 class SessionProvenance:
-    """Inputs of the names of all blocks of a sequence.
+    """Inputs that determine the block names of a sequence, in addition to its tokens.
 
     Attributes:
         root: Parent key of the first block (`DiskStore.root`).
         policy: KV provenance of decoded tokens (`Runner.provenance_key`).
         suffix: Cache salt and truncations of the session (`History.provenance`).
-        owner: Session id if only this session and its forks may use the blocks, else "".
+        owner: Session id if only this session and its forks may use the blocks, and "" otherwise.
     """
 
     root: bytes
@@ -70,10 +70,11 @@ class SessionProvenance:
 def name_blocks(
     provenance: SessionProvenance, tokens: Seq[int], stop: int, decoded: Seq[tuple[int, int]]
 ) -> list[NamedBlock]:
-    """Return the names of the blocks of `tokens[:stop]`. The last block may be partly filled.
+    """Return the block names for `tokens[:stop]`. The last block may be partly filled.
 
-    With sparse attention, the KV of all tokens after the first decoded one depends on where decoding began. Their names
-    therefore include a mask of the decoded tokens. `decoded` are ascending ranges [start, stop) of decoded tokens.
+    `decoded` contains the ranges [start, stop) of decoded tokens in ascending order. With sparse attention, the KV of
+    all tokens from the first decoded token on depends on which tokens were decoded. The names of their blocks therefore
+    include a mask of the decoded tokens.
     """
     marks = bytearray(stop)
     for first, last in decoded:
@@ -96,7 +97,8 @@ def name_blocks(
 def window_blocks(groups: LayerGroups, names: Seq[NamedBlock], stop: int, floor: int) -> list[NamedBlock]:
     """Return the names of the blocks that the token at index `stop` can attend to in sliding-window layers.
 
-    `names` are the full-attention blocks of the same tokens. Sliding layers ignore tokens before `floor`.
+    `names` contains the names of the full-attention blocks with the same tokens. Sliding-window layers ignore tokens
+    before `floor`.
     """
     seen = names[groups.first_seen(stop, floor) // BLOCK_SIZE :] if groups.sliding else ()
     return [name.window(group) for name in seen for group in groups.groups if group]

@@ -20,17 +20,19 @@ class StoreOptions:
     `limit` may be a string such as "50GiB", and `ttl` a string such as "7d".
 
     Attributes:
-        limit: Hard limit on the total size in bytes of stored KV and session histories, including files that are being
-            written; None means no limit. The file `lock` (some bytes) and the folder `server`, in which `offload-rt
+        limit: Hard limit on the total size of stored KV and session histories in bytes, including files that are being
+            written. None means no limit. The file `lock` (a few bytes) and the folder `server`, in which `offload-rt
             serve` stores texts, are not counted.
-        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts all other KV by last use
-            and recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
-        ttl: Seconds after the last use until stored KV is deleted and KV in host memory is released; None means never.
-        free_host: Fraction of the KV cache in host memory to keep free, so that loading a session need not wait for
-            evictions.
-        overflow: Action if a turn would exceed the model's maximum length. "truncate" drops the oldest half of the
-            conversation except its first tokens, without recomputation. "error" refuses the turn. Conversations of
-            models with absolute positions are never truncated.
+        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts all other KV in an order
+            that depends on last use and recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not
+            prefetch.
+        ttl: Number of seconds after the last use when stored KV is deleted and KV in host memory is released. None
+            means never.
+        free_host: Fraction of the KV cache in host memory to keep free, so that loading a session does not have to wait
+            for evictions.
+        overflow: What to do if a turn would exceed the model's maximum length. "truncate" drops the oldest half of the
+            conversation except its first tokens, without recomputing the rest. "error" refuses the turn. With models
+            that use absolute positions, conversations are never truncated.
     """
 
     limit: Size | None = option(

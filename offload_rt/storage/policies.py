@@ -1,4 +1,4 @@
-"""Eviction order of stored KV: LRU, FIFO, and CachedAttention's look-ahead (§3.3) with recomputation cost."""
+"""Eviction orders for stored KV: LRU, FIFO, and CachedAttention's look-ahead (§3.3) with recomputation cost."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ K = TypeVar("K", bound=Hashable)
 
 
 def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
-    """Return L_pw = C_mem / S_kv (CachedAttention §3.3.1): how many queued requests to prefetch KV for.
+    """Return for how many queued requests to prefetch KV: L_pw = C_mem / S_kv (CachedAttention §3.3.1).
 
-    C_mem is the host memory for prefetching, and S_kv the mean size of a session's KV.
+    C_mem is the host memory for prefetching, and S_kv is the mean size of a session's KV.
     """
     return int(free_bytes / mean_bytes) if mean_bytes > 0 else 0
 
 
 def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
-    """Return L_ew = (C_mem + C_disk) / S_kv (CachedAttention §3.3.2): how many queued requests' KV is evicted last.
+    """Return for how many queued requests KV is evicted last: L_ew = (C_mem + C_disk) / S_kv (CachedAttention §3.3.2).
 
-    C_mem is the host memory for KV, C_disk the size limit of the store, and S_kv the mean size of a session's KV.
+    C_mem is the host memory for KV, C_disk is the size limit of the store, and S_kv is the mean size of a session's KV.
     """
     return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
 
 
 def recomputation_cost(tokens: int, start: int) -> int:
-    """Return the cost, in tokens, of computing KV again if the block at token `start` of a text is lost.
+    """Return the cost, in tokens, of losing the block that starts at token `start` of a text with `tokens` tokens.
 
-    It is higher in long texts, and for earlier blocks, because later blocks are useless without them.
+    The cost is higher for longer texts. It is also higher for earlier blocks, because later blocks are useless without
+    them.
     """
     return 2 * tokens - start
 
@@ -40,11 +41,11 @@ def recomputation_cost(tokens: int, start: int) -> int:
 class EvictionOrder(Generic[K]):
     """The order in which files (`index.py`) or sessions (`sessions/host_tier.py`) are evicted.
 
-    The item with the lowest rank is evicted first, and among equal ranks the least recently used item (with "fifo" the
-    oldest).
+    The item with the lowest rank is evicted first. Among items with equal ranks, the least recently used item is
+    evicted first or, with "fifo", the oldest.
 
-    "lookahead" has an *eviction window*: the items that queued requests need. They are evicted after all other items,
-    in reverse order of need (CachedAttention §3.3.2).
+    With "lookahead", there is also an *eviction window* of items that queued requests need. These are evicted after all
+    other items, starting with the item that is needed last (CachedAttention §3.3.2).
     """
 
     def __init__(self, policy: str) -> None:
@@ -53,14 +54,14 @@ class EvictionOrder(Generic[K]):
         self._uses = itertools.count()
         self._others: dict[K, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, K]] = []
-        """Heap of (rank, sequence number of the use, item). Entries that differ from `_others` are outdated."""
+        """Heap of (rank, sequence number of the last use, item). Entries that differ from `_others` are outdated."""
         self._needs: dict[K, int] = {}
-        """Position of each item in the eviction window. Items that have not been added are included."""
+        """Position of each item in the eviction window, including items that have not been added yet."""
         self._window: dict[K, None] = {}
-        """Items of the eviction window that have been added."""
+        """Items in the eviction window that have already been added."""
 
     def add(self, item: K, rank: int = 0) -> None:
-        """Add an item, or record its use. The position of items in the eviction window does not change."""
+        """Add an item, or record a use of it. Items in the eviction window keep their position."""
         if item in self._needs:
             self._window[item] = None
         elif self._renew or item not in self._others:
@@ -81,7 +82,7 @@ class EvictionOrder(Generic[K]):
     def set_window(self, items: Sequence[K]) -> list[K]:
         """Set the eviction window to `items`, in the order in which they will be needed.
 
-        Return the items that left the window, which now have the lowest rank, 0.
+        Return the items that have left the window. They now have rank 0, the lowest rank.
         """
         if not self._looks_ahead:
             return []
@@ -99,7 +100,7 @@ class EvictionOrder(Generic[K]):
         return item in self._window
 
     def ranked(self) -> Iterator[K]:
-        """Iterate over all items in eviction order, which must not change during the iteration."""
+        """Iterate over all items in eviction order. Do not change the order during the iteration."""
         heap = self._heap.copy()
         while heap:
             rank, number, item = heapq.heappop(heap)

@@ -1,4 +1,4 @@
-"""Save KV blocks to disk layer by layer, on a worker thread (CachedAttention §3.2.2)."""
+"""Saving of KV blocks to disk layer by layer, on a worker thread (CachedAttention §3.2.2)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .policies import recomputation_cost
 from .swap_file import SwapFile
 
 WRITE_BUFFER = 1 << 28
-"""Maximum number of bytes that wait to be written."""
+"""Maximum number of bytes that may be waiting to be written."""
 
 
 @dataclass(eq=False)
@@ -36,9 +36,9 @@ class PendingBlock:
     Attributes:
         pool_block: Id of the block in the pool when it was registered.
         cost: Recomputation cost of the block in tokens.
-        extent: Location in the store, if the KV pool writes the block there directly, or None.
-        refused: Whether the store refused the block.
-        moved: Whether the block table has replaced the block, which is then not committed.
+        extent: Location in the store if the KV pool writes the block directly to the store, or None.
+        refused: Whether the store has refused the block.
+        moved: Whether the block was replaced in the block table. If so, it is not committed.
     """
 
     block: NamedBlock
@@ -62,9 +62,9 @@ class SaveHandle:
     """Blocks of one block table that are being saved.
 
     Attributes:
-        pending: The blocks, in the order of their sequence.
-        buffered: Number of blocks that wait in the write buffer.
-        ended: Whether all blocks are committed or given up.
+        pending: The blocks, in the order of the sequence.
+        buffered: Number of blocks that are waiting in the write buffer.
+        ended: Whether every block has been either committed or given up.
     """
 
     blocks: BlockTable
@@ -76,23 +76,24 @@ class SaveHandle:
 class Saver:
     """Writes KV blocks from the pool to a store on a worker thread.
 
-    `begin` registers blocks whose KV will be computed. After `layer_done`, the worker writes a layer of these blocks
-    while the next layer is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
+    `begin` registers blocks whose KV is about to be computed. After `layer_done`, the worker writes the finished layer
+    of these blocks while the next layer is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
-    The owner must keep the blocks in the pool until `flush` or `wait_for`, and call `cancel_replaced` if blocks are
-    replaced. `begin` accepts blocks up to `WRITE_BUFFER` pending bytes, or one larger block. The caller must pass all
-    others again later.
+    The owner must keep the blocks in the pool until it has called `flush` or `wait_for`. If blocks are replaced, it
+    must call `cancel_replaced`. `begin` accepts blocks until `WRITE_BUFFER` bytes are pending, but always accepts at
+    least one block if nothing is pending. The caller must pass the other blocks again later.
 
-    For a pool on disk, blocks are saved after their last layer. If the store has a separate file per block, the pool
-    writes full blocks directly to this file and reads them there (*stored extent*, `kv_cache.disk.extents`):
+    If the pool is on disk, blocks are saved after their last layer. If, in addition, the store has a separate file per
+    block, the pool writes full blocks directly to their files and also reads them from there (*stored extent*, see
+    `kv_cache.disk.extents`):
 
-    * A block whose KV is not computed yet gets a stored extent in `begin`.
+    * A block whose KV has not been computed yet gets a stored extent in `begin`.
     * A complete block that is still in memory is written to a stored extent after its last layer.
-    * All other blocks are copied: partial blocks, blocks in the pool's own file, blocks beyond the limit of open files,
+    * All other blocks are copied: partial blocks, blocks in the pool's own file, blocks beyond the limit on open files,
     and blocks that have left their stored extent.
 
-    If a write fails, the block is not committed: its file has no name, but the pool can still use the stored extent.
-    Call all methods except `notify` on the compute thread.
+    If a write fails, the block is not committed: its file gets no name, but the pool can still use the stored extent.
+    All methods except `notify` must be called on the compute thread.
     """
 
     def __init__(self, store: DiskStore | SwapFile, pool: HostPool, rows: KVStorage) -> None:
@@ -107,18 +108,18 @@ class Saver:
         self._worker.start()
 
     def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, for_prompt: bool = False) -> SaveHandle | None:
-        """Start to save the first blocks of `named`, as many as fit in the write buffer.
+        """Start saving the first blocks of `named`, as many as fit in the write buffer.
 
         Return a handle for `layer_done`, or None if no block fits. For `for_prompt`, see `DiskStore.begin`.
         """
         with self._mutex:
-            # An empty buffer takes one block even if the block is larger, as in OPT-66B with float32.
+            # An empty buffer accepts one block even if it exceeds the limit, as with OPT-66B in float32.
             most = max((WRITE_BUFFER - self._waiting) // self._pool.block_bytes, 0 if self._waiting else 1)
         saving = SaveHandle(blocks)
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
             [span] = self._pool.spans(blocks, block.group, tokens)
-            # A block table with only sliding-window blocks has capacity 0.
+            # If a block table contains only sliding-window blocks, its capacity is 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
             pending = PendingBlock(block, self._pool_block_id(blocks, block), span, cost, for_prompt)
             if not self._attach_extent(saving, pending):
@@ -136,7 +137,7 @@ class Saver:
     def layer_done(self, saving: SaveHandle, layer: int) -> None:
         """Report that the KV of `layer` is complete. Call this in the order of the layers.
 
-        The worker waits if its transfer to the pool is still pending.
+        If the transfer of the KV to the pool is still pending, the worker waits for it.
         """
         if self._file is not None:
             if layer < self._last:
@@ -188,10 +189,10 @@ class Saver:
         return found[0] if found else -1
 
     def cancel_replaced(self) -> set[bytes]:
-        """Stop saving blocks that their block table has replaced or released. Return their keys.
+        """Stop saving blocks that were replaced in or released from their block table. Return their keys.
 
-        Call this before the next write to the pool if a block was replaced by an equal one of the prefix tree, if a
-        shared partial block was copied, or if a block left the sliding window.
+        Call this before the next write to the pool if a block was replaced with an equal block of the prefix tree, if a
+        shared partial block was copied, or if a block has left the sliding window.
         """
         cancelled = set()
         with self._mutex:
@@ -221,19 +222,19 @@ class Saver:
             self._file.discard(unfinished)
 
     def flush(self) -> None:
-        """Wait until all complete layers are written. Raises the exception of the worker thread, if any."""
+        """Wait until all complete layers are written. If the worker thread has raised an exception, re-raise it."""
         self._jobs.join()
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
 
     def wait_for(self, blocks: BlockTable) -> None:
-        """Wait until no pending write reads `blocks`, so that they may be freed. Raises like `flush`."""
+        """Wait until no pending write reads from `blocks`, so that they may be freed. Raises like `flush`."""
         if any(saving.blocks is blocks and not saving.ended for saving in self._active):
             self.flush()
 
     def notify(self, written: Callable[[], None]) -> None:
-        """Call `written` on the worker thread after all pending writes. `flush` raises its errors."""
+        """Call `written` on the worker thread after all pending writes. If it raises, `flush` re-raises the error."""
         self._jobs.put(written)
 
     def close(self) -> None:
@@ -252,15 +253,15 @@ class Saver:
     def _call(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except BaseException as error:  # `flush` raises this error; the worker thread continues
+        except BaseException as error:  # `flush` re-raises this error, and the worker thread continues.
             self._failure = error
 
     def _try_to_write(self, saving: SaveHandle, layer: int) -> None:
         try:
             self._write(saving, layer)
-        except DiskError:  # KV that cannot be read is computed again when it is needed
+        except DiskError:  # KV that cannot be read is recomputed when it is needed.
             self._give_up(saving)
-        except BaseException as error:  # `flush` raises this error
+        except BaseException as error:  # `flush` re-raises this error.
             self._failure = error
             self._give_up(saving)
 
@@ -286,7 +287,7 @@ class Saver:
                 if pending.extent is None:
                     self._write_layers(writer, pending, range(self._last + 1))
                 self._commit(writer, pending)
-        except DiskError:  # KV that cannot be read or was not written is computed again
+        except DiskError:  # KV that cannot be read or was not written is recomputed when it is needed.
             pending.give_up()
 
     def _write_layers(self, writer: BlockWriter, pending: PendingBlock, layers: Iterable[int]) -> None:
@@ -304,10 +305,10 @@ class Saver:
         return pending.writer
 
     def _commit(self, writer: BlockWriter, pending: PendingBlock) -> None:
-        # If a stored block has more storage layers than its layer group uses, write zeros for the remaining ones.
+        # If a stored block has more storage layers than its layer group uses, fill the unused layers with zeros.
         for storage_layer in range(self._pool.groups.used_storage_layers(pending.block.group), self._store.layers):
             writer.write(storage_layer, memoryview(bytes(layer_bytes(self._pool, pending.block.count))))
-        with self._mutex:  # all KV has been read, so later changes of the block do no harm
+        with self._mutex:  # All KV has been read, so later changes to the block do no harm.
             moved = pending.moved
         writer.abort() if moved else writer.commit()
 
@@ -320,7 +321,7 @@ class Saver:
         if not saving.ended:
             saving.ended = True
             for pending in saving.pending:
-                pending.extent = None  # closes the file if it is no longer in use
+                pending.extent = None  # This closes the file if it is no longer in use.
             with self._mutex:
                 self._waiting -= saving.buffered * self._pool.block_bytes
 
@@ -330,7 +331,7 @@ def layer_bytes(pool: HostPool, tokens: int) -> int:
 
 
 def layer_data(pool: HostPool, part: KVPart) -> memoryview:
-    """Return the KV of a storage layer, `[Hkv, n, planes, width]`, as zero-padded bytes."""
+    """Return the KV of one storage layer, `[Hkv, n, planes, width]`, as zero-padded bytes."""
     layout, size = pool.layout, part.k.shape[1]
     block = torch.zeros(block_layer_bytes(size, layout) // layout.itemsize, dtype=part.k.dtype)
     rows = block[: layout.planes * part.k.numel()].view(layout.kv_heads, size, layout.planes, -1)

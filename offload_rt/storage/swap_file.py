@@ -1,4 +1,4 @@
-"""KV blocks of preempted sequences in an unnamed file, which is deleted when the process ends."""
+"""Swap file for the KV blocks of preempted sequences. It has no name, and is deleted when the process ends."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SwapFile:
     """Stores KV blocks by key in an unnamed file. `Saver` can use it like a `DiskStore`.
 
     Blocks are never evicted. When no block is left, the file is truncated. Not thread-safe: flush the saver before
-    other calls. Raises StoreError if the folder cannot be used.
+    calling other methods. Raises StoreError if the folder cannot be used.
 
     Args:
-        folder: A folder on the file system to use. The file does not appear in it.
+        folder: Any folder on the file system that should contain the file. The file is not visible in the folder.
         namespace: Text that identifies the model, the KV data type and the layout.
         slot_bytes: Number of bytes to reserve per block.
         limit: Maximum total size in bytes, or None for no limit.

@@ -2,7 +2,7 @@
 
 `KVStorage` stores new KV. `RowFetch` fetches KV for single sequences, and `BatchedRows` for a whole batch.
 
-All byte counts assume that the device has separate memory. They are also computed on a CPU, where KV is read in place.
+All byte counts assume that the device has separate memory. On a CPU, where KV is read in place, they are computed too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class PrefilledLayer:
     """KV of one layer during prefill, valid until the sequence is prefilled further or closed.
 
     Attributes:
-        kv: Contiguous K and V of the tokens from `first` on. In a sliding-window layer, only of tokens that a new token
-            attends to.
+        kv: Contiguous K and V of the tokens from `first` on. For a sliding-window layer, `kv` contains only tokens that
+            a new token attends to.
         first: Index of the first token in `kv`.
         bytes_to_device: Size in bytes of the earlier tokens' KV that was copied to the device.
         bytes_to_host: Size in bytes of the new KV that was written back to the pool.
-        past: Parts with the KV of earlier tokens, in token order. Empty unless KV is on disk, or is read in place and
-            is not contiguous. Each access to a part on disk reads it again.
+        past: Parts with the KV of earlier tokens, in token order. This list is only used if KV is on disk, or if KV is
+            read in place and is not contiguous. Each access to a part on disk reads it again.
     """
 
     kv: KVPart
@@ -38,7 +38,7 @@ class PrefilledLayer:
     past: Sequence[KVPart] = ()
 
     def joined(self) -> PrefilledLayer:
-        """Return this layer with all KV in `kv`, and an empty `past`."""
+        """Return this layer with all KV joined in `kv` and an empty `past`."""
         return replace(self, kv=join([*self.past, self.kv]), first=0, past=()) if self.past else self
 
 
@@ -53,14 +53,14 @@ def join(parts: Sequence[KVPart]) -> KVPart:
 
 @dataclass(frozen=True)
 class Savings:
-    """Counts of KV entries of a fetch, as int64 scalars on the device. An entry is K and V of one token and KV head.
+    """Counts of KV entries in a fetch, as int64 scalars on the device. An entry is K and V of one token and KV head.
 
     Attributes:
         requested: Number of requested entries, including padding.
-        selected: Number of requested entries without padding.
-        not_transferred: Number of entries that need no transfer: hits, padding, and entries fetched for another
-            sequence.
-        hits: Number of requested entries found in the working set.
+        selected: Number of requested entries, excluding padding.
+        not_transferred: Number of requested entries that need no transfer because they are hits, padding, or already
+            fetched for another sequence.
+        hits: Number of requested entries that were found in the working set.
     """
 
     requested: int
@@ -78,50 +78,50 @@ class PendingFetch(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the requested KV that is not resident. `savings` counts the part that needs no transfer."""
+        """Size in bytes of the requested KV that is not resident. Part of it may need no transfer (see `savings`)."""
         ...
 
     @property
     def savings(self) -> Savings | None:
-        """Counts of the entries that need no transfer, valid after `wait`. None if all entries are transferred."""
+        """Counts of the entries that need no transfer, or None if all are transferred. Valid only after `wait`."""
         ...
 
     @property
     def copied_tokens(self) -> int | None:
-        """Number of tokens that are read from copies of blocks on the device, and are not in `bytes`.
+        """Number of tokens that are read from block copies on the device. `bytes` does not include them.
 
-        None without copies of blocks, and for a fetch of selected tokens, which `savings` counts.
+        None if there are no block copies. Also None for fetches of selected tokens, which `savings` counts.
         """
         ...
 
     def wait(self) -> list[KVPart]:
-        """Return the fetched KV on the device, as parts. On CUDA, only the compute stream waits, not the host.
+        """Return the fetched KV on the device, as parts. On CUDA, the compute stream waits, but the host does not.
 
-        The parts of `fetch` contain each token that the layer attends to once, in any order. They include the newest
-        token, so call `append` for the layer before `wait`. The parts of `fetch_more` contain only the additional
-        tokens.
+        For `fetch`, each token that the layer attends to is in exactly one part, and the order is arbitrary. The parts
+        include the newest token, so call `append` for the layer before `wait`. For `fetch_more`, the parts contain only
+        the additional tokens.
 
-        Parts with selected tokens are valid until the next `wait` of a fetch by the same method. All other parts are
-        valid while they are referenced.
+        Parts with selected tokens are valid until `wait` is called for the next fetch by the same method. All other
+        parts are valid while they are referenced.
         """
         ...
 
 
 class KVStorage(Protocol):
-    """Stores new KV of open sequences in the pool. KV of resident tokens also stays on the device."""
+    """Stores new KV of open sequences in the pool, and keeps the KV of resident tokens on the device as well."""
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
 
-        If `origin` is the block table of an open sequence with the same tokens, sinks and window, the device data of
-        `origin` is copied.
+        `origin` can be the block table of an open sequence with the same tokens, sinks and window. In this case, its
+        device data is copied.
         """
         ...
 
     def close(self, blocks: BlockTable) -> None: ...
 
     def reload(self, blocks: BlockTable, sinks: int, recent: int) -> None:
-        """Copy the resident KV from the pool again. The default implementation closes and opens the sequence."""
+        """Copy the resident KV from the pool again. The default implementation closes and reopens the sequence."""
         self.close(blocks)
         self.open(blocks, sinks, recent)
 
@@ -132,33 +132,34 @@ class KVStorage(Protocol):
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Store new k and v `[Hkv, m, d]` in the slots [start, start + m).
 
-        KV is written to the pool asynchronously. KV of resident tokens also stays on the device. Sliding-window layers
-        store only tokens in their window. Return the size in bytes of the KV written to the pool.
+        The KV is written to the pool asynchronously, and the KV of resident tokens also stays on the device.
+        Sliding-window layers store only the tokens in their window. Return the size in bytes of the KV that is written
+        to the pool.
         """
         ...
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV entry in pool slot `source` to pool slot `target`, between steps. Wait for the copy."""
+        """Copy the KV entry in pool slot `source` to pool slot `target`, and wait for the copy. Call between steps."""
         ...
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the resident KV entry of slot `source` to pool slot `target`, within a step.
+        """Copy the resident KV entry of slot `source` to pool slot `target`. This can be called during a step.
 
-        Use this for a token that leaves the recent window, before the next `append` overwrites its resident KV. The
-        copy is ordered with the layer's fetches and appends. The default implementation calls `move`.
+        It is used for a token that leaves the recent window, before the next `append` overwrites its resident KV. The
+        copy is ordered relative to the layer's fetches and appends. The default implementation calls `move`.
         """
         self.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Store K and V of the tokens from `start` on, passed as slices in token order. Return the KV of the layer.
+        """Store K and V of the tokens from `start` on, and return the KV of the layer.
 
-        The write of each slice starts before the next slice is requested from the iterator. KV of resident tokens also
-        stays on the device.
+        `slices` contains the new KV in token order. The write of each slice starts before the next slice is requested
+        from the iterator. The KV of resident tokens also stays on the device.
         """
         ...
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Store KV of a few new tokens, and return the KV of the layer like `prefill_layer`."""
+        """Store the KV of a few new tokens, and return the KV of the layer as `prefill_layer` does."""
         return self.prefill_layer(blocks, layer, start, [new])
 
 
@@ -170,8 +171,8 @@ class RowFetch(Protocol):
     ) -> PendingFetch:
         """Start fetching the selected candidates, or all candidates if `selection` is None.
 
-        Resident tokens are not transferred. If `selection.counts` is not None, the selected KV is a separate part with
-        these counts.
+        Resident tokens are not transferred. If `selection.counts` is not None, the selected KV is returned as a
+        separate part with these counts.
         """
         ...
 
@@ -189,21 +190,21 @@ class RowFetch(Protocol):
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence, for all selected KV of the sequence.
+        """Start one fetch per sequence, each for all KV that the sequence selects.
 
-        KV that several sequences select from shared blocks is transferred only once, by the first of these fetches. The
-        other fetches count it in `savings`.
+        KV that several sequences select from shared blocks is transferred only once, by the first fetch that needs it.
+        The other fetches count it in `savings`.
         """
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching the tokens `extra`, which the layer selects after an earlier fetch."""
+        """Start fetching the tokens `extra`, which the layer has selected in addition to those of an earlier fetch."""
         ...
 
 
 class BatchedRows(Protocol):
-    """Fetches KV for a whole batch. The host does not need to know how many tokens are selected."""
+    """Fetches KV for a whole batch without the host knowing how many tokens are selected."""
 
     def row_lists(self, batch: int, tokens: int) -> RowLists: ...
 
@@ -232,7 +233,7 @@ class Transfer(Protocol):
         ...
 
     def loaded_bytes(self, blocks: BlockTable) -> int:
-        """Return the size in bytes of a sequence's KV that was copied to the device outside of fetches."""
+        """Return how many bytes of a sequence's KV were copied to the device outside of fetches."""
         ...
 
     def check_integrity(self) -> None:

@@ -24,9 +24,10 @@ _NOTHING = range(0), range(0)
 
 @dataclass(frozen=True)
 class _Fetch:
-    """The KV of `resident` and of the selected `tokens` `[Hkv, n]`. If `tokens` is None, `resident[0]` has all tokens.
+    """The KV of the `resident` tokens and of the selected `tokens` `[Hkv, n]`.
 
-    KV is read when attention uses it, because the newest token is appended after the start of the fetch.
+    If `tokens` is None, `resident[0]` contains all tokens. KV is read only when attention uses it, because the newest
+    token is appended after the fetch has started.
     """
 
     pages: _Pages
@@ -50,9 +51,10 @@ class _Fetch:
 
 
 class _Pages:
-    """Cache of `PagedPart.block_rows` of open block tables. An entry is recomputed if the blocks have changed.
+    """Cache of `PagedPart.block_rows` for open block tables. An entry is recomputed if the blocks have changed.
 
-    `rows` are two views `[R, d]` of the pool, for K and V, in which K and V of a token have the same index.
+    `rows` contains two views `[R, d]` of the pool, one for K and one for V. The K and the V of a token have the same
+    index in their views.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -101,7 +103,7 @@ class _Scratch:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def gather(self, plane: int, ids: torch.Tensor) -> torch.Tensor:
-        """Copy rows of K (`plane` 0) or V (1) with the indices `ids` `[Hkv, n]` to a buffer `[Hkv, n, d]`."""
+        """Copy the rows `ids` `[Hkv, n]` of K (`plane` 0) or V (`plane` 1) to a buffer `[Hkv, n, d]`."""
         rows, plane = self._rows[plane], min(plane, len(self._buffers) - 1)
         needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
@@ -113,7 +115,7 @@ class _Scratch:
 
 
 class CpuStorage(KVStorage):
-    """`KVStorage` on a CPU. KV is stored only in the pool. Resident KV is counted as if it were copied."""
+    """`KVStorage` on a CPU. KV is stored only in the pool, but resident KV is counted as if it were copied."""
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
@@ -169,7 +171,7 @@ class CpuStorage(KVStorage):
         return PrefilledLayer(kv, first, start * size, count * size, runs[:-own])
 
     def _prefill_sliding(self, blocks: BlockTable, layer: int, start: int, slices: list[KVPart]) -> PrefilledLayer:
-        # Not all new tokens have slots in the pool, so KV of the pool and new KV are concatenated.
+        # Not all new tokens have slots in the pool, so the KV in the pool and the new KV are concatenated.
         first = self._pool.groups.first_seen(start, blocks.floor)
         new = join(slices)
         tokens = range(start, start + new.k.shape[1])
@@ -184,7 +186,7 @@ class CpuRows(RowFetch):
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
         self._entry_bytes = pool.layout.entry_bytes
-        # Separate buffers, because the results of `fetch` and `fetch_more` are in use at the same time.
+        # The buffers are separate because the results of `fetch` and `fetch_more` are in use at the same time.
         self._fetched, self._repaired = (_Scratch(pages.rows, pool.layout.planes) for _ in range(2))
 
     @property
@@ -226,7 +228,7 @@ class CpuRows(RowFetch):
 
 
 class CpuTransfer:
-    """`Transfer` on a CPU, for a KV format whose vectors attention can read in place."""
+    """`Transfer` on a CPU, for KV formats that attention can read in place."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
         assert pool.format.exact, "encoded KV cannot be read in place"

@@ -1,10 +1,10 @@
 """Transfers over PCIe, with pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
-In each step, a layer that selects tokens copies the selected KV that is not on the device yet, and writes the KV of one
-token per sequence to the host.
+In each step, a layer that selects tokens copies the selected KV to the device, except for KV that is already there. It
+also writes the KV of one token per sequence to the host.
 
-On CUDA, a kernel reads KV directly from pinned memory, so the host never needs the token indices. Without Triton, or on
-a CPU, the host gathers KV.
+On CUDA, a kernel reads KV directly from pinned memory, so the host never needs to know the token indices. Without
+Triton, or on a CPU, the host gathers the KV.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .streams import DeviceStream, Stream
 
 
 class CudaStorage(KVStorage):
-    """`KVStorage` for a device with separate memory. All KV is written to the pool in the write-back stream."""
+    """`KVStorage` for a device with separate memory. The write-back stream writes all KV to the pool."""
 
     def __init__(self, state: DeviceState, rows: CudaRows, batches: CudaBatches) -> None:
         self._state, self._rows, self._batches = state, rows, batches
@@ -46,8 +46,8 @@ class CudaStorage(KVStorage):
             self._state.copies.close(blocks)
 
     def reload(self, blocks: BlockTable, sinks: int, recent: int) -> None:
-        # Copies of blocks on the device stay. They contain KV that the host has written since `open`, because they are
-        # loaded when the sequence first computes.
+        # Copies of blocks on the device need no reload. They are loaded when the sequence first computes, so they
+        # contain the KV that the host has written since `open`.
         self._end_transfers(blocks)
         self.open(blocks, sinks, recent)
 
@@ -128,7 +128,7 @@ class CudaStorage(KVStorage):
         loaded = self._rows.fetch_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:
-            # Make each head contiguous with one copy, instead of one copy per head below.
+            # Make all heads contiguous with a single copy. Otherwise, the code below would need one copy per head.
             own = part.map(torch.Tensor.contiguous)
             written += self._start_write_back(one, layer, stop, own.k, own.v)
             fresh.append(own)
@@ -142,9 +142,9 @@ class CudaTransfer:
     """`Transfer` for a device with separate memory and any KV format.
 
     KV is transferred in the storage format and decoded on the device. On a CPU (with `InlineStream`), this class is
-    used for KV formats that attention cannot read in place, and to count the bytes that working sets would save.
+    used for KV formats that attention cannot read in place, and to count how many bytes working sets would save.
 
-    Order of operations:
+    Rules for the order of operations:
         * KV is written to the pool only in the write-back stream, after the compute work that produced it.
         * KV is read from the pool only in the prefetch stream, after the last write-back of its sequence.
         * A block is reused only after `close`, which waits for both streams.
@@ -167,12 +167,13 @@ class CudaTransfer:
         """Create the transfer.
 
         Args:
-            streams: Prefetch and write-back stream. None creates both on `device`.
-            working_set: Capacity of a sequence's working set, in entries per KV head and sparse layer; 0 for no working
-                sets.
+            streams: The prefetch stream and the write-back stream. If None, both are created on `device`.
+            working_set: Capacity of each sequence's working set, in entries per KV head and sparse layer. 0 disables
+                working sets.
             in_place: Whether kernels access the pool directly. If False, the host waits for the selected indices and
                 gathers the KV.
-            device_blocks: Maximum number of blocks with copies on the device. Cannot be combined with working sets.
+            device_blocks: Maximum number of blocks that have copies on the device. Cannot be combined with working
+                sets.
         """
         assert not (working_set and device_blocks)
         prefetch, write_back = streams or (DeviceStream(device), DeviceStream(device))
@@ -204,7 +205,10 @@ class CudaTransfer:
             self._state.copies.check_integrity([one.blocks for one in self._state])
 
     def _stored_rows(self, blocks: BlockTable) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Return a function that reads KV `[planes, Hkv, n, width]` of a layer and tokens `[Hkv, n]` from the pool."""
+        """Return a function that takes a layer and tokens `[Hkv, n]`, and reads their KV from the pool.
+
+        The KV has the shape `[planes, Hkv, n, width]`.
+        """
         pool = self._state.pool
         base = pool.row_base(blocks)
         return lambda layer, tokens: pool.rows[

@@ -1,4 +1,4 @@
-"""Copies of KV from host to device, for single sequences and for batches."""
+"""Host-to-device copies of KV, for single sequences and for batches."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .streams import Event
 @dataclass(frozen=True)
 class _PendingFetch(PendingFetch):
     state: DeviceState
-    staging_key: int  # key of the buffers of the fetch in `state.staging`, which keeps them alive
-    event: Event  # event after which `staged` is complete
+    staging_key: int  # key of this fetch's buffers in `state.staging`, which keeps the buffers alive
+    event: Event  # reached when `staged` is complete
     staged: torch.Tensor  # fetched KV `[planes, Hkv, n, width]` in the storage format
     savings: Savings | None = None
-    # Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
+    # Number of valid entries per KV head, int32 `[Hkv]`, or None if all entries are valid.
     counts: torch.Tensor | None = None
     residency: Residency | None = None
     layer: int = 0
-    # If not None, `wait` first returns the resident KV of these tokens. It is read in `wait`, because the newest token
-    # is stored after the fetch has started.
+    # If not None, the result of `wait` begins with the resident KV of these tokens. `wait` reads it, because the newest
+    # token is stored after the fetch has started.
     visible: VisibleTokens | None = None
     copied_tokens: int | None = None
 
@@ -52,7 +52,7 @@ class _PendingFetch(PendingFetch):
 
 
 class CudaBatches(BatchedRows):
-    """`BatchedRows` for a device with separate memory. Also caches `RowLists` for fetches outside of batches."""
+    """`BatchedRows` for a device with separate memory. It also caches `RowLists` for fetches outside of batches."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -62,7 +62,7 @@ class CudaBatches(BatchedRows):
         return RowLists(self._state, batch, tokens)
 
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
-        """Return the `RowLists` of these sequences. A cached one is used if its capacity is sufficient."""
+        """Return the `RowLists` for these sequences, from the cache if the capacity is sufficient."""
         key, capacity = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
         if key not in self._lists or self._lists[key].tokens < capacity:
             self._lists[key] = self.row_lists(len(block_tables), capacity + capacity // 8)
@@ -94,7 +94,7 @@ class CudaRows(RowFetch):
         state, one, pool = self._state, self._state[blocks], self._state.pool
         shape = (pool.layout.planes, state.geometry.rows(layer).kv_heads, len(tokens), pool.format_of(layer).width)
         staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
-        # Rows that K and V share are copied as a whole, because a copy of one of them would not be contiguous.
+        # If K and V share rows, the rows are copied as a whole, because copies of only K or only V would be strided.
         shared = pool.shares_rows(layer)
         planes = staged.new_empty((1, *shape[1:3], pool.layout.head_dim)) if shared else staged
         staging_key = state.staging.hold(staged, planes)
@@ -113,9 +113,10 @@ class CudaRows(RowFetch):
         )  # fmt: skip
 
     def _fill(self, blocks: BlockTable, layer: int, tokens: range, planes: torch.Tensor) -> int | None:
-        """Fill `planes` `[planes, Hkv, n, width]` with the stored KV of `tokens`, from copies or else from the pool.
+        """Fill `planes` `[planes, Hkv, n, width]` with the stored KV of `tokens`.
 
-        Return the number of tokens in complete copies, or None if there are no copies.
+        KV is read from copies of blocks on the device if they contain it, and from the pool otherwise. Missing layers
+        of copies are loaded first. Return how many tokens the copies contained before, or None if there are no copies.
         """
         state, pool, copied = self._state, self._state.pool, None
         parts: list[tuple[range, tuple[torch.Tensor, ...]]] = [(tokens, ())]
@@ -141,9 +142,9 @@ class CudaRows(RowFetch):
         visible: Sequence[VisibleTokens | None],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence, in one transfer.
+        """Start one fetch per sequence, all in a single transfer.
 
-        If the sequence's `visible` is not None, the result begins with its resident tokens.
+        If `visible` is not None for a sequence, the result of its fetch begins with its resident tokens.
         """
         state = self._state
         tokens, counts = self._listed(selections)
@@ -161,9 +162,9 @@ class CudaRows(RowFetch):
         return fetches
 
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the selected tokens as lists `[P, n]`, padded to the longest, and their lengths `[P]`. P = B * Hkv.
+        """Return the selected tokens as lists `[P, n]` with P = B * Hkv, and the lengths `[P]` of the lists.
 
-        The lengths are None if all tokens are valid.
+        The lists are padded to the length of the longest. If no padding was needed, the lengths are None.
         """
         counts = [one.counts for one in selections if one.counts is not None]
         assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"
@@ -190,6 +191,6 @@ class CudaRows(RowFetch):
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `rows` `[Hkv, m, d]` head by head, because only copies of contiguous memory are asynchronous."""
+    """Copy `rows` `[Hkv, m, d]` to `into`, head by head, because only copies of contiguous memory are asynchronous."""
     for target, source in zip(into, rows, strict=True):
         target.copy_(source, non_blocking=True)

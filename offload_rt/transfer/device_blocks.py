@@ -12,30 +12,31 @@ from ..core import BLOCK_SIZE
 class DeviceBlocks:
     """Assigns slots in device memory to pool blocks (`DeviceCopies`). Sequences are identified by integers.
 
-    A block gets a slot if one is free when an open sequence starts to use the block. It loses the slot when no open
-    sequence uses it, or when the pool frees it. There is no eviction: blocks without a slot stay in host memory.
+    When an open sequence starts to use a block, the block gets a slot if one is free. It loses the slot when no open
+    sequence uses the block any more, or when the pool frees the block. There is no eviction: blocks that did not get a
+    slot are read from host memory.
 
     Every write to the pool also goes to the copy, so the copy of a new block is complete from the start. The copy of an
-    older block is incomplete until `loaded` is called for each layer.
+    older block is incomplete until `loaded` has been called for each layer.
 
-    Not thread-safe: callers hold the lock of the pool.
+    Not thread-safe. Callers must hold the pool's lock.
     """
 
     def __init__(self, slots: int, layers: Collection[int]) -> None:
         self.slots, self._layers = slots, frozenset(layers)
         self._free = list(range(slots))
         self._slot: dict[int, int] = {}
-        self._missing: dict[int, set[int]] = {}  # layers that an incomplete copy lacks, by block
+        self._missing: dict[int, set[int]] = {}  # for each block with an incomplete copy, the layers that are missing
         self._users: dict[int, set[int]] = {}
         self._tables: dict[int, list[int]] = {}
         self._versions: dict[int, int] = {}
         self._numbers = itertools.count()
-        self._outdated: set[int] = set()  # sequences that used a block that the pool has freed
+        self._outdated: set[int] = set()  # sequences whose tables contain a block that the pool has freed
 
     def update(self, sequence: int, ids: Sequence[int], length: int) -> bool:
-        """Set the blocks `ids` of a sequence. The KV of its first `length` tokens is in the pool.
+        """Set the blocks of a sequence to `ids`. The KV of its first `length` tokens must be in the pool.
 
-        Return whether a block got a slot. Another block may have used this slot before.
+        Return whether any block got a slot. Another block may have used the slot before.
         """
         known = self._tables.get(sequence)
         if known == ids and sequence not in self._outdated:
@@ -61,29 +62,29 @@ class DeviceBlocks:
         self._outdated.discard(sequence)
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """Remove blocks that the pool has freed, because other sequences may get them."""
+        """Remove the given blocks, which the pool has freed and may assign to other sequences."""
         for block in blocks:
             self._outdated.update(self._users.get(block, ()))
             self._forget(block)
 
     def slot(self, block: int) -> int:
-        """Return the slot of a block, or -1. New KV of the block is written to this slot."""
+        """Return the slot to which new KV of a block is written, or -1 if the block has no slot."""
         return self._slot.get(block, -1)
 
     def readable_slot(self, block: int, layer: int) -> int:
-        """Return the slot of a block, or -1 if its copy does not contain `layer`."""
+        """Return the slot of a block, or -1 if the block has no copy or its copy lacks `layer`."""
         return -1 if layer in self._missing.get(block, ()) else self.slot(block)
 
     def complete_slots(self, sequence: int) -> list[int]:
-        """Return the slot of each block of a sequence, or -1 if its copy is not complete."""
+        """Return the slot of each block of a sequence, or -1 for blocks that have no complete copy."""
         return [-1 if block in self._missing else self.slot(block) for block in self._tables[sequence]]
 
     def version(self, sequence: int) -> int:
-        """Return a number that changes whenever `complete_slots` of the sequence changes. No number is used twice."""
+        """Return a number that changes whenever the sequence's `complete_slots` change. Numbers are never reused."""
         return self._versions[sequence]
 
     def missing_slot(self, block: int, layer: int) -> int:
-        """Return the slot of a block into which `layer` must be loaded, or -1 if there is none."""
+        """Return the slot of a block if `layer` must still be loaded into it, and -1 otherwise."""
         return self.slot(block) if layer in self._missing.get(block, ()) else -1
 
     def incomplete(self, sequence: int) -> bool:
@@ -110,7 +111,7 @@ class DeviceBlocks:
     def _assign(self, block: int, new: bool) -> bool:
         if block in self._slot or not self._free:
             return False
-        self._slot[block] = heappop(self._free)  # the lowest, so that adjacent blocks are copied at once
+        self._slot[block] = heappop(self._free)  # the lowest free slot, so that adjacent blocks are copied together
         if new:
             self._changed(block)
         else:

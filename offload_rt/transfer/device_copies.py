@@ -16,11 +16,11 @@ from .streams import Event, Stream
 
 
 class DeviceCopies:
-    """Copies of blocks with KV of full-attention layers, in one tensor on the device with a fixed address.
+    """Copies of blocks with KV of full-attention layers, in one device tensor with a fixed address.
 
-    KV in a copy need not be transferred. New KV is written to the pool and to the copy, in the write-back stream. A
-    copy can therefore be dropped at any time, and is bit-identical to the block. Layers that a copy lacks are copied
-    from the pool in the prefetch stream, which also reads the copies.
+    KV that is in a copy need not be transferred. New KV is written both to the pool and to the copy, in the write-back
+    stream. A copy is therefore bit-identical to its block, and can be dropped at any time. Layers that are missing from
+    a copy are loaded from the pool in the prefetch stream, which also reads the copies.
 
     The row ids of copies begin after those of the pool (`kernels.pool_rows`), so kernels know from a row id whether to
     read the pool or a copy.
@@ -41,7 +41,7 @@ class DeviceCopies:
             layer: DeviceRows(self._rows, first, each) for layer, each in zip(self.layers, planes, strict=True)
         }
         self._blocks = DeviceBlocks(slots, self.layers)
-        self._loaded: dict[int, int] = {}  # `loaded_bytes` by sequence
+        self._loaded: dict[int, int] = {}  # `loaded_bytes` of each sequence
         pool.on_free.append(self._blocks.freed)
 
     @property
@@ -54,7 +54,7 @@ class DeviceCopies:
     def update(self, blocks: BlockTable) -> None:
         """Assign slots to new blocks of an open sequence, and free the slots of blocks that it no longer uses."""
         if self._blocks.update(id(blocks), blocks.ids, blocks.length):
-            # Another block may have had the slots. Its transfers end before the next ones begin.
+            # The slots may have belonged to other blocks, whose transfers must end before new transfers begin.
             self._prefetch.wait_for(self._write_back.record_event())
             self._write_back.wait_for(self._prefetch.record_event())
 
@@ -63,23 +63,29 @@ class DeviceCopies:
         self._loaded.pop(id(blocks), None)
 
     def version(self, blocks: BlockTable) -> int:
-        """Return a number that changes whenever `row_base` of the sequence changes. No number is used twice."""
+        """Return a number that changes whenever the sequence's `row_base` changes. Numbers are never reused."""
         return self._blocks.version(id(blocks))
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the row id at which each block begins, int64 `[blocks]`: in a complete copy, else in the pool."""
+        """Return the row id at which each block begins, int64 `[blocks]`.
+
+        The row id is in the copy of the block if the copy is complete, and in the pool otherwise.
+        """
         slots = torch.tensor(self._blocks.complete_slots(id(blocks)), dtype=torch.int64)
         return torch.where(slots < 0, self._pool.row_base(blocks), self._first + slots * BLOCK_SIZE)
 
     def row(self, blocks: BlockTable, token: int) -> int:
-        """Return the row id of the key of `token` in its copy, for head 0 of storage layer 0, or -1 without a copy."""
+        """Return the row id of the key of `token` in the copy of its block, or -1 if the block has no copy.
+
+        The row id is for head 0 of storage layer 0.
+        """
         slot = self._blocks.slot(blocks.ids[token // BLOCK_SIZE])
         return -1 if slot < 0 else self._first + slot * BLOCK_SIZE + token % BLOCK_SIZE
 
     def write(self, blocks: BlockTable, layer: int, tokens: range, encoded: Sequence[torch.Tensor]) -> None:
-        """Write K and V `[Hkv, n, width]` of tokens to the copies, in the write-back stream.
+        """Write K and V `[Hkv, n, width]` of `tokens` to the copies, in the write-back stream.
 
-        `encoded` are the tensors that were written to the pool.
+        `encoded` contains the tensors that were written to the pool.
         """
         self.update(blocks)
         for part, offset in _runs(blocks.ids, tokens, self._blocks.slot):
@@ -91,15 +97,15 @@ class DeviceCopies:
     def readable(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[range, tuple[torch.Tensor, ...]]]:
         """Split `tokens` into parts. Return each part with its K and V `[Hkv, n, width]` on the device.
 
-        A part without a readable copy has an empty tuple instead.
+        For a part that has no readable copy, the tuple of K and V is empty.
         """
         parts = _runs(blocks.ids, tokens, lambda block: self._blocks.readable_slot(block, layer))
         return [(part, () if offset < 0 else self._part(layer, offset, len(part))) for part, offset in parts]
 
     def load(self, blocks: BlockTable, layers: Collection[int], written: Event | None) -> int:
-        """Start copying missing layers of the sequence's blocks from the pool, after the event `written`.
+        """Start copying those of `layers` that the copies of the sequence's blocks lack, after the event `written`.
 
-        The KV of these layers must be in the pool. Return the size in bytes of the copied KV.
+        The KV of these layers must be in the pool. Return the size of the copied KV in bytes.
         """
         if not self._blocks.incomplete(id(blocks)):
             return 0
@@ -112,7 +118,7 @@ class DeviceCopies:
         return loaded
 
     def load_all(self, blocks: BlockTable, written: Event | None) -> None:
-        """Start copying all missing layers before a step. `loaded_bytes` counts the copied bytes."""
+        """Start copying all missing layers before a step. The copied bytes are added to `loaded_bytes`."""
         if loaded := self.load(blocks, self.layers, written):
             self._loaded[id(blocks)] = self.loaded_bytes(blocks) + loaded
 
@@ -120,7 +126,7 @@ class DeviceCopies:
         return self._loaded.get(id(blocks), 0)
 
     def refresh(self, blocks: BlockTable, layer: int, token: int) -> None:
-        """Copy the KV of a token again, after it has changed in the pool."""
+        """Copy the KV of a token again after it has changed in the pool."""
         with self._write_back.behind_compute():
             self._copy_from_pool(blocks, layer, range(token, token + 1), self._blocks.slot)
 
@@ -157,21 +163,22 @@ class DeviceCopies:
                 offset += size
 
     def _part(self, layer: int, offset: int, size: int) -> tuple[torch.Tensor, ...]:
-        """Return views of K and V, or only K, `[Hkv, size, width]` from token slot `offset` on."""
+        """Return views `[Hkv, size, width]` of K and V from token slot `offset` on, or only of K if it contains V."""
         return self._planes[self._pool.groups.storage_layer[layer]].narrow(2, offset, size).unbind(1)
 
 
 def copy_bytes(pool: HostPool) -> int:
-    """Return the size in bytes of the copy of a block; 0 if no layer attends to all tokens."""
+    """Return the size of a block's copy in bytes, or 0 if the model has no full-attention layers."""
     groups, layout = pool.groups, pool.layout
     layers = groups.used_storage_layers(0) if groups.full else 0
     return layers * layout.kv_heads * BLOCK_SIZE * layout.entry_bytes
 
 
 def _runs(ids: Sequence[int], tokens: range, slot_of: Callable[[int], int]) -> Iterator[tuple[range, int]]:
-    """Split `tokens` into parts whose blocks have consecutive slots or no slots.
+    """Split `tokens` into parts whose blocks have either consecutive slots or no slots.
 
-    Yield each part with the first token slot, or -1 without slots. `slot_of` returns the slot of a block, or -1.
+    Yield each part with its first token slot, or with -1 if it has no slots. `slot_of` returns the slot of a block, or
+    -1 if the block has no slot.
     """
     start = tokens.start
     while start < tokens.stop:

@@ -1,7 +1,7 @@
 """Transfers for a KV pool on disk.
 
-Sinks and recent tokens are resident on the device. Selected KV is read while the previous layer computes. A layer that
-attends to all tokens reads their KV in order, in parallel with attention. Adjacent layers use different reading
+Sinks and recent tokens are resident on the device. Selected KV is read while the previous layer computes. If a layer
+attends to all tokens, their KV is read in order, in parallel with attention. Adjacent layers use different reading
 threads. New KV is written asynchronously, and recently used KV is cached in host memory (`kv_cache.disk.file_arena`).
 """
 
@@ -26,7 +26,7 @@ from .residency import Residency
 
 @dataclass
 class _Open:
-    """An open sequence: its resident KV, and its block ids as an array for the reading threads."""
+    """An open sequence, with its resident KV and with its block ids as an array for the reading threads."""
 
     blocks: BlockTable
     residency: Residency
@@ -72,7 +72,7 @@ class DiskState:
         return self.open[id(blocks)]
 
     def block_tokens(self, layer: int) -> int:
-        """Return how many tokens of a layer a `RangeReader` reads at a time."""
+        """Return how many tokens a `RangeReader` reads at a time in `layer`."""
         fits = self.file.budget.staged // 2 // self.pool.token_bytes(layer)
         return max(BLOCK_SIZE, fits // BLOCK_SIZE * BLOCK_SIZE)
 
@@ -86,7 +86,8 @@ class DiskState:
 
     def read_range(self, blocks: BlockTable, layer: int, tokens: range) -> RangeReader:
         """Start reading all KV of `tokens`, part by part."""
-        # Also split at the boundaries of the pool's spans. A block in two spans would have to be joined in new memory.
+        # Also split at the boundaries of the pool's spans, because a part in two spans would have to be copied to new
+        # memory.
         size, at = self.block_tokens(layer), tokens.start
         edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
         for span in self.pool.spans(blocks, self.pool.groups.group[layer], tokens):
@@ -97,7 +98,7 @@ class DiskState:
 
 
 class DiskStorage(KVStorage):
-    """`KVStorage` on disk. The pool keeps appended KV in memory until it has been written."""
+    """`KVStorage` for a pool on disk. The pool keeps appended KV in memory until it has been written."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -112,7 +113,7 @@ class DiskStorage(KVStorage):
         state.open[id(blocks)] = _Open(blocks, residency)
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence after its pending reads. This is also allowed if `open` has failed."""
+        """Wait for pending reads and close the sequence. This is allowed even if `open` has failed."""
         self._state.wait()
         self._state.close(blocks)
 
@@ -147,9 +148,9 @@ class DiskStorage(KVStorage):
 
 
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
-    """Split the K and V `[Hkv, m, d]` of tokens from `start` on at block boundaries.
+    """Regroup parts with K and V `[Hkv, m, d]` so that they end at block boundaries. The first token is `start`.
 
-    The pool writes complete blocks to disk immediately, but buffers incomplete blocks in memory.
+    The pool writes complete blocks to disk immediately, but has to buffer incomplete blocks in memory.
     """
     rest: KVPart | None = None
     for part in parts:
@@ -167,9 +168,9 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 
 @dataclass(frozen=True)
 class _RangeFetch:
-    """A pending read of all KV of a token range. `wait` returns resident KV, and then the parts of `reader`.
+    """A pending read of all KV of a token range. `wait` returns the resident KV, followed by the parts of `reader`.
 
-    Resident KV is read in `wait`, because the newest token is stored after the start of the fetch.
+    Resident KV is read in `wait`, because the newest token is stored after the fetch has started.
     """
 
     reader: RangeReader
@@ -189,7 +190,10 @@ class _RangeFetch:
 
 @dataclass(frozen=True)
 class _SelectedFetch:
-    """A pending read of n selected KV entries into `staged` `[Hkv, m + n, planes, width]`, after m resident entries."""
+    """A pending read of selected KV entries into `staged` `[Hkv, m + n, planes, width]`.
+
+    Per KV head, `staged` contains m resident entries followed by n selected entries.
+    """
 
     state: DiskState
     reading: Future[None]
@@ -204,7 +208,7 @@ class _SelectedFetch:
     def wait(self) -> list[KVPart]:
         own, format = [], self.state.pool.format
         if self.residency is not None and self.visible is not None:
-            if format.exact:  # decoded while the selected KV is still being read
+            if format.exact:  # This runs while the selected KV is still being read.
                 self.residency.copy_to(self.layer, self.visible, self.staged.permute(2, 0, 1, 3))
             else:
                 own = self.residency.part(self.layer, self.visible)
@@ -213,7 +217,10 @@ class _SelectedFetch:
 
 
 class DiskRows(RowFetch):
-    """`RowFetch` from disk. KV that several sequences select is read once per sequence, unless the pool caches it."""
+    """`RowFetch` for a pool on disk.
+
+    KV that several sequences select is read once per sequence, unless it is in the pool's cache.
+    """
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -258,9 +265,9 @@ def _gather(
     resident: int,
     staged: torch.Tensor,
 ) -> None:
-    """Read the KV of `tokens` into `staged` `[Hkv, resident + n, planes, width]`, after `resident` entries.
+    """Read the KV of `tokens` into `staged` `[Hkv, resident + n, planes, width]`, after the first `resident` entries.
 
-    `storage_layer` is the index of the layer within a block. `blocks` are the block ids of the sequence.
+    `storage_layer` is the index of the layer within a block, and `blocks` contains the block ids of the sequence.
     """
     kv_heads, count = tokens.shape
     if not count:
@@ -272,7 +279,7 @@ def _gather(
 
 
 class DiskTransfer:
-    """`Transfer` for a pool on disk, any device and any KV format."""
+    """`Transfer` for a pool on disk. It supports all devices and all KV formats."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
         self._state = DiskState(pool, geometry, device)

@@ -1,4 +1,4 @@
-"""Device data of open sequences, and the two transfer streams, shared by the parts of `CudaTransfer`."""
+"""Device data of open sequences and the two transfer streams, which the parts of `CudaTransfer` share."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DeviceState:
         return self._open[id(blocks)]
 
     def add_copy(self, blocks: BlockTable, origin: BlockTable) -> None:
-        """Open a sequence with a copy of the device data of the open sequence `origin`."""
+        """Open a sequence, and copy its device data from the open sequence `origin`."""
         like = self[origin]
         with self.prefetch.behind_compute():
             copied = None if like.working is None else like.working.clone()
@@ -81,7 +81,7 @@ class DeviceState:
         return None if self.copies is None or self.pool.groups.group[layer] else self.copies.rows(layer)
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the row id at which each block begins, in the pool or in its copy on the device, int64 `[blocks]`."""
+        """Return the row id at which each block begins, int64 `[blocks]`. It is in the pool or in a device copy."""
         return self.pool.row_base(blocks) if self.copies is None else self.copies.row_base(blocks)
 
     def settle(self, blocks: BlockTable) -> None:

@@ -1,4 +1,4 @@
-"""Computation of row indices in the host pool from token indices."""
+"""Computes row ids in the host pool from token indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ assert BLOCK_SIZE == 1 << BLOCK_BITS
 
 
 def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Tensor:
-    """Return the resident and `selected` tokens `[Hkv, n]` of each KV head, int64 `[Hkv, resident + n]`."""
+    """Return the resident tokens of each KV head, followed by its `selected` tokens `[Hkv, n]`.
+
+    The result is int64 `[Hkv, resident + n]`.
+    """
     resident = _resident_tokens(visible.sinks, visible.recent)
     return torch.cat((to_device(resident, selected.device).expand(selected.shape[0], -1), selected), dim=1)
 
@@ -26,9 +29,9 @@ def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
 
 
 def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
-    """Return for each repeated id the index of its first occurrence, and -1 for all other ids, int64 `[M]`.
+    """For each id that repeats an earlier one, return the index of its first occurrence, and -1 for all others.
 
-    `ids` are int64 `[M]`. Negative ids are ignored. Shapes are static, and the host does not wait.
+    `ids` and the result are int64 `[M]`. Negative ids are ignored. Shapes are static, and the host does not wait.
     """
     ordered, order = ids.sort(stable=True)
     again = torch.zeros_like(ordered, dtype=torch.bool)
@@ -38,14 +41,14 @@ def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
 
 
 def row_ids(layout: ArenaLayout, base: torch.Tensor, storage_layer: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the ids of the rows of `tokens` in the flat pool `[R, d]`, int64 `[planes, Hkv, n]`. Planes are K and V.
+    """Return the row ids of `tokens` in the flat pool `[R, d]`, int64 `[planes, Hkv, n]`. The planes are K and V.
 
     Args:
         base: Row id at which each block begins, int64 `[blocks]`, on the device of `tokens`.
         storage_layer: Index of the storage layer within a block.
         tokens: Token indices, int64 `[Hkv, n]`.
     """
-    # Add the offset of its block to each token index. This runs in every layer and step, so it must be fast.
+    # Add to each token index the offset of the token's block. This runs in every layer and step, so it must be fast.
     first, (kv_heads, n) = layout.row(storage_layer, 0, 0), tokens.shape
     heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
     off = base - torch.arange(0, len(base) * BLOCK_SIZE, BLOCK_SIZE, device=base.device)

@@ -24,7 +24,7 @@ class ReadingThread:
 
     def start(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> Future[T]:
         def run() -> T:
-            # Inference mode is a property of the thread. The buffers filled here are inference tensors.
+            # Inference mode is set per thread, and the buffers that this thread fills are inference tensors.
             with torch.inference_mode():
                 return work(*args, **named)
 
@@ -35,7 +35,7 @@ class ReadingThread:
 
 
 class RangeReader:
-    """Reads the KV of consecutive token ranges in order, one range ahead. At most two ranges are in memory."""
+    """Reads the KV of token ranges in order, one range ahead. At most two ranges are in memory at the same time."""
 
     def __init__(self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range]) -> None:
         self._thread, self._read, self._blocks = thread, read, blocks
@@ -45,11 +45,11 @@ class RangeReader:
 
     @property
     def parts(self) -> list[KVPart]:
-        """The KV of all ranges. A range is read when its part is accessed. Access the parts in order."""
+        """The KV of all ranges, one part per range. Accessing a part waits for its range. Access the parts in order."""
         return [_LazyPart(self, i) for i in range(len(self._blocks))]
 
     def take(self, i: int) -> KVPart:
-        """Wait for range `i`. Its memory may be reused by the next call for another range."""
+        """Wait for range `i` and return its KV. The next call for another range may reuse the memory."""
         if self._current is None or self._current[0] != i:
             self._current = None
             self._reading = {j: job for j, job in self._reading.items() if j >= i}

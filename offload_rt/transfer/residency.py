@@ -15,13 +15,13 @@ from ..kv_cache.pool import HostPool
 class Residency:
     """Resident KV of one sequence: `[planes, Hkv, s + w, d]` per layer, for s sinks and a window of w recent tokens.
 
-    The planes are K and V, or only K if keys contain the values. In a sliding-window layer, the window is the layer's
-    window. Layers that share KV share memory.
+    The planes are K and V, or only K if the keys contain the values. For a sliding-window layer, w is the length of its
+    window. Layers that share KV also share this memory.
 
-    A sink t has index t. A recent token t has index s + (t - s) mod w in a ring buffer, so a new token overwrites the
-    token that leaves the window.
+    The recent tokens form a ring buffer after the sinks. Sink t has index t, and recent token t has index
+    s + (t - s) mod w, so a new token overwrites the token that leaves the window.
 
-    Call `store` and `part` in the compute stream.
+    `store` and `part` must be called in the compute stream.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Residency:
         return sum(self._rows[layer].nbytes for layer in set(self._sources))
 
     def sizes(self, layer: int) -> tuple[int, int]:
-        """Return the numbers of sinks and recent tokens for which a layer has space."""
+        """Return how many sinks and how many recent tokens a layer has space for."""
         return self._sizes[layer]
 
     def lists(self, layer: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Residency:
         return self._rows[layer].flatten(0, 1)
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, m, d]` of the tokens [start, start + m) that are resident."""
+        """Store the KV of those tokens in [start, start + m) that are resident. k and v are `[Hkv, m, d]`."""
         rows, (sinks, recent), stop = self._rows[layer], self._sizes[layer], start + k.shape[1]
         if start < sinks:
             head = min(sinks, stop)
@@ -61,7 +61,7 @@ class Residency:
         first = max(start, stop - recent, sinks)
         if first < stop:
             at, last = resident_index(first, sinks, recent), (k[:, first - start :], v[:, first - start :])
-            if at + stop - first <= sinks + recent:  # always true for one new token
+            if at + stop - first <= sinks + recent:  # always true for a single new token
                 fill_planes(rows[:, :, at : at + stop - first], 0, *last)
                 return
             indices = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
@@ -82,7 +82,8 @@ class Residency:
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
         """Return a copy `[planes, Hkv, d]` of the KV of the resident token in slot `slot`."""
-        # Not `contiguous()`: for a single resident token, it returns a view, which later compute work overwrites.
+        # `contiguous()` would not be enough: for a single resident token, it returns a view, which later compute work
+        # overwrites.
         row = self._rows[layer][:, :, resident_index(slot, *self._sizes[layer])]
         return row.clone(memory_format=torch.contiguous_format)
 
@@ -122,9 +123,9 @@ def resident_index(token: int, sinks: int, recent: int) -> int:
 
 
 def resident_range(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
-    """Return the indices in `Residency` of the resident tokens of `visible`, or None if they are not contiguous."""
+    """Return the index range of the resident tokens of `visible` in `Residency`, or None if it is not contiguous."""
     first, stop = visible.all.start, visible.recent.stop
     if first <= sinks or len(visible.recent) == recent:
         return range(min(first, sinks), min(stop, sinks + recent))
-    start = resident_index(first, sinks, recent)  # after a truncation, a window may wrap around in the ring buffer
+    start = resident_index(first, sinks, recent)  # After a truncation, a window may wrap around in the ring buffer.
     return range(start, start + stop - first) if start + stop - first <= sinks + recent else None

@@ -1,7 +1,7 @@
-"""Transfers of the KV of a batch, as one list of tokens per sequence and KV head (`kernels.lists`).
+"""KV transfers for a batch, with one list of tokens per sequence and KV head (`kernels.lists`).
 
-A layer takes three kernel launches for any batch size: gather the selected KV, store the newest KV on the device, and
-write it back to the pool. Addresses and shapes are fixed, so that CUDA graphs can capture a step.
+For any batch size, a layer takes three kernel launches: one gathers the selected KV, one stores the newest KV on the
+device, and one writes it back to the pool. Addresses and shapes are fixed, so that CUDA graphs can capture a step.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .working_lists import WorkingLists
 @dataclass(frozen=True)
 class PendingBatchFetch:
     state: DeviceState
-    staging_key: int  # key of the buffers of the fetch in `state.staging`, which keeps them alive
-    event: Event  # event after which `staged` and `tally` are valid
+    staging_key: int  # key of this fetch's buffers in `state.staging`, which keeps the buffers alive
+    event: Event  # reached when `staged` and `tally` are valid
     staged: torch.Tensor  # KV `[planes, P, n, width]` in the storage format, with P = B * Hkv
-    # Two numbers of KV entries for each sequence, int64 `[B, 2]`: transferred entries, and entries found on the device.
-    # All other entries are transferred for another sequence. None if all valid entries are transferred.
+    # For each sequence, the number of KV entries that are transferred and the number that were found on the device,
+    # int64 `[B, 2]`. All other entries are transferred for another sequence. None if all valid entries are transferred.
     tally: torch.Tensor | None
 
     def wait(self) -> KVPart:
-        """Return K and V `[P, n, d]`. The compute stream waits for the copies, but not the host."""
+        """Return K and V `[P, n, d]`. The compute stream waits for the copies, but the host does not."""
         counted = () if self.tally is None else (self.tally,)
         self.state.staging.release(self.staging_key, self.event, *counted)
         return KVPart.of(self.state.format.decode(self.staged))
 
 
 class RowLists:
-    """Token lists of `batch` sequences of up to `tokens` tokens, one list per sequence and KV head.
+    """Token lists for `batch` sequences with up to `tokens` tokens each. Every KV head of a sequence has its own list.
 
-    `hold` sets the sequences. `hold` and `append` run in the compute stream, and fetches in the prefetch stream. Call
-    `wait` of every fetch before the next `hold`.
+    `hold` sets the sequences. `hold` and `append` run in the compute stream, and fetches run in the prefetch stream.
+    Before the next `hold`, `wait` must be called for every fetch.
     """
 
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
@@ -56,7 +56,7 @@ class RowLists:
         self.entry_bytes = layout.entry_bytes  # K and V of one token and head in full-attention layers
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._moves: Any = dispatch if state.in_place else pool_rows
-        """Kernels if the pool is read in place, else torch on the host."""
+        """Device kernels if the pool is read in place, and torch on the host otherwise."""
         self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
         storage_layers = state.pool.groups.storage_layer
         self._tables = torch.zeros(len(storage_layers), batch, FIELDS, dtype=torch.int64, device=device)
@@ -65,7 +65,7 @@ class RowLists:
         self._offsets = to_device(torch.tensor([one for layer in firsts for own in layer for one in own]), device)
         parts = self._offsets.split([layout.planes * len(layer[0]) for layer in firsts])
         self._planes = [part.view(layout.planes, -1) for part in parts]
-        """For each layer, offset in vectors of K and V of each head from the start of a slab, int64 `[planes, Hkv]`."""
+        """For each layer, the offsets of each head's K and V in a slab, int64 `[planes, Hkv]`, counted in vectors."""
         self._table_ids: list[list[int]] = []
         self._versions: list[int] = []
         self._open: list[OpenSequence] = []
@@ -81,15 +81,15 @@ class RowLists:
         return self._bases.shape[1] * BLOCK_SIZE
 
     def keep_working_sets(self, layers: Iterable[int]) -> None:
-        """Make `hold` allocate the working sets of `layers`, because a graph cannot capture the allocation."""
+        """Make `hold` allocate the working sets of `layers`, because a graph cannot capture their allocation."""
         if self._working is not None:
             self._working.use(layers)
 
     def hold(self, block_tables: Sequence[BlockTable], padding: int = 0) -> None:
         """Set the sequences of the batch before a step. All of them must be open.
 
-        Only changed data is copied to the device. The last `padding` sequences only fill the batch, and their working
-        sets do not change.
+        Only data that has changed is copied to the device. The last `padding` sequences only fill up the batch, and
+        their working sets do not change.
         """
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
@@ -126,7 +126,7 @@ class RowLists:
 
     @property
     def in_place(self) -> bool:
-        """Whether kernels read the pool directly, so that the host never waits."""
+        """Whether kernels read the pool directly, in which case the host never waits."""
         return self._state.in_place
 
     def join(self) -> None:
@@ -149,13 +149,14 @@ class RowLists:
             self._captures, self._captured = False, None
 
     def replayed(self) -> None:
-        """After a graph replay, make later transfers of the sequences wait for all compute work queued so far."""
+        """Make later transfers of the sequences wait for all compute work queued so far. Call after a graph replay."""
         with self._write_back.behind_compute():
             self._set_written(self._write_back.record_event())
 
     def _set_written(self, event: Event) -> None:
         if self._captures:
-            # Other threads may wait for events of sequences (`DeviceState.settle`), but not for events of a capture.
+            # Other threads may wait for the events of sequences (`DeviceState.settle`). They cannot wait for an event
+            # that was recorded during a capture.
             self._captured = event
             return
         for one in self._open:
@@ -169,7 +170,7 @@ class RowLists:
         return [event for event in events if event is not None]
 
     def forget(self) -> None:
-        """Wait for the device and drop the buffers of all fetches, after a failed graph capture."""
+        """Wait for the device and drop the buffers of all fetches. Call this after a graph capture has failed."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
@@ -183,9 +184,9 @@ class RowLists:
         return self._pool.token_bytes(layer)
 
     def newest_index_and_row(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `indices` and `rows` for `append`, if one sequence has its newest token in slot `slot`.
+        """Return the arguments `indices` and `rows` of `append` for a single sequence whose newest token is in `slot`.
 
-        The tensors are created once for all layers of a step.
+        The tensors are created only once for all layers of a step.
         """
         key = slot, sinks, recent
         if self._newest is None or self._newest[0] != key:
@@ -200,9 +201,10 @@ class RowLists:
         return self._pool.groups.group[layer]
 
     def rows_of(self, group: int, slots: Sequence[int]) -> list[int]:
-        """Return the row id of the key in `slots[b]` of each sequence b, for head 0 and the group's first layer.
+        """Return the row id of the key in slot `slots[b]` of each sequence b, for head 0 and the group's first layer.
 
-        A negative slot gives a negative id. If blocks have copies on the device, the row ids in the copies follow.
+        For a negative slot, the id is negative. If blocks have copies on the device, the row ids in the pool are
+        followed by the row ids in the copies.
         """
         each = list(zip(self._open, slots, strict=True))
         rows = [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
@@ -218,15 +220,15 @@ class RowLists:
 
         Args:
             newest: Keys and values `[P, d]`, with P = B * Hkv.
-            indices: Index of the newest token in each sequence's resident KV, int64 `[B]` (`resident_index`). Sequences
-                with a negative index are skipped.
-            rows: Row ids of the newest token of each sequence (`rows_of`). Negative ids are skipped.
+            indices: Index of the newest token in each sequence's resident KV (see `resident_index`), int64 `[B]`.
+                Sequences with a negative index are skipped.
+            rows: Row ids of each sequence's newest token (see `rows_of`). Negative ids are skipped.
         """
         dispatch.store_resident(newest.k, newest.v, self._resident[layer], indices)
         self.write_back(layer, newest, rows)
 
     def write_back(self, layer: int, newest: KVPart, rows: torch.Tensor) -> None:
-        """Write K and V `[P, d]` to the row ids `rows` (`rows_of`), after earlier compute work. P = B * Hkv."""
+        """Write K and V `[P, d]` to the rows `rows` (see `rows_of`), after earlier compute work. P = B * Hkv."""
         with self._write_back.behind_compute():
             stored = newest.map(self._pool.format_of(layer).encode)
             vectors, device = self._pool.vectors(layer), self._state.device_rows(layer)
@@ -243,8 +245,8 @@ class RowLists:
 
         Args:
             tokens: Token lists, int64 `[P, n]`.
-            counts: Number of valid tokens of each list, int32 `[P]`. None if all are valid.
-            overlapping: Whether to read KV that several sequences select from shared blocks only once from the pool.
+            counts: Number of valid tokens in each list, int32 `[P]`. None if all tokens are valid.
+            overlapping: Whether KV that several sequences select from shared blocks is read from the pool only once.
             cached: Whether to use the working sets.
         """
         # Inputs and staged KV are allocated in the compute stream (`Staging`). All other tensors are allocated, used
@@ -289,8 +291,8 @@ class RowLists:
     ) -> torch.Tensor | None:
         """Fill `staged` with the KV of `tokens`, from working sets, copies of blocks, or the pool.
 
-        If `overlapping`, KV that several sequences need is read from the pool once and then copied on the device.
-        Return `PendingBatchFetch.tally`.
+        If `overlapping`, KV that several sequences need is read from the pool once and then copied on the device. The
+        result is the value of `PendingBatchFetch.tally`.
         """
         ids, valid, found, copied = self._ids(layer, tokens), None, None, None
         if counts is not None:
@@ -303,7 +305,8 @@ class RowLists:
             copied = ids[0] >= device.first
         again = None
         if overlapping and ids.numel():
-            # K and V have the same duplicates, so only the rows of K are sorted. Copies may be read several times.
+            # K and V have the same duplicates, so it is enough to sort the rows of K. KV in copies of blocks may be
+            # read several times.
             keys = first_occurrences((ids[0] if copied is None else ids[0].masked_fill(copied, -1)).flatten())
             values = [(keys + len(keys)).where(keys >= 0, -1)] * (len(ids) - 1)  # none if keys contain the values
             again = torch.stack([keys, *values]).view_as(ids)
@@ -322,9 +325,10 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, hits: torch.Tensor | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `PendingBatchFetch.tally`. `hits` `[B]` counts the entries found on the device.
+        """Return the value of `PendingBatchFetch.tally`.
 
-        `again` contains values >= 0 for entries that are fetched for another sequence.
+        `hits` `[B]` counts the entries that were found on the device. `again` is >= 0 for entries that are fetched for
+        another sequence.
         """
         if hits is None and again is None:
             return None

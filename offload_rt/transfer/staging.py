@@ -1,4 +1,4 @@
-"""Lifetime of buffers that two streams use."""
+"""Lifetime of buffers that are used by two streams."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .streams import Event, Stream
 class Staging:
     """Keeps the buffers of a fetch alive until the compute stream waits for the fetch.
 
-    Buffers are allocated in the compute stream, and released as soon as the wait is queued in this stream. Only later
-    compute work can then reuse the memory. The allocator's `record_stream` would keep the memory until the device has
-    executed the wait.
+    Buffers are allocated in the compute stream, and are released as soon as the wait is queued in this stream. From
+    then on, later compute work can reuse the memory. With the allocator's `record_stream`, the memory could not be
+    reused until the device has executed the wait.
     """
 
     def __init__(self, prefetch: Stream) -> None:
@@ -24,7 +24,7 @@ class Staging:
         self._buffers: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def hold(self, *tensors: torch.Tensor) -> int:
-        """Keep the buffers of a fetch alive. Return the number of the fetch."""
+        """Keep the buffers of a fetch alive. Return a number that identifies the fetch."""
         number = next(self._numbers)
         self._buffers[number] = tensors
         return number
@@ -34,8 +34,8 @@ class Staging:
 
         Args:
             number: The result of `hold`.
-            event: An event after the fetch.
-            *made: Tensors that were allocated in the prefetch stream and are used in the compute stream.
+            event: An event that is recorded after the fetch.
+            *made: Tensors that were allocated in the prefetch stream and will be used in the compute stream.
         """
         self._prefetch.hold_compute(event, *made)
         self._buffers.pop(number, None)
@@ -46,14 +46,15 @@ class Staging:
 
 
 HELD_BACK = 1 << 20
-"""Maximum size in bytes of pending write-backs in decode steps. Above it, the compute stream waits for the oldest ones.
+"""Maximum size in bytes of the pending write-backs in decode steps.
 
-It exceeds the size of one step's write-backs, so the compute stream only waits for write-backs of earlier steps.
+If it is exceeded, the compute stream waits for the oldest write-backs. The limit is larger than the write-backs of one
+step, so the compute stream only waits for write-backs of earlier steps.
 """
 
 
 class PendingWriteBacks:
-    """Like `Staging`, for buffers of write-backs.
+    """Keeps the buffers of write-backs alive, as `Staging` does for fetches.
 
     A prefill releases the buffers of a layer when the next layer starts. Until then, the write-back runs in parallel
     with the attention and the MLP of the layer.
@@ -67,7 +68,7 @@ class PendingWriteBacks:
     def hold(self, event: Event, *tensors: torch.Tensor) -> None:
         """Keep `tensors` alive until the compute stream waits for `event`.
 
-        `event` must be the newest event of the write-back stream, after all reads of the tensors.
+        `event` must be the newest event of the write-back stream, recorded after all reads of the tensors.
         """
         size = sum(tensor.nbytes for tensor in tensors)
         self._pending.append((event, size, tensors))
@@ -83,6 +84,6 @@ class PendingWriteBacks:
             self._write_back.hold_compute(last)
 
     def clear(self) -> None:
-        """Release all tensors. All write-backs must have ended, or the compute stream must already wait for them."""
+        """Release all tensors. Before, all write-backs must have ended or the compute stream must wait for them."""
         self._pending.clear()
         self._bytes = 0

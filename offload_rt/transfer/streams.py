@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 
 class Event(Protocol):
-    """A point in a stream's queue, reached when all earlier work has finished."""
+    """A point in a stream's queue that is reached when all earlier work has finished."""
 
     def synchronize(self) -> None: ...
 
@@ -30,25 +30,25 @@ class Stream(Protocol):
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Return a context in which work is queued in this stream, after all compute work queued so far."""
+        """Return a context in which work is queued in this stream. It waits for all compute work queued so far."""
         ...
 
     def record_event(self) -> Event:
-        """Return an event after all work queued in this stream so far."""
+        """Return an event that is reached when all work queued in this stream so far has finished."""
         ...
 
     def wait_for(self, event: Event) -> None: ...
 
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Make later compute work wait for `event`. This work uses `tensors`, which were allocated in this stream."""
+        """Make later compute work wait for `event`, and allow it to use `tensors`, which this stream has allocated."""
         ...
 
 
 class DeviceStream(Stream):
-    """A stream of CUDA, ROCm (which torch also calls cuda) or XPU.
+    """A stream on a CUDA, ROCm or XPU device. (In torch, ROCm devices are also called cuda.)
 
-    Tensors that two streams use are registered with the caching allocator, so that their memory is not reused too
-    early.
+    Tensors that are used by two streams are registered with the caching allocator, so that their memory is not reused
+    too early.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class DeviceStream(Stream):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which `device` is the current device. Triton launches and graph captures need this."""
+    """Return a context in which `device` is the current device, as Triton launches and graph captures require."""
     if device.type == "cpu":
         return nullcontext()
     chosen: AbstractContextManager[None] = torch.accelerator.device_index(device.index)

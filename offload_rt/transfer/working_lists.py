@@ -1,4 +1,4 @@
-"""Working sets of the sequences of a batch."""
+"""Working sets of all sequences in a batch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class WorkingLists:
     """Working sets of up to `batch` sequences. All methods must be called in the prefetch stream.
 
     `hold` sets the sequences. Kernels read the addresses of the working sets from a table, so a CUDA graph can be
-    replayed for other sequences. The first look-up of a layer allocates memory, which a graph cannot capture. Call
-    `use` for the layer before.
+    replayed for other sequences. The first look-up in a layer allocates memory, which a graph cannot capture, unless
+    `use` was called for the layer before `hold`.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
         self._entries = capacity + 1
-        # Per layer, addresses of the look-up tables and of the cached KV.
+        # For each layer, the addresses of the look-up tables and of the cached KV.
         self._tables = torch.zeros(layers, 2, batch, FIELDS, dtype=torch.int64, device=device)
-        # Number of table entries of each sequence. It is 0 for padding, so that kernels do not write its tables.
+        # Number of table entries of each sequence. For padding, it is 0, so that kernels do not write to these tables.
         self._entry_counts = torch.zeros(batch, dtype=torch.int32, device=device)
         self._used: set[int] = set()
         self._sets: dict[int, list[LayerSet]] = {}
@@ -52,7 +52,7 @@ class WorkingLists:
         copy_into(addresses, self._tables)
 
     def look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> LookUp:
-        """Look up which of the tokens `[P, n]` are cached. Then call `take`, and after it `put`."""
+        """Look up which of the tokens `[P, n]` are cached. Afterwards, call `take` and then `put`."""
         if layer not in self._used:
             self._used.add(layer)
             self._bind()
@@ -63,11 +63,11 @@ class WorkingLists:
         return found
 
     def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """Copy the KV of cached tokens to their positions in out `[planes, P, n, width]`. P = B * Hkv."""
+        """Copy the KV of cached tokens to their positions in `out` `[planes, P, n, width]`, with P = B * Hkv."""
         dispatch.gather_slots(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
-        """Store the KV of missing tokens, `rows` `[planes, P, n, width]`, in the slots that `found` assigns."""
+        """Store the KV of missing tokens in the slots that `found` assigns. `rows` is `[planes, P, n, width]`."""
         dispatch.scatter_slots(self._rows(layer), found.into, rows)
 
     def _rows(self, layer: int) -> PointerTable:

@@ -3,8 +3,9 @@
 Each layer that selects tokens caches at most `capacity` entries per KV head. All operations have static shapes and do
 not synchronise with the host, so they can be captured in a graph.
 
-The entry with the lowest score is evicted first. Each use adds 1 to the score of an entry, and each look-up multiplies
-all scores of the layer by `DECAY` (LRFU, Lee et al. 2001). Measurements: `eval/results/reference/working_set.md`.
+The entry with the lowest score is evicted first. Each use of an entry adds 1 to its score, and each look-up multiplies
+all scores of the layer by `DECAY` (LRFU, Lee et al. 2001). For measurements, see
+`eval/results/reference/working_set.md`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ..core import ModelGeometry, RowShape
 DECAY = 0.9
 """Factor by which each look-up multiplies all scores.
 
-With 0.9, the hit rate on recorded selections of the reference model is at most 0.3 percentage points below that of the
-best factor in [0.5, 1], and 1 to 4 points above that of 1.0 (LFU).
+On recorded selections of the reference model, the hit rate with 0.9 is at most 0.3 percentage points below the hit rate
+with the best factor in [0.5, 1], and 1 to 4 points above the hit rate with 1.0 (LFU).
 """
 
 _EMPTY = -1
@@ -28,17 +29,17 @@ _EMPTY = -1
 
 @dataclass(frozen=True)
 class LookUp:
-    """Result of a look-up of n tokens in each of P lists (one per KV head)."""
+    """Result of looking up n tokens in each of P lists (one list per KV head)."""
 
     slots: torch.Tensor  # slot of each cached token, int64 `[P, n]`; -1 for all other tokens
-    # Slot assigned to each missing token, int64 `[P, n]`; -1 for all other tokens, or if no slot is left.
+    # Slot assigned to each missing token, int64 `[P, n]`; -1 for cached tokens, or if no slot was left for the token.
     into: torch.Tensor
-    hits: torch.Tensor  # number of cached tokens of each list, int64 `[P]`
+    hits: torch.Tensor  # number of cached tokens in each list, int64 `[P]`
 
 
 def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
     """Return the size in bytes of a layer's working set with `rows` entries per KV head."""
-    # One additional entry receives KV that is not kept.
+    # One additional entry receives the KV that is not kept.
     if rows == 0:
         return 0
     token_and_score = torch.int32.itemsize + torch.float32.itemsize
@@ -80,11 +81,11 @@ def look_up(table: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | Non
 
 @dataclass(frozen=True)
 class LayerSet:
-    # Token (negative for none) and bits of the float32 score of each slot, int32 `[Hkv, capacity + 1, 2]`. The last
-    # slot is never read.
+    # For each slot, the token (negative if the slot is empty) and the bits of its float32 score, int32
+    # `[Hkv, capacity + 1, 2]`. The last slot is never read.
     table: torch.Tensor
-    # Cached KV `[planes * Hkv, capacity + 1, width]` in the storage format: K of all heads, then V of all heads unless
-    # keys contain the values.
+    # Cached KV `[planes * Hkv, capacity + 1, width]` in the storage format: K of all heads and then, unless the keys
+    # contain the values, V of all heads.
     rows: torch.Tensor
 
     @classmethod
@@ -101,7 +102,7 @@ class LayerSet:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Token in each slot of each KV head, int32 `[Hkv, capacity]`; negative if the slot is empty."""
+        """Token in each slot, for each KV head, int32 `[Hkv, capacity]`. Negative if the slot is empty."""
         return self.table[:, :-1, 0]
 
     def forget(self, token: int) -> None:
@@ -122,7 +123,7 @@ class LayerSet:
 class WorkingSet:
     """The working set of one sequence. It is used only in the prefetch stream.
 
-    Cached KV is in the storage format and thus bit-identical to the KV in the pool. The memory of a layer is allocated
+    Cached KV is in the storage format and thus bit-identical to the KV in the pool. The memory for a layer is allocated
     when the layer first selects tokens, and its address never changes.
     """
 
@@ -152,7 +153,7 @@ class WorkingSet:
     def check_integrity(self, stored: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         """Assert that cached KV equals the KV in the pool.
 
-        `stored(layer, tokens)` returns the KV `[planes, Hkv, n, width]` of tokens `[Hkv, n]` in the pool.
+        `stored(layer, tokens)` must return the pool's KV `[planes, Hkv, n, width]` of `tokens` `[Hkv, n]`.
         """
         for number, layer in self._layers.items():
             layer.check_integrity()

@@ -21,7 +21,7 @@ from ...utils.private_files import make_private_folder
 from .requests import FILE_BITS, FileTable, Requests, reader
 from .row_copy import RowCopies
 
-NAMED = ".offload-rt-"  # prefix of temporary file names, used if the file system does not support unnamed files
+NAMED = ".offload-rt-"  # prefix for named temporary files, which file systems without unnamed files need
 
 
 class BlockFile:
@@ -29,7 +29,8 @@ class BlockFile:
 
     Attributes:
         handle: The file descriptor. It is closed when the object is deleted.
-        direct: Whether reads and writes bypass the page cache. If not, the kernel is advised to drop the pages.
+        direct: Whether reads and writes bypass the page cache. If they do not, the kernel is advised to drop the pages
+            after each read or write.
     """
 
     def __init__(self, handle: int) -> None:
@@ -49,7 +50,7 @@ class BlockFile:
             os.ftruncate(self.handle, offset + size)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write whole disk blocks `data`, uint8 from `aligned`, at byte `offset`. Raises OSError."""
+        """Write `data`, a uint8 tensor of whole disk blocks created by `aligned`, at byte `offset`. Raises OSError."""
         write_all(self.handle, offset, data.numpy().data)
         if not self.direct:
             os.fdatasync(self.handle)
@@ -80,10 +81,10 @@ class DirectFile(BlockFile):
         self.files = FileTable(handle, direct=self.direct)  # files that `read` can access; entry 0 is this file
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
-        """Read whole disk blocks into `buffer`, uint8 memory from `aligned`. Raises OSError.
+        """Read whole disk blocks into `buffer`, a uint8 tensor created by `aligned`. Raises OSError.
 
-        Requests refer to the open files in `files`. Rows are copied from `buffer` as `copies` describes, partly while
-        other requests are still being read.
+        The requests refer to the open files in `files`. If `copies` is given, rows are also copied out of `buffer`,
+        some of them while other requests are still being read.
         """
         if not hasattr(self._local, "reader"):
             self._local.reader = reader()
@@ -96,7 +97,7 @@ class DirectFile(BlockFile):
 
 
 def aligned(size: int) -> torch.Tensor:
-    """Return uint8 memory `[size]`, aligned to disk blocks and unmapped when the tensor is deleted."""
+    """Return a uint8 tensor `[size]` that is aligned to disk blocks. Its memory is unmapped when it is deleted."""
     assert size > 0
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8))
 

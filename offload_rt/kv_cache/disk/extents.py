@@ -1,8 +1,8 @@
 """Extents: the location of each block's KV on disk.
 
-Every block has an extent in the pool's own file. A block of a session can use a *stored extent* instead, in a file of
-the session store. Its KV is then written only once. An extent contains the storage layers (`layer_groups`) of the
-block, each `[Hkv, 64, planes, width]` and padded to whole disk blocks.
+Every block has an extent in the pool's own file. A block of a session can instead use a *stored extent*, which lies in
+a file of the session store, so that the KV is written only once. An extent contains all storage layers of the block
+(see `layer_groups`). Each storage layer has the shape `[Hkv, 64, planes, width]` and is padded to whole disk blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .direct_file import BlockFile, DirectFile
 from .file_layout import FileLayout
 from .requests import Offsets, file_position
 
-SPARE_FILES = 512  # number of file handles that the pool leaves to the rest of the process
+SPARE_FILES = 512  # number of file handles that the pool leaves for the rest of the process
 
 
 def ignore(layer: int, block: memoryview) -> None:
@@ -29,12 +29,12 @@ def ignore(layer: int, block: memoryview) -> None:
 
 @dataclass(eq=False)
 class StoredExtent:
-    """Location of a block's KV in a file of a session store. Each storage layer is written once, as a whole."""
+    """Location of a block's KV in a file of a session store. Each storage layer is written only once, as a whole."""
 
     file: BlockFile
     offset: int  # offset in bytes of the first storage layer
     layer_bytes: int
-    # Called by the writer thread with the index and the bytes of a storage layer that it has written.
+    # The writer thread calls this with the index and the bytes of each storage layer that it has written.
     written: Callable[[int, memoryview], None] = ignore
 
     def write(self, offset: int, data: torch.Tensor) -> None:
@@ -53,18 +53,18 @@ class _OpenExtent:
 class Extents:
     """Maps blocks to their extents, and KV entries to positions in open files.
 
-    The caller must hold the arena's lock for all calls, and read files only inside `with extents:`. If the process
-    cannot open more files, additional blocks stay in the pool's file.
+    The caller must hold the arena's lock during all calls, and must read files only inside `with extents:`. If the
+    process cannot open more files, further blocks stay in the pool's file.
     """
 
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._file, self._layout = file, layout
         self._stored: dict[int, _OpenExtent] = {}
-        # File position (`requests`) of storage layer 0 of each block, and the distance in bytes between storage layers.
+        # For each block, the file position (see `requests`) of storage layer 0, and the bytes between storage layers.
         self._base = layout.block_offset(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.layer_stride, np.int64)
-        # A file keeps its number until all reads that started before its release have ended: they use the number, and
-        # a newly opened file could get the same one. Pending writes (`WriteBehind`) also keep the file open.
+        # After its release, a file keeps its number until all earlier reads have ended. These reads use the number, and
+        # a newly opened file could otherwise get the same number. Pending writes (`WriteBehind`) also keep a file open.
         self._released: list[_OpenExtent] = []
         self._reading = 0
         self._mutex = threading.Lock()
@@ -86,7 +86,7 @@ class Extents:
         return len(self._stored) + len(self._released) < self._most
 
     def assign(self, block: int, extent: StoredExtent, storage_layers: Sequence[int] = ()) -> None:
-        """Let `block` use a stored extent that already contains `storage_layers`. The block must not have KV."""
+        """Let `block`, which must not have KV yet, use a stored extent that already contains `storage_layers`."""
         assert block not in self._stored and extent.layer_bytes == self._layout.layer_bytes
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
@@ -102,11 +102,11 @@ class Extents:
             self._close_released()
 
     def accepts(self, block: int, storage_layer: int) -> bool:
-        """Return whether a storage layer can be written now. In a stored extent, each layer is written only once."""
+        """Return whether a storage layer may be written. A layer in a stored extent may be written only once."""
         return (opened := self._stored.get(block)) is None or storage_layer not in opened.storage_layers
 
     def target(self, block: int, storage_layer: int) -> tuple[StoredExtent | DirectFile, int]:
-        """Return the file and byte offset for writing a storage layer. From then on, the layer counts as written."""
+        """Return the file and the byte offset to write a storage layer to. The layer counts as written from now on."""
         if (opened := self._stored.get(block)) is None:
             return self._file, int(self.layer_positions(block, storage_layer))
         assert storage_layer not in opened.storage_layers
@@ -114,19 +114,19 @@ class Extents:
         return opened.extent, opened.extent.offset + storage_layer * opened.extent.layer_bytes
 
     def layer_positions(self, blocks: Offsets | int, storage_layer: Offsets | int) -> Offsets:
-        """Return the file position of a storage layer in each block (`requests.file_position`)."""
+        """Return the file position of a storage layer in each of `blocks` (see `requests.file_position`)."""
         found: Offsets = self._base[blocks] + storage_layer * self._step[blocks]
         return found
 
     def entry_positions(self, ids: Offsets, storage_layer: int) -> Offsets:
-        """Return the file positions of the KV entries with the given `ids` (`FileLayout.entry_ids`)."""
+        """Return the file positions of the KV entries with the ids `ids` (see `FileLayout.entry_ids`)."""
         rows = ids % self._layout.layer_entries
         return self.layer_positions(ids // self._layout.block_entries, storage_layer) + rows * self._layout.entry_bytes
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def __enter__(self) -> None:
-        """Begin a read. File positions stay valid until the context ends, even if blocks leave their extents."""
+        """Begin a read. File positions stay valid until the context exits, even if blocks leave their extents."""
         with self._mutex:
             self._reading += 1
 
@@ -156,7 +156,7 @@ class Extents:
 
 
 def most_files() -> int:
-    """Raise the limit of open files of this process to its maximum, and return the maximum."""
+    """Raise this process's limit on open files to the maximum, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):

@@ -24,24 +24,25 @@ from .row_cache import RowCache
 from .row_copy import RowCopies
 from .write_behind import ExtentWrite, WriteBehind
 
-AT_ONCE = 2  # layers that are read at the same time: the disk stays busy while one layer looks up its KV entries
-# A gap up to this many bytes between two pieces is read too: it takes less time than a request (10 µs at 2 GB/s).
+AT_ONCE = 2  # layers that are read concurrently, so that the disk stays busy while one layer looks up its KV entries
+# Two pieces are read in one request if the gap between them has at most this many bytes. Reading the gap takes less
+# time than a second request (10 µs at 2 GB/s).
 GAP = 4 * DISK_PAGE
-LARGEST_READ = 1 << 20  # bytes per request: copying from one request overlaps with reading the next
+LARGEST_READ = 1 << 20  # maximum bytes per request, so that copying from one request overlaps with reading the next
 
 
 class FileArena:
     """KV storage in a file, with the interface of `Arena`. Methods raise DiskError if an I/O operation fails.
 
-    The KV of a block is either in a memory buffer or in its extent on disk (`extents.py`). Partly filled blocks are
-    buffered until another block needs the buffer. Full blocks are written asynchronously. KV entries that `gather`
-    reads are cached (`RowCache`). `view` and `planes_of` return copies.
+    The KV of a block is either in a memory buffer or in the block's extent on disk (see `extents.py`). A partly filled
+    block stays in its buffer until another block needs the buffer. Full blocks are written asynchronously. KV entries
+    that `gather` reads are cached (`RowCache`). Unlike in `Arena`, `view` and `planes_of` return copies.
 
-    Files of a session store are never modified. Before a block in a file of a session store is overwritten, its KV is
-    copied to a buffer, and the block leaves the file.
+    KV in a session store's files is never modified. Before a block in such a file is overwritten, its KV is copied to a
+    buffer, and the block no longer uses the file.
 
-    Thread-safe under three conditions. Only one thread at a time fills a block or assigns it an extent. Only one thread
-    per layer calls `gather`. No KV entry is read while it is being written.
+    Thread-safe under three conditions: only one thread at a time fills a block or assigns it an extent, only one thread
+    per layer calls `gather`, and no KV entry is read while it is being written.
 
     Args:
         limit: Limit on host memory in bytes.
@@ -57,11 +58,11 @@ class FileArena:
         self._writer = WriteBehind(file.folder, self.budget.staged)
         self._extents = Extents(file, self.file_layout)
         self._blocks = RecycledMemory(least=0)  # memory for sequential reads
-        # Partly filled blocks, uint8 `[layers, layer bytes]` each, least recently filled first.
+        # One buffer `[layers, layer bytes]` (uint8) per partly filled block. The least recently filled block is first.
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._written = np.zeros(layout.blocks, bool)  # blocks with KV in the pool's own file
         self._mutex = threading.RLock()
-        # one staging buffer per concurrent reader; a thread waits until one is available
+        # One staging buffer per concurrent reader. A thread waits until a buffer is available.
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(AT_ONCE):
             self._staging.put(aligned(self.budget.staged // AT_ONCE // DISK_PAGE * DISK_PAGE))
@@ -72,7 +73,8 @@ class FileArena:
     ) -> FileArena:
         """Create the file of a KV cache that uses up to `host_bytes` of host memory.
 
-        Raises ConfigError if the folder cannot be used, and MemoryLimitError if a limit is too large or too small.
+        Raises ConfigError if the folder cannot be used, and MemoryLimitError if the limit on host memory or on disk
+        space is too large or too small.
         """
         layout = FileLayout.fit(disk_limit(disk.folder, disk.limit, host_bytes), geometry, format, slab_tokens)
         MemoryBudget.divide(host_bytes, layout)  # checks the limit before the file is created
@@ -80,7 +82,7 @@ class FileArena:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the host memory in use: cached KV entries and block buffers."""
+        """Size in bytes of the host memory that cached KV entries and block buffers use."""
         buffers = len(self._buffers) * (self.budget.blocks // self.budget.block_buffers)
         return self._cache.used * self.budget.slot_bytes + buffers
 
@@ -103,7 +105,7 @@ class FileArena:
         return self._writer.lost
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Drop the KV of freed blocks, and the errors of their writes."""
+        """Drop the KV of freed blocks, and any errors from writing it."""
         with self._mutex:
             for block in blocks:
                 self._buffers.pop(block, None)
@@ -115,26 +117,26 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------ stored extents
 
     def extent(self, block: int) -> StoredExtent | None:
-        """Return the stored extent of a block after its pending writes, or None. Raises DiskError."""
+        """Wait for a block's pending writes. Return its stored extent, or None if it has none. Raises DiskError."""
         self._wait(block)
         with self._mutex:
             return self._extents.get(block)
 
     def is_empty(self, block: int) -> bool:
-        """Return whether `attach` accepts the block: it has no KV, and another file can be opened."""
+        """Return whether `attach` accepts the block, which must have no KV. It must also be possible to open a file."""
         with self._mutex:
             nowhere = block not in self._extents and block not in self._buffers and not self._written[block]
             return nowhere and self._extents.can_open_file()
 
     def is_buffered(self, block: int) -> bool:
-        """Return whether `move_to` accepts the block: its KV is in a memory buffer, and another file can be opened."""
+        """Return whether `move_to` accepts the block: its KV must be in a buffer, and a file can still be opened."""
         with self._mutex:
             return block in self._buffers and self._extents.can_open_file()
 
     def attach(self, block: int, extent: StoredExtent, storage_layers: range = range(0)) -> bool:
         """Let an empty block use a stored extent that already contains `storage_layers`.
 
-        Return False if the block has KV, or if no more files can be opened.
+        Return False if the block already has KV or if no more files can be opened.
         """
         with self._mutex:
             if blank := self.is_empty(block):
@@ -143,9 +145,9 @@ class FileArena:
             return blank
 
     def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
-        """Move a full block from its buffer to a stored extent, by writing its first `layers` storage layers.
+        """Move a full block from its buffer to a stored extent by writing its first `layers` storage layers.
 
-        Return False if the block has no buffer, or if no more files can be opened.
+        Return False if the block has no buffer or if no more files can be opened.
         """
         with self._mutex:
             if buffered := self.is_buffered(block):
@@ -189,7 +191,10 @@ class FileArena:
             self._forget_all(target)
 
     def _count_writable(self, block: int, storage_layer: int, most: int) -> int:
-        """Return how many of the next `most` blocks, from `block` on, can be written to disk without a buffer."""
+        """Return how many consecutive blocks, starting at `block`, can be written to disk without a buffer.
+
+        The result is at most `most`.
+        """
         with self._mutex:
             following = range(block, block + most)
             blocked = (b in self._buffers or not self._extents.accepts(b, storage_layer) for b in following)
@@ -200,7 +205,7 @@ class FileArena:
         self._cache.remove(range(block * count, (block + 1) * count))
 
     def _queue_layer_write(self, blocks: range, storage_layer: int, data: torch.Tensor) -> None:
-        """Queue the write of one storage layer of full blocks, uint8 `[blocks, layer bytes]`."""
+        """Queue a write of one storage layer of full blocks. `data` is uint8 `[blocks, layer bytes]`."""
         with self._mutex:
             stored = [range(block, block + 1) for block in blocks if block in self._extents]
             own = list(ranges_of(block for block in blocks if block not in self._extents))
@@ -219,9 +224,9 @@ class FileArena:
             self._queue_layer_write(range(block, block + 1), storage_layer, own[None])
 
     def _buffer_of(self, block: int) -> torch.Tensor:
-        """Return the memory buffer of a block, with the KV that the block has on disk.
+        """Return the memory buffer of a block. If the block has KV on disk, the KV is read into the buffer.
 
-        If there are too many buffers, write the oldest to disk.
+        If there are too many buffers, the oldest is written to disk.
         """
         if block in self._buffers:
             self._buffers.move_to_end(block)
@@ -277,11 +282,11 @@ class FileArena:
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 
     def gather(self, storage_layer: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
-        """Read KV entries of one storage layer into rows of `out`, from memory or from the disk.
+        """Read KV entries of one storage layer, from memory or from disk, into rows of `out`.
 
         Args:
             ids: Distinct ids of KV entries (`FileLayout.entry_ids`), int64 `[n]`.
-            out: Contiguous output `[m, planes * width]`, with K and V of an entry in one row.
+            out: Contiguous output `[m, planes * width]`. A row receives K and V of one entry.
             into: Row of `out` for each entry, int64 `[n]`.
         """
         with self._extents:
@@ -298,7 +303,7 @@ class FileArena:
                     self._cache.insert(ids, out, into)
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
-        """Copy the entries of buffered blocks to `out`. Return `ids` and `into` of all other entries."""
+        """Copy the entries of buffered blocks to `out`. Return the `ids` and `into` of the remaining entries."""
         blocks = ids // self.file_layout.block_entries
         for block in self._buffers.keys() & set(blocks.tolist()):
             here = blocks == block
@@ -311,7 +316,7 @@ class FileArena:
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
         """Read n pieces of r adjacent rows each, and copy row j of piece i to row `into[i, j]` of `out` `[m, width]`.
 
-        `offsets` `[n]` has the file position of each piece.
+        `offsets` `[n]` contains the file position of each piece.
         """
         own, row, staging = into.shape[1], out.shape[1] * out.itemsize, self._staging.get()
         try:

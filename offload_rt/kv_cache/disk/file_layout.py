@@ -1,11 +1,11 @@
-"""Options and layout of the file of a KV cache on disk, and the division of its host memory.
+"""Options and file layout of a KV cache on disk, and how its host memory is divided.
 
 The pool's file consists of slabs with the shape
 
     [storage layer, slab_blocks, kv_head, 64 tokens, 2 (K, V), d]
 
-K and V of a token are adjacent, because they are always read together. The 64 tokens of a head are contiguous, because
-a head often selects adjacent tokens. The storage layers (`layer_groups`) of a block are aligned to disk blocks. A file
+K and V of a token are adjacent because they are always read together. The 64 tokens of a head are contiguous because a
+head often selects adjacent tokens. Each storage layer of a block (see `layer_groups`) is aligned to disk blocks. A file
 of a session store contains the storage layers of one block in the same format. With latent attention, only K is stored.
 """
 
@@ -28,12 +28,13 @@ from ..layout import SLAB_TOKENS, ArenaLayout
 from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
-# Limits on the size in bytes of a staging buffer: a few requests fit in the least, a full request queue in the most.
+# Limits on the size of a staging buffer in bytes. The smallest buffer has space for a few requests, and the largest for
+# a full request queue.
 LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
 
 Ids = TypeVar("Ids", int, Offsets)
 
-TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory limit
+TIMES_HOST = 16  # default limit on disk space, as a multiple of the host memory limit
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class DiskTier:
 
 
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
-    """Return `limit`, or the default maximum size in bytes of the KV file (`DiskTier`).
+    """Return `limit`, or the default maximum size of the KV file in bytes if `limit` is None (see `DiskTier`).
 
     `folder` need not exist yet. Raises MemoryLimitError if `limit` exceeds the free disk space.
     """
@@ -64,7 +65,7 @@ def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Sizes and byte offsets in the file of a KV cache. `arena` defines the number and shape of the blocks."""
+    """Sizes and byte offsets in the file of a KV cache. `arena` defines how many blocks there are, and their shape."""
 
     arena: ArenaLayout
 
@@ -72,7 +73,7 @@ class FileLayout:
     def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
         """Return the layout with the most blocks in a file of `limit` bytes. Raises MemoryLimitError if no block fits.
 
-        The head dimensions in `geometry` must be widths of stored vectors (`stored_geometry`).
+        The head dimensions in `geometry` must be the widths of the stored vectors (see `stored_geometry`).
         """
         own = BLOCK_SIZE * geometry.full_rows.bytes(format.storage)
         rows = limit * own // round_up_to_page(own)
@@ -109,15 +110,16 @@ class FileLayout:
         return block // self.arena.slab_blocks * self.slab_bytes + block % self.arena.slab_blocks * self.layer_bytes
 
     def entry_ids(self, storage_layer: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
-        """Return the ids of the KV entries of token slots `slots` in `blocks`, for KV heads `heads`.
+        """Return the ids of the KV entries in token slots `slots` of `blocks`, for the KV heads `heads`.
 
-        The arrays are int64 and are broadcast. The entries of one storage layer of a block have consecutive ids.
+        The arrays are int64 and are broadcast together. All entries in one storage layer of a block have consecutive
+        ids.
         """
         first: Offsets = (blocks * self.arena.layers + storage_layer) * self.layer_entries + slots
         return first + heads * BLOCK_SIZE
 
     def by_layer(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Yield each storage layer that has entries among `ids`, with the indices of these entries in `ids`."""
+        """Yield each storage layer to which some of `ids` belong, with the positions of those ids in `ids`."""
         layers = ids // self.layer_entries % self.arena.layers
         for storage_layer in np.unique(layers).tolist():
             yield storage_layer, np.flatnonzero(layers == storage_layer)
@@ -129,15 +131,15 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    staged: int  # bytes of each kind of temporary memory: data read, requested entries, and pending writes
+    staged: int  # bytes for each of the three kinds of temporary memory: data read, requested entries, pending writes
     block_buffers: int  # maximum number of buffers for partly filled blocks
-    blocks: int  # total bytes of these buffers
+    blocks: int  # total bytes of the block buffers
     slots: int  # number of KV entries in the row cache (`RowCache`)
-    slot_bytes: int  # bytes of a slot of the row cache, including metadata
+    slot_bytes: int  # bytes per slot of the row cache, including metadata
 
     @classmethod
     def divide(cls, limit: int, layout: FileLayout) -> MemoryBudget:
-        """Divide `limit` bytes: 1/32 for each kind of temporary memory, 1/16 for block buffers, all else for the cache.
+        """Divide `limit` bytes: 1/32 for each kind of temporary memory, 1/16 for block buffers, the rest for the cache.
 
         Raises MemoryLimitError if the limit is too small.
         """
@@ -163,7 +165,7 @@ def round_up_to_page(size: int) -> int:
 def block_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
     """Return the size in bytes of one storage layer `[Hkv, tokens, planes, width]` of a block.
 
-    The size of a full block is padded to whole disk blocks for direct I/O.
+    If the block is full, the size is padded to whole disk blocks for direct I/O.
     """
     own = arena.kv_heads * tokens * arena.entry_bytes
     return round_up_to_page(own) if tokens == BLOCK_SIZE else own

@@ -1,6 +1,6 @@
 """Read pieces of open files. Nearby pieces are merged into one request, and requests run concurrently.
 
-Requests use io_uring if it is available, else threads.
+Requests use io_uring if it is available, and threads otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .row_copy import RowCopies, address, copy_rows
 DISK_PAGE = 4096  # bytes; direct I/O needs this alignment both in the file and in memory
 DEPTH = 64  # number of concurrent requests with io_uring
 THREADS = 16  # number of concurrent requests without io_uring
-# A file position is an integer: the low bits are the byte offset (up to 16 TiB), the high bits the file number.
+# A file position is an integer. Its low bits are the byte offset (up to 16 TiB), and its high bits are the file number.
 FILE_BITS = 44
 
 Offsets = NDArray[np.int64]
@@ -45,9 +45,9 @@ class DiskUse:
 
 
 class FileTable:
-    """Handles of open files by file number. `direct` tells whether all files bypass the page cache.
+    """Handles of open files by file number. `direct` is True if all files bypass the page cache.
 
-    Numbers are reused. Do not remove a file while a pending read refers to its number.
+    File numbers are reused, so a file must not be removed while a pending read refers to its number.
     """
 
     def __init__(self, first: int, *, direct: bool) -> None:
@@ -90,7 +90,7 @@ class Reads(NamedTuple):
     """Read requests that fill a buffer, and the location of each piece in the buffer. Pieces are in file order."""
 
     requests: Requests
-    pieces: Offsets  # index of each piece in the argument `offsets` of `merge_reads`, int64 `[n]`
+    pieces: Offsets  # index of each piece in the `offsets` passed to `merge_reads`, int64 `[n]`
     starts: Offsets  # byte offset of each piece in the buffer, int64 `[n]`
     # Index of the first piece of each request, int64 `[requests + 1]`. Request i contains the pieces
     # [first[i], first[i + 1]).
@@ -112,12 +112,12 @@ class Reads(NamedTuple):
 
 
 def merge_reads(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
-    """Merge reads of distinct pieces of `size` bytes into requests.
+    """Merge reads of distinct pieces, each of `size` bytes, into requests.
 
     Args:
         offsets: File position of each piece, int64 `[n]`, in any order.
-        gap: Largest gap in bytes between two pieces of one request.
-        most: Largest size in bytes of a request: a multiple of the disk block size, and larger than a piece.
+        gap: Largest gap in bytes between neighbouring pieces that are read in one request.
+        most: Largest size of a request in bytes. It must be a multiple of the disk block size and larger than a piece.
     """
     if (library := _merge_library()) is None:
         return _merge_with_numpy(offsets, size, gap, most)
@@ -148,7 +148,7 @@ def _merge_with_numpy(offsets: Offsets, size: int, gap: int, most: int) -> Reads
 
 
 class RingReader:
-    """Reader that uses io_uring: one system call for many requests. Only the thread that opened it may use it."""
+    """Reader that uses io_uring, with one system call for many requests. Only the thread that opened it may use it."""
 
     def __init__(self, library: ctypes.CDLL, ring: int) -> None:
         self._library, self._ring = library, ring
@@ -163,10 +163,11 @@ class RingReader:
         return cls(library, ring)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Read `requests` of the open `files` (`FileTable.handles`) into `buffer`, and copy rows as `copies` describes.
+        """Read `requests` into `buffer`. If `copies` is given, also copy rows from `buffer` to its output.
 
-        Rows may be copied while other requests are still being read. Raises OSError if a request fails or reads past
-        the end of a file. After an error, no request writes to `buffer` any more.
+        Rows may be copied while other requests are still being read. `files` are the handles of the open files
+        (`FileTable.handles`). Raises OSError if a request fails or reads past the end of a file. When the error is
+        raised, no request writes to `buffer` any more.
         """
         if not (count := len(requests.size)):
             return
@@ -185,7 +186,7 @@ class ThreadReader:
         weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Read like `RingReader.read`, but copy rows only after all requests have ended."""
+        """Read like `RingReader.read`, but start to copy rows only after all requests have ended."""
         pieces = zip(*(each.tolist() for each in requests), strict=True)
         jobs = [self._threads.submit(_read, files, offset, buffer[at : at + size]) for offset, size, at in pieces]
         failures = [job.exception() for job in jobs]

@@ -1,8 +1,8 @@
 """In-memory cache for KV entries on disk, shared by all sequences.
 
-The cache is set-associative: the id of an entry determines its set of `WAYS` slots, and only these are searched. The
-eviction policy is LRFU (Lee et al. 2001). Each use adds 1 to the score of an entry, and each decode step multiplies all
-scores by `DECAY`. The entry of the set with the lowest score is evicted.
+The cache is set-associative: the id of an entry determines a set of `WAYS` slots, and only these slots are searched.
+The eviction policy is LRFU (Lee et al. 2001). Each use of an entry adds 1 to its score, and each decode step multiplies
+all scores by `DECAY`. When a set is full, its entry with the lowest score is evicted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from .row_copy import address, copy_rows
 
 DECAY = 0.9  # factor by which scores decrease per step; measured for `transfer.working_set`
 
-# Slots per set. With 8 slots, there are 10 % more misses. With 32 slots, there are 3 % fewer misses, but lookups search
-# twice as many slots (Qwen 2.5 0.5B, 16,000 tokens, 5 % attended, 20 % of the KV in memory).
+# Number of slots per set. With 8 slots, there are 10 % more misses. With 32 slots, there are 3 % fewer misses, but each
+# lookup searches twice as many slots. Measured for Qwen 2.5 0.5B with 16,000 tokens, of which 5 % are attended to, and
+# with 20 % of the KV in memory.
 WAYS = 16
 
 SLOT_BYTES = 16  # metadata per slot: owner, score, last use
 
-# When the weight of a use exceeds this value, all scores are scaled down, so that sums stay far below the maximum of
-# float32. Scores that become zero belong to entries last used 400 steps ago.
+# When the weight of one use exceeds this value, all scores are scaled down, so that their sums stay far below the
+# float32 maximum. A score only becomes zero if its entry was last used 400 or more steps ago.
 MOST_WEIGHT = 1e18
 
 MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive ids evenly over the sets (Knuth, 6.4)
 
-AT_A_TIME = 4096  # number of ids that are looked up at a time without C code; limits the temporary memory
+AT_A_TIME = 4096  # number of ids per lookup if there is no C code, to limit the temporary memory
 
 Ids = NDArray[np.int64]
 
@@ -46,9 +47,9 @@ class _Arrays(ctypes.Structure):
 
 
 class RowCache:
-    """A set-associative cache of rows of `width` elements. A row is a KV entry and has a non-negative id.
+    """A set-associative cache of rows with `width` elements. Each row is a KV entry with a non-negative id.
 
-    The number of `slots` is rounded down to whole sets. The ids in one call must be distinct. Not thread-safe.
+    `slots` is rounded down to a whole number of sets. The ids passed in one call must be distinct. Not thread-safe.
     """
 
     def __init__(self, slots: int, width: int, storage: torch.dtype) -> None:
@@ -57,7 +58,7 @@ class RowCache:
         self._sets = slots // self._ways
         self.slots = slots = self._sets * self._ways
         memory = mmap.mmap(-1, max(1, slots * width * storage.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Adjacent slots are unrelated entries. With small pages, each access would be a TLB miss.
+        # Adjacent slots contain unrelated entries, so that with small pages, each access would be a TLB miss.
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.rows = torch.frombuffer(memory, dtype=storage).view(slots, width)
@@ -77,24 +78,24 @@ class RowCache:
         return self._owner[slots] - 1
 
     def advance(self, steps: float) -> None:
-        """Advance the clock of the scores by `steps` decode steps. One layer of a step is a fraction of a step."""
+        """Let all scores decay by `steps` decode steps. One layer of a step counts as a fraction of a step."""
         self._now = (self._now + 1) & 0xFFFFFFFF
-        # Instead of decreasing all scores, give later uses a larger weight. The order of the scores is the same.
+        # Instead of decreasing all scores, give later uses a larger weight. The ranking stays the same.
         self._weight *= DECAY**-steps
         if self._weight > MOST_WEIGHT:
             self._score /= np.float32(self._weight)
             self._weight = 1.0
 
     def lookup(self, ids: Ids, out: torch.Tensor, into: Ids) -> tuple[Ids, Ids]:
-        """Copy the cached rows among `ids` to `out`, and increase their scores.
+        """Copy those of the rows `ids` that are cached to `out`, and increase their scores.
 
         Args:
             ids: Ids of the rows, int64 `[n]`.
             out: Contiguous output `[m, width]`.
-            into: Index in `out` of each row, int64 `[n]`.
+            into: Index in `out` for each row, int64 `[n]`.
 
         Returns:
-            `ids` and `into` of the rows that are not cached.
+            The `ids` and `into` of the rows that are not cached.
         """
         assert out.is_contiguous() and out.shape[1] == self.rows.shape[1] and len(ids) == len(into)
         if not len(ids):
@@ -116,12 +117,14 @@ class RowCache:
         return missing[0, :count], missing[1, :count]
 
     def insert(self, ids: Ids, rows: torch.Tensor, at: Ids) -> None:
-        """Insert rows that are not cached. A row is skipped if all slots of its set were used since the last `advance`.
+        """Insert rows that are not cached yet.
+
+        If all slots of a row's set have been used since the last `advance`, the row is skipped.
 
         Args:
             ids: Ids of the rows, int64 `[n]`.
             rows: Contiguous source `[m, width]`.
-            at: Index in `rows` of each row, int64 `[n]`.
+            at: Index of each row in `rows`, int64 `[n]`.
         """
         assert rows.is_contiguous() and rows.shape[1] == self.rows.shape[1] and len(ids) == len(at)
         if not len(ids):
@@ -144,7 +147,7 @@ class RowCache:
         self.used -= int((slots >= 0).sum())
 
     def _slots_of(self, ids: Ids) -> Ids:
-        """Return the possible slots of each id, `[n, ways]`."""
+        """Return the slots in which each id may be stored, `[n, ways]`."""
         mixed = ids.astype(np.uint64) * np.uint64(MIX) >> np.uint64(32)
         sets = (mixed * np.uint64(self._sets) >> np.uint64(32)).astype(np.int64)
         return sets[:, None] * self._ways + np.arange(self._ways)
@@ -159,10 +162,10 @@ class RowCache:
         return found
 
     def _insert(self, ids: Ids, rows: torch.Tensor, at: Ids) -> int:
-        """Insert rows without C code. Return how many empty slots were filled."""
+        """Insert rows with numpy and torch instead of C code. Return how many empty slots were filled."""
         fresh = 0
         while len(ids):
-            # at most one row per set in each pass
+            # Insert at most one row per set in each pass.
             _, turn = np.unique(self._slots_of(ids)[:, 0], return_index=True)
             slots = self._slots_of(ids[turn])
             scores = np.where(self._last[slots] == self._now, np.inf, self._score[slots])

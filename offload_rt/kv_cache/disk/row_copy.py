@@ -21,19 +21,19 @@ class RowCopies(NamedTuple):
     # [first[i], first[i + 1]).
     first: NDArray[np.int64]
     at: NDArray[np.int64]  # byte offset of each row in the buffer, int64 `[n]`
-    into: NDArray[np.int64]  # index in `out` of each row, int64 `[n]`, without duplicates
+    into: NDArray[np.int64]  # destination index of each row in `out`, int64 `[n]`, without duplicates
     out: torch.Tensor  # contiguous output `[m, width]`
 
 
 def address(array: NDArray[Any]) -> int:
-    """Return the memory address of a non-empty, writable array, four times as fast as `array.ctypes`."""
+    """Return the memory address of a non-empty, writable array. This is four times as fast as `array.ctypes`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, into: NDArray[np.int64]) -> None:
-    """Copy rows at byte offsets `at` `[n]` of `source` to the distinct rows `into` `[n]` of `out` `[m, width]`.
+    """Copy the rows at the byte offsets `at` `[n]` in `source` to the rows `into` `[n]` of `out` `[m, width]`.
 
-    Both tensors must be contiguous and must not overlap.
+    The indices in `into` must be distinct. Both tensors must be contiguous and must not overlap.
     """
     assert source.is_contiguous() and out.is_contiguous() and len(at) == len(into)
     size = out.shape[1] * out.itemsize
@@ -44,7 +44,7 @@ def copy_rows(source: torch.Tensor, at: NDArray[np.int64], out: torch.Tensor, in
     if (library := _library()) is not None:
         library.copy_rows(len(at), size, source.data_ptr(), address(at), out.data_ptr(), address(into))
         return
-    # all rows begin and end on multiples of this number of bytes
+    # The start and end of every row are multiples of this number of bytes.
     unit = int(np.gcd.reduce(at, initial=math.gcd(size, source.nbytes)))
     parts = torch.from_numpy(at // unit).unsqueeze(1) + torch.arange(size // unit)
     rows = source.view(torch.uint8).view(-1, unit).index_select(0, parts.flatten()).view(len(at), size)

@@ -26,14 +26,14 @@ class ExtentWrite(NamedTuple):
 
 
 class WriteBehind:
-    """Writer thread of a KV pool on disk. Writes run in the order of `add`.
+    """Writer thread of a KV pool on disk. Writes run in the order in which they were passed to `add`.
 
     A key is a pair (block, storage layer). Before a thread reads KV from a file, it must call `wait` with the keys of
-    this KV.
+    that KV.
 
     Args:
-        folder: Folder of the pool, for messages.
-        limit: Maximum number of pending bytes.
+        folder: Folder of the pool, used in error messages.
+        limit: Maximum number of bytes in pending writes.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -47,7 +47,10 @@ class WriteBehind:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, keys: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue writes that contain the KV of `keys`. Wait first if pending writes would exceed `limit` bytes."""
+        """Queue the writes `pieces`, which contain the KV of `keys`.
+
+        If pending writes would exceed `limit` bytes, first wait until earlier writes have ended.
+        """
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -57,7 +60,7 @@ class WriteBehind:
         self._thread.submit(self._write, keys, pieces, size)
 
     def wait(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Wait until the KV of `keys` is written. Raise DiskError if a write failed."""
+        """Wait until the KV of `keys` has been written. Raise DiskError if a write failed."""
         with self._changed:
             if self._waiting:
                 self._changed.wait_for(lambda: not any(key in self._waiting for key in keys))
@@ -76,7 +79,7 @@ class WriteBehind:
             return {block for block, _ in self._lost}
 
     def forget_errors(self, blocks: Sequence[int]) -> None:
-        """Discard the errors of past and pending writes of freed blocks."""
+        """Ignore errors from past and pending writes of freed blocks."""
         gone = set(blocks)
         with self._changed:
             self._lost = {key: why for key, why in self._lost.items() if key[0] not in gone}
@@ -104,6 +107,6 @@ class WriteBehind:
                 piece.target.write(piece.offset, piece.data)
         except OSError as error:
             return error.strerror or str(error)
-        except Exception as error:  # If the writer thread ended here, threads that wait for a key would never continue.
+        except Exception as error:  # If this ended the writer thread, threads that wait for a key would never continue.
             return f"{type(error).__name__}: {error}"
         return ""

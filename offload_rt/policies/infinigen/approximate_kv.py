@@ -1,14 +1,15 @@
 """Approximate KV of a sequence on the compute device: quantised keys and values of all its tokens, in pages.
 
-The 4-bit keys score all tokens. Keys and 4-bit or 2-bit values estimate the attention to tokens that were not selected.
+The 4-bit keys are used to score all tokens. Together with the 4-bit or 2-bit values, they are also used to estimate the
+attention to tokens that were not selected.
 
-Keys and values are transformed before quantisation, to reduce its error. Keys are skewed and centred, each column is
-scaled by the square root of its standard deviation, and a rotation is applied. Values are only rotated, and the
-attention output is rotated back.
+Before quantisation, keys and values are transformed to reduce the quantisation error. Keys are skewed and centred, each
+column is scaled by the square root of its standard deviation, and a rotation is applied. Values are only rotated, and
+the attention output is rotated back.
 
 With latent attention, the value is the first part of the key (`ModelGeometry.value_dim`). It is rotated and quantised
-separately, because the transformation of keys enlarges errors that do not change scores. With random weights, values
-taken from the quantised keys had an output error of 1.7 to 60 times that of 4-bit values.
+separately, because the transformation of keys enlarges errors that do not affect scores. With random weights, values
+that were taken from the quantised keys had 1.7 to 60 times the output error of 4-bit values.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from .bases import Basis
 from .scoring import PROMPT_KEYS_AT_ONCE
 
 MAX_PENDING_TOKENS = 32
-"""Number of new tokens that are quantised together on a CPU, which takes about as long as quantising a single token.
+"""Number of new tokens that are quantised together on a CPU. This takes about as long as quantising a single token.
 
-Tokens that are not quantised yet are in the recent window, so they are not candidates.
+Tokens that have not been quantised yet are in the recent window, so they are not candidates.
 """
 
 VALUE_BITS = {"int4": 4, "int2": 2}
-"""Number of bits per element of approximate values, by the value of option `approximate_kv`."""
+"""Number of bits per element of approximate values, by the value of the option `approximate_kv`."""
 
 
 def token_bytes(approximate_kv: str, geometry: ModelGeometry) -> float:
-    """Return the size in bytes of a token's approximate KV in one layer. Raises like `approximate_layout`."""
+    """Return the size in bytes of one token's approximate KV in one layer. Raises like `approximate_layout`."""
     return geometry.kv_heads * approximate_layout(approximate_kv, geometry).block_bytes / BLOCK
 
 
 def approximate_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
-    """Return the block layout of approximate KV. Raise ConfigError if a key or value does not fill whole bytes."""
+    """Return the block layout of approximate KV. Raises ConfigError if keys or values do not fill whole bytes."""
     if not packs(geometry.head_dim, VALUE_BITS[approximate_kv]):
         alternative = "" if approximate_kv == "int4" or not packs(geometry.head_dim, 4) else "approximate_kv='int4', "
         raise ConfigError(
@@ -59,7 +60,7 @@ def approximate_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
 
 
 def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
-    """Return the size in bytes of a layer's `ApproximateBasis` in dtype `compute`."""
+    """Return the size in bytes of one layer's `ApproximateBasis` with the dtype `compute`."""
     d = geometry.head_dim
     return (geometry.kv_heads * (2 * d + 1) * d + 2 * d * d) * compute.itemsize
 
@@ -70,8 +71,8 @@ class ApproximateBasis:
 
     basis: Basis  # basis of queries and keys, with all columns
     mean: torch.Tensor  # mean of the transformed keys, `[Hkv, d]`
-    mixing: torch.Tensor  # Rotation of the values, `[d, d]`. Its rows from `ModelGeometry.value_dim` on are 0.
-    unmixing: torch.Tensor  # transposed `mixing`, which rotates the attention output back
+    mixing: torch.Tensor  # rotation of the values, `[d, d]`; its rows from `ModelGeometry.value_dim` on are 0
+    unmixing: torch.Tensor  # the transpose of `mixing`, which rotates the attention output back
 
     @classmethod
     def of(cls, artifact: SkewArtifact, layer: int, geometry: ModelGeometry, dtype: torch.dtype) -> ApproximateBasis:
@@ -82,13 +83,13 @@ class ApproximateBasis:
         key = (artifact.key[layer].double() * scale) @ rotation
         mean = (artifact.key_mean[layer].double() * scale.squeeze(1)) @ rotation
         basis = Basis(query.to(dtype).contiguous(), key.to(dtype).contiguous(), geometry.scales[layer])
-        # With latent attention, values are the first elements of keys. All other elements would increase the error.
+        # With latent attention, values are the first elements of keys. Other elements would only increase the error.
         rotation[geometry.value_dim or geometry.head_dim :] = 0
         return cls(basis, mean.to(dtype), rotation.to(dtype), rotation.T.to(dtype).contiguous())
 
 
 class Page:
-    """A page `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with weak references to the `LayerPages` that share it."""
+    """A page `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and weak references to the `LayerPages` objects that share it."""
 
     def __init__(self, rows: torch.Tensor, holder: LayerPages) -> None:
         self.rows = rows
@@ -98,7 +99,7 @@ class Page:
 class LayerPages:
     """The pages of one sequence. A page has space for `PAGE_TOKENS` tokens in all layers that select tokens.
 
-    Forks share pages, which are copied before a write.
+    Forks share pages. A shared page is copied before it is written.
     """
 
     def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:
@@ -110,11 +111,11 @@ class LayerPages:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the pages. The size of a shared page is divided by the number of sequences."""
+        """Size in bytes of the pages. The size of a shared page is divided by the number of sequences that share it."""
         return round(sum(page.rows.nbytes / len(page.users) for page in self._pages))
 
     def pages(self, layer: int) -> Pages:
-        """Return the pages of the layer for reading. The object is replaced when a page is added or copied."""
+        """Return the pages of the layer for reading. When a page is added or copied, a new object is returned."""
         if layer not in self._views:
             tensors = tuple(page.rows for page in self._pages)
             first = next(iter(self._views.values()), None)
@@ -124,9 +125,9 @@ class LayerPages:
         return self._views[layer]
 
     def reserve(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for writing, with space for `tokens` and not shared with a fork.
+        """Return the pages of the layer for writing. They have space for `tokens` and are not shared with a fork.
 
-        `tokens` must not start after the last token of the layer.
+        `tokens` must not leave a gap after the last token of the layer.
         """
         assert tokens.start <= self.lengths[layer], "tokens must be contiguous"
         for index in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
@@ -147,7 +148,7 @@ class LayerPages:
         self._pages[index], self._views = private, {}
 
     def fork(self, tokens: int | None = None) -> LayerPages:
-        """Return a fork with the first `tokens` tokens, or all tokens if `tokens` is None."""
+        """Return a fork that contains the first `tokens` tokens, or all tokens if `tokens` is None."""
         copy = object.__new__(LayerPages)
         copy._index, copy._shape, copy._device, copy._views = self._index, self._shape, self._device, {}
         count = max(self.lengths.values(), default=0) if tokens is None else tokens
@@ -169,7 +170,10 @@ class LayerPages:
 
 
 class ApproximateKV:
-    """Approximate KV of one sequence in pages (`ScoringKeys`). Forks share pages until a write."""
+    """Implementation of `ScoringKeys` that stores the approximate KV of one sequence in pages.
+
+    Forks share pages until one of them writes to a page.
+    """
 
     def __init__(self, bases: dict[int, ApproximateBasis], layout: Layout, device: torch.device) -> None:
         self.bases, self._layout = bases, layout
@@ -177,7 +181,7 @@ class ApproximateKV:
         self._pages_of_layers = LayerPages(bases, heads, layout.block_bytes, device)
         self._delays_quantisation = device.type == "cpu"
         self._pending: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {layer: [] for layer in bases}
-        """K and V of the newest tokens of each layer, which are not quantised yet."""
+        """For each layer, K and V of the newest tokens, which have not been quantised yet."""
 
     @property
     def bytes(self) -> int:
@@ -230,7 +234,7 @@ class ApproximateKV:
         return self.query(layer, q, tokens).scores
 
     def query(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
-        """Prepare to score `tokens` with query q `[H, d]`. The result is valid until the stored keys change."""
+        """Prepare the query q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
         if tokens.stop > self._pages_of_layers.lengths[layer]:
             self._quantise_pending(layer)
         matrices, pages = self.bases[layer], self._pages_of_layers.pages(layer)
@@ -268,7 +272,7 @@ class ApproximateKV:
         selected: tuple[torch.Tensor, torch.Tensor],
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `KeyLists.merge_approximate` for the sequences whose pages are in `table`."""
+        """Compute `KeyLists.merge_approximate` for the sequences whose pages are in `table`."""
         matrices, skewed = self.bases[layer], self.bases[layer].basis.skew_queries(q, table.heads)
         return dispatch.merge_approximate(
             skewed,

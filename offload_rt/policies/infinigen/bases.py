@@ -1,4 +1,4 @@
-"""Bases of skewed queries and keys (InfiniGen eq. 2), and the choice of columns for scoring keys."""
+"""Bases for skewing queries and keys (InfiniGen eq. 2), and the choice of columns for scoring keys."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ...kernels.selection import floor_fraction, skew
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Matrices `query` and `key`, `[Hkv, d, r]`, that skew the queries and keys of one layer, and its attention scale.
+    """Matrices that skew the queries and keys of one layer, and the attention scale of the layer.
 
-    The product of a skewed query and a skewed key approximates q·k. If r = d, it is exact.
+    `query` and `key` are `[Hkv, d, r]`. The product of a skewed query and a skewed key approximates q·k. If r = d, the
+    product is exact.
     """
 
     query: torch.Tensor
@@ -28,20 +29,20 @@ class Basis:
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, columns: torch.Tensor) -> Basis:
-        """Return a basis with only some columns of each KV head. `columns` are int64 `[Hkv, r]`."""
+        """Return a basis that contains only the given columns of each KV head. `columns` is int64 `[Hkv, r]`."""
         index = columns.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
     def skew_query(self, q: torch.Tensor) -> torch.Tensor:
-        """Return the skewed query `[Hkv, G, r]` of q `[H, d]`, multiplied by the attention scale."""
+        """Skew the query q `[H, d]` and multiply it by the attention scale. The result is `[Hkv, G, r]`."""
         return skew(q.view(self.query.shape[0], -1, self.query.shape[1]), self.query).mul_(self.scale)
 
     @classmethod
     def stacked(cls, bases: Sequence[Basis | None]) -> Basis | None:
-        """Combine the bases of the sequences of a batch. Return None if their keys are not skewed.
+        """Combine the bases of all sequences in a batch. Return None if their keys are not skewed.
 
-        If all sequences share one basis, it is returned. Otherwise, matrices are concatenated to `[P, d, r]`, one for
-        each of P = B * Hkv lists.
+        If all sequences share one basis, this basis is returned. Otherwise, the matrices are concatenated to
+        `[P, d, r]`, with one matrix for each of the P = B * Hkv lists.
         """
         present = [basis for basis in bases if basis is not None]
         if all(basis is bases[0] for basis in bases):
@@ -49,24 +50,27 @@ class Basis:
         return cls(torch.cat([b.query for b in present]), torch.cat([b.key for b in present]), present[0].scale)
 
     def skew_queries(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Return the skewed queries `[P, G, r]` of q `[H, B, d]`, multiplied by the scale. P = B * Hkv."""
+        """Skew the queries q `[H, B, d]` and multiply them by the attention scale.
+
+        The result is `[P, G, r]`, with P = B * Hkv.
+        """
         return dispatch.skew_queries(q, self.query, kv_heads, self.scale)
 
 
 class ColumnChoice(Protocol):
-    """Chooses the columns of skewed keys that are stored as scoring keys of a sequence."""
+    """Chooses which columns of the skewed keys are stored as a sequence's scoring keys."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of matrices that other sequences do not share."""
+        """Size in bytes of the matrices that are not shared with other sequences."""
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None: ...
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the basis of a layer with the chosen columns, for its new keys k `[Hkv, m, d]`.
+        """Return the layer's basis, limited to the chosen columns. `k` `[Hkv, m, d]` contains new keys of the layer.
 
-        The basis of a layer never changes.
+        Once the columns of a layer have been chosen, its basis never changes.
         """
         ...
 
@@ -74,7 +78,7 @@ class ColumnChoice(Protocol):
 
 
 class CalibratedColumns:
-    """Columns chosen at calibration. All sequences have the same columns, so prefixes can be shared."""
+    """Columns that are chosen at calibration. All sequences use the same columns, so they can share prefixes."""
 
     nbytes = 0
 
@@ -91,10 +95,10 @@ class CalibratedColumns:
 
 
 class PromptColumns:
-    """Columns chosen from the prompt (paper §4.3): those with the largest sum of absolute values.
+    """Columns that are chosen from the prompt (paper §4.3), namely those with the largest sums of absolute values.
 
-    The sum covers the skewed keys of the prompt, and its skewed queries in all query heads of the group. The columns of
-    a layer and KV head are chosen when its first keys arrive, and do not change later.
+    The sums are over the skewed keys of the prompt, and over its skewed queries in all query heads of the group. The
+    columns of a layer are chosen for each KV head when the layer's first keys arrive, and do not change afterwards.
     """
 
     def __init__(self, bases: dict[int, Basis], columns: int) -> None:
@@ -114,9 +118,9 @@ class PromptColumns:
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the layer's basis with the chosen columns, in descending order of their sums.
+        """Return the layer's basis, limited to the chosen columns and sorted by descending column sum.
 
-        Columns with equal sums are in the order of calibration.
+        Ties keep the order from calibration.
         """
         if layer not in self._chosen:
             full = self._bases[layer]
@@ -132,5 +136,5 @@ class PromptColumns:
 
 
 def stored_columns(partial_ratio: float, head_dim: int) -> int:
-    """Return the number of stored columns: `partial_ratio` of the head dimension, rounded down, at least 1."""
+    """Return the number of stored columns: `partial_ratio` times the head dimension, rounded down, but at least 1."""
     return max(1, floor_fraction(partial_ratio, head_dim))

@@ -20,10 +20,10 @@ from .scoring_keys import BatchedKeys
 
 
 class KeyLists:
-    """Scoring keys of a batch, with up to `batch` sequences of up to `tokens` tokens, in all layers that select tokens.
+    """Scoring keys for a batch of up to `batch` sequences with up to `tokens` tokens, in all layers that select tokens.
 
-    Call `load` before each step. Kernels read the addresses of the keys from tables on the device, which stay at fixed
-    addresses for captured CUDA graphs.
+    Call `load` before each step. Kernels read the addresses of the keys from tables on the device. These tables stay at
+    fixed addresses, as captured CUDA graphs require.
     """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class KeyLists:
         """Set the sequences of the batch, and reserve slot `slots[b]` for the newest key of sequence b.
 
         Returns:
-            New contents of `pointer_tables`, which the caller must copy to the device, or None if unchanged.
+            New contents of `pointer_tables`, which the caller must copy to the device, or None if they did not change.
         """
         self._keys = list(keys)
         bases = [[sequence.basis(layer) for sequence in keys] for layer in self._index]
@@ -64,11 +64,14 @@ class KeyLists:
 
     @property
     def pointer_tables(self) -> torch.Tensor:
-        """Addresses on the device: int64 `[layers, B, FIELDS]` (`PointerTable`), or `[1, B, pages]` for pages."""
+        """Addresses on the device, int64 `[layers, B, FIELDS]` (`PointerTable`), or `[1, B, pages]` for pages."""
         return self._pages if isinstance(self._storages[0], PageTable) else self._pointers
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store the newest keys k `[P, d]`, and values v for approximate KV, in `slots` int64 `[P]`. P = B * Hkv."""
+        """Store the newest keys k `[P, d]` in `slots` (int64 `[P]`). P = B * Hkv.
+
+        Approximate KV also stores the values v `[P, d]`.
+        """
         index = self._index[layer]
         self._keys[0].append_batch(layer, k, v, self._basis[index], self._storages[index], slots)
 
@@ -76,7 +79,7 @@ class KeyLists:
         """Select tokens with the predicted or true queries q `[H, B, d]`. P = B * Hkv.
 
         Returns:
-            Token indices int64 `[P, cap]` in ascending order, and counts int32 `[P]`. Only the first `counts[p]`
+            Token indices in ascending order, int64 `[P, cap]`, and counts, int32 `[P]`. Only the first `counts[p]`
             indices of list p are selected. The remaining indices are arbitrary, but within the context.
         """
         index = self._index[layer]
@@ -99,10 +102,10 @@ class KeyLists:
         Args:
             q: True queries `[H, B, d]`.
             selected: Token indices and counts, as returned by `select`.
-            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`, with P = B * Hkv.
+            exact: Output `[P, G, d]` and log-sum-exp `[P, G]` of exact attention, with P = B * Hkv.
 
         Returns:
-            Merged out and lse, or `exact` without approximate KV.
+            The merged output and log-sum-exp. If there is no approximate KV, `exact` is returned.
         """
         keys, index = self._keys[0], self._index[layer]
         if not isinstance(keys, ApproximateKV):
@@ -115,8 +118,8 @@ class KeyLists:
         """Pass the attention weights of a decode step to the policy. P = B * Hkv.
 
         Args:
-            weights: Softmax weights `[P, tokens]`, summed over query heads; 0 for tokens not attended.
-            attended: Whether each token was attended, bool `[P, tokens]`.
+            weights: Softmax weights `[P, tokens]`, summed over query heads; 0 for tokens that were not attended to.
+            attended: Mask of the tokens that were attended to, bool `[P, tokens]`.
         """
         keys, storage = self._keys[0], self._storages[self._index[layer]]
         assert isinstance(keys, ScorerState) and isinstance(storage, PointerTable)

@@ -34,9 +34,9 @@ class InfiniGenState(PolicyState):
     def __init__(self, policy: InfiniGen, keys: ScoringKeys) -> None:
         self._policy, self._keys = policy, keys
         self._approximate = keys if isinstance(keys, ApproximateKV) else None
-        """The approximate KV, whose keys also score tokens; None without approximate KV."""
+        """Approximate KV, whose keys are also used to score tokens. None if there is no approximate KV."""
         self._prepared: LowBitQuery | NativeQuery | None = None
-        """The prepared true query of the current layer, from `select` to `merge_approximate`."""
+        """True query of the current layer, prepared by `select` and used again by `merge_approximate`."""
 
     @property
     def scoring_keys(self) -> ScoringKeys:
@@ -68,7 +68,7 @@ class InfiniGenState(PolicyState):
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the candidates whose score for query q `[H, d]` is within `alpha` of the largest score of their head.
 
-        With option `budget`, select the candidates with the largest scores instead.
+        If the option `budget` is set, the candidates with the largest scores are selected instead.
         """
         candidates = visible.candidates
         if not candidates:
@@ -88,7 +88,7 @@ class InfiniGenState(PolicyState):
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _select_as_batch(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select tokens like a batch of one, so that their number stays on the device (`Selection.counts`)."""
+        """Select tokens as for a batch of one sequence, so that their number (`Selection.counts`) stays on the device."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
         new_tables = lists.load([self._keys], [slots - 1])
@@ -104,8 +104,8 @@ class InfiniGenState(PolicyState):
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Select additional candidates until the missed attention mass is at most `max_missed_mass`.
 
-        The mass is a mean over query heads, estimated from the scoring keys of all visible tokens. The total number of
-        selected tokens is limited by `max_fraction`.
+        The mass is the mean over query heads, and is estimated from the scoring keys of all visible tokens.
+        `max_fraction` limits the total number of selected tokens.
         """
         options, candidates = self._policy.options, visible.candidates
         if options.max_missed_mass is None:
@@ -160,8 +160,8 @@ class InfiniGenState(PolicyState):
 class InfiniGen:
     """Policy "infinigen" for one model.
 
-    With `keys_on_host` (paper §6.2), scoring keys are in host memory. Each layer copies its query to the host, and the
-    indices of the selected tokens to the device.
+    With `keys_on_host` (paper §6.2), scoring keys are stored in host memory. Each layer then copies its query to the
+    host, and the indices of the selected tokens back to the device.
     """
 
     name = "infinigen"
@@ -197,9 +197,10 @@ class InfiniGen:
         alpha = self.alpha if options.budget is None else ANY_SCORE
         self.selection = Rule(alpha, options.max_fraction, options.budget, per_sequence_bases=self.wants_queries)
         self.rule = None if device.type != "cuda" or needs_counts else self.selection
-        """Rule of batched selection, or None if each sequence selects separately.
+        """Rule for batched selection, or None if each sequence selects separately.
 
-        This is so on a CPU, with scoring keys on the host, and with repairs, which need the numbers of selected tokens.
+        Sequences select separately on a CPU, if scoring keys are on the host, and with repairs, because repairs need to
+        know how many tokens were selected.
         """
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
@@ -217,8 +218,8 @@ class InfiniGen:
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         guessing, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
-        # While the policy is built, the complete artifact is in memory. Queries and keys have one basis per head,
-        # values have one basis for all heads.
+        # While the policy is built, the complete artifact is in memory. It has one basis per head for queries and keys,
+        # and one basis for the values of all heads.
         selecting = len(set(geometry.kv_layers) - set(dense))
         square = geometry.head_dim**2 * selecting * wide.itemsize
         bases = (
@@ -242,9 +243,9 @@ class InfiniGen:
         )
 
     def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Apply the calibrated slope and offset of each channel to the attention input `[T, D]` (`skewing.prediction`).
+        """Apply the calibrated slope and offset of each channel to the attention input `[T, D]`.
 
-        If the layer has no correction, the input is returned unchanged.
+        If the layer has no correction, the input is returned unchanged. See `skewing.prediction`.
         """
         if layer not in self._correction:
             return attention_input
@@ -267,9 +268,9 @@ class InfiniGen:
         return InfiniGenState(self, self._new_keys())
 
     def _provenance_key(self, artifact: SkewArtifact) -> str:
-        # Options and artifact determine the tokens that sparse layers see, and thus the KV of deeper layers. The
-        # matrices of the artifact are not hashed: their rounding depends on the processor, and a session may continue
-        # on another machine.
+        # The options and the artifact determine which tokens sparse layers attend to, and thus the KV of deeper layers.
+        # The matrices of the artifact are not hashed, because their rounding depends on the processor and a session may
+        # continue on another machine.
         text = f"{self.options.provenance_text()}\n{artifact.identity}"
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -309,7 +310,7 @@ class InfiniGen:
 
 
 def _padded_tokens(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Replace all but the first `counts[h]` entries of each row of token indices `[Hkv, n]` by -1."""
+    """In each row h of the token indices `[Hkv, n]`, replace all entries except the first `counts[h]` with -1."""
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= counts.unsqueeze(1), -1)
 
 

@@ -1,6 +1,7 @@
-"""Scoring keys: compressed keys of a sequence, from which its tokens are scored.
+"""Scoring keys: compressed keys of a sequence, with which its tokens are scored.
 
-A scoring key has some columns of the skewed key, in the model's dtype or as int8, or all columns as int4 or int2.
+A scoring key contains either some columns of the skewed key, in the model's dtype or as int8, or all columns as int4 or
+int2.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ PROMPT_KEYS_AT_ONCE = 4096
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
-"""Number of bits per element of `QuantisedKeys`, by scorer name."""
+"""Number of bits per element of `QuantisedKeys`, by the name of the scorer."""
 
 
 ROW_BYTES = 16
-"""Size in bytes to which rows of `QuantisedKeys` are padded: one vector load."""
+"""Rows of `QuantisedKeys` are padded to a multiple of this number of bytes, the size of one vector load."""
 
 
 TOKENS_PER_BYTE = 4
-"""Largest number of tokens whose codes are packed into one byte (int2)."""
+"""Maximum number of tokens whose codes are packed into one byte (int2)."""
 
 
 def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype: torch.dtype) -> int:
@@ -53,14 +54,14 @@ def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype:
 
 
 def row_width(columns: int) -> int:
-    """Return the number of bytes for `columns` columns, padded to `ROW_BYTES`."""
+    """Return the number of bytes of a row with `columns` columns, padded to a multiple of `ROW_BYTES`."""
     return -(-columns // ROW_BYTES) * ROW_BYTES
 
 
 class PartialKeys:
-    """Scoring keys of scorer "partial": r columns of each skewed key in the model's dtype, `[Hkv, r, capacity]`.
+    """Scoring keys of the scorer "partial": r columns of each skewed key in the model's dtype, `[Hkv, r, capacity]`.
 
-    Tokens are the last axis, so scoring is one batched matrix product that reads r contiguous rows per head.
+    Tokens are on the last axis, so scoring is a single batched matrix product that reads r contiguous rows per head.
     """
 
     def __init__(self, columns: ColumnChoice, dtype: torch.dtype, device: torch.device) -> None:
@@ -135,10 +136,10 @@ class PartialKeys:
 
 @dataclass(frozen=True, eq=False)
 class Quantiser:
-    """Quantiser of the skewed keys of one layer, fixed at calibration.
+    """Quantiser for the skewed keys of one layer. Its parameters are fixed at calibration.
 
-    `mean` is the centre of the quantisation levels of each column, and `step` the distance between adjacent levels.
-    Both are `[Hkv, d]`.
+    For each column, `mean` is the centre of the quantisation levels, and `step` is the distance between adjacent
+    levels. Both are `[Hkv, d]`.
     """
 
     basis: Basis
@@ -147,22 +148,22 @@ class Quantiser:
 
     @classmethod
     def fit(cls, basis: Basis, mean: torch.Tensor, std: torch.Tensor, bits: int) -> Quantiser:
-        """Return the best quantiser for normally distributed columns with `mean` and `std`, both `[Hkv, d]`."""
-        # A column that was constant in calibration gets a thousandth of the largest standard deviation of its head.
+        """Return the best quantiser for normally distributed columns with the given `mean` and `std` (`[Hkv, d]`)."""
+        # If a column was constant in calibration, use a thousandth of the largest standard deviation of its head.
         floor = std.amax(-1, keepdim=True).clamp_min(1e-6) / 1000
         return cls(basis, mean.contiguous(), std.maximum(floor) * GAUSSIAN_STEP[bits])
 
 
 class QuantisedKeys:
-    """Scoring keys of scorers "int8" (some columns), "int4" and "int2" (all columns).
+    """Scoring keys of the scorers "int8" (some columns), "int4" and "int2" (all columns).
 
-    They are a tensor `[Hkv, capacity / f, w]`, in which a byte contains the codes of f = 8 / bits adjacent tokens for
-    one column. The columns of a token are contiguous, as int8 matrix products require, and padded to w =
-    `row_width(columns)` bytes.
+    The keys of a layer are stored in a tensor `[Hkv, capacity / f, w]`. Each byte contains the codes of f = 8 / bits
+    adjacent tokens for one column. The columns of a token are contiguous, as int8 matrix products require, and are
+    padded to w = `row_width(columns)` bytes.
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """Create empty keys. `bytes` does not include `quantisers`, which all sequences share."""
+        """Create empty keys. All sequences share the `quantisers`, so `bytes` does not include their size."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, tokens_per_slot=self._fields)
@@ -181,14 +182,17 @@ class QuantisedKeys:
         stored = self.length(layer)
         assert start <= stored, f"layer {layer} has {stored} keys, not {start}"
         data = self.storage(layer, range(start, start + k.shape[1]))
-        # The newest keys need no full precision, because resident tokens are not candidates. Only a repair also scores
-        # resident tokens.
+        # The newest keys do not need full precision, because resident tokens are not candidates. Only repairs score
+        # resident tokens too.
         for rows in k.split(PROMPT_KEYS_AT_ONCE, dim=1):
             self._write(layer, data, rows, start, max(stored, start))
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, stored: int) -> None:
-        """Write keys into `data`, whose first `stored` tokens have valid codes. Codes of other tokens do not change."""
+        """Write the codes of keys k into `data`, beginning with token `start`. Codes of other tokens do not change.
+
+        The first `stored` tokens in `data` already have valid codes.
+        """
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)

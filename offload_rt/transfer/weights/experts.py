@@ -1,8 +1,8 @@
 """Mixture-of-experts weights that stay in host memory.
 
-Each layer keeps its most recently used experts in slots on the device, and copies other experts when the router chooses
-them. The experts module of transformers computes with the weights in the slots, and gets slot indices instead of expert
-indices.
+Each layer keeps its most recently used experts in slots on the device. Other experts are copied to the device when the
+router chooses them. The experts module of transformers computes with the weights in the slots. It is called with slot
+indices instead of expert indices.
 
 Experts are not prefetched for the next layer, because copying an expert takes many times longer than computing a layer.
 """
@@ -20,7 +20,7 @@ from ...models.weights import aligned, experts_of
 
 
 class ExpertCache(nn.Module):
-    """Replacement for the experts module of one layer. It calls this module with slots instead of experts.
+    """Replacement for the experts module of one layer. It calls the original module with slots instead of experts.
 
     Each parameter has the shape `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device.
     """
@@ -47,13 +47,14 @@ class ExpertCache(nn.Module):
             self._there.append(own.new_empty((self.slots, *own.shape[1:]), device=device))
             weight.data = self._there[-1]
         experts.num_experts = self.slots
-        # The tuple hides the module from torch, because its parameters are device slots, not the layer's weights.
+        # The tuple hides the module from torch, because the module's parameters are device slots and not the layer's
+        # weights.
         self._module = (experts,)
         self._expert_in_slot: list[int | None] = [None] * self.slots
         self._last_use = [0] * self.slots
         self._now = 0
         self.bytes = self.chosen = self.found = 0
-        """Bytes copied to the device, chosen experts, and chosen experts that were on the device."""
+        """Number of bytes copied to the device, of chosen experts, and of chosen experts already on the device."""
 
     @property
     def host_bytes(self) -> int:
@@ -84,7 +85,7 @@ class ExpertCache(nn.Module):
     def _forward_in_groups(
         self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """Compute `forward` for more experts than there are slots. Each expert is copied at most once."""
+        """Compute `forward` if more experts are chosen than there are slots. Each expert is copied at most once."""
         tokens, k = choices.shape
         flat, given = choices.flatten(), weights.flatten()
         parts = hidden.new_empty((tokens * k, hidden.shape[-1]))
@@ -101,9 +102,10 @@ class ExpertCache(nn.Module):
             yield ordered[first : first + self.slots]
 
     def _copy_to_slots(self, experts: Sequence[int]) -> torch.Tensor:
-        """Copy experts to slots, in place of the least recently used ones.
+        """Copy `experts` to slots, replacing the least recently used experts.
 
-        Return the slot of each expert, int64 `[E]` on the host; -1 for experts that are not in `experts`.
+        Return the slot of each expert of the layer, int64 `[E]` on the host, with -1 for experts that are not in
+        `experts`.
         """
         self._now += 1
         free = sorted(
@@ -132,7 +134,7 @@ class ExpertCache(nn.Module):
 
 
 def keep_experts(layers: Sequence[nn.Module], slots: int, device: torch.device) -> list[ExpertCache]:
-    """Replace the experts module of each mixture-of-experts layer by an `ExpertCache`."""
+    """Replace the experts module of each mixture-of-experts layer with an `ExpertCache`."""
     caches = []
     for layer in layers:
         if (experts := experts_of(layer)) is None:

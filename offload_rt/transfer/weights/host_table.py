@@ -1,4 +1,4 @@
-"""Page-lock the table of `LayerEmbeddings`, so that kernels on the device read the rows of a step's tokens in place."""
+"""Page-locking of the `LayerEmbeddings` table, so that device kernels can read the rows of a step's tokens in place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ...models.weights import HostTable
 
 
 def lock_table(table: HostTable) -> None:
-    """Move a table to page-locked host memory, which is released with the table. Raises MemoryLimitError."""
+    """Move a table to page-locked host memory, which is released when the table is deleted. Raises MemoryLimitError."""
     [weight] = table.parameters()
-    # Mapped files cannot be page-locked.
+    # Memory-mapped files cannot be page-locked.
     memory = torch.frombuffer(reserve(weight.nbytes, "the embeddings of each token in every layer"), dtype=torch.uint8)
     page_lock(memory, table)
     weight.data = memory.view(weight.dtype).view(weight.shape).copy_(weight.data)

@@ -1,4 +1,4 @@
-"""All weights of a model that stay in host memory, with their counters."""
+"""All weights of a model that stay in host memory, and their transfer counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTHING_USED = WeightUse()
 
 @dataclass(frozen=True)
 class HostWeights:
-    """Weights in host memory: streamed layers, experts and the embedding, each of them optional."""
+    """Weights in host memory: streamed layers, experts, and the embedding. Each of these is optional."""
 
     stream: WeightStream | None = None
     experts: tuple[ExpertCache, ...] = ()
@@ -42,7 +42,7 @@ class HostWeights:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the weights in host memory, without alignment padding."""
+        """Size in bytes of the weights in host memory, excluding alignment padding."""
         return sum(part.host_bytes for part in self._parts)
 
     @property

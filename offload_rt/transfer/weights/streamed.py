@@ -1,7 +1,7 @@
 """Streaming of decoder layers whose weights do not fit in device memory.
 
 The weights of streamed layers are copied to the device one layer ahead. Each decode step and each prefill copies all of
-them once, so neither can be faster than this copy.
+these weights once, and cannot be faster than this copy.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from ...models.weights import aligned, layer_bytes
 from ..streams import Event, Stream
 
 BUFFERS = 2
-"""Number of streamed layers on the device: the current layer, and the next layer, whose query is already predicted."""
+"""Number of streamed layers on the device: the current layer and the next one, whose query is already predicted."""
 
 
 class WeightStream:
     """Streams the weights of decoder layers from host memory through `BUFFERS` device buffers.
 
-    Each streamed layer has its parameters in one memory block on the host (page-locked on CUDA). While the layer is on
-    the device, its parameters are views of a buffer, else views of this memory block.
+    The parameters of each streamed layer are stored in one memory block on the host (page-locked on CUDA). While the
+    layer is on the device, its parameters are views of a device buffer. Otherwise, they are views of the memory block.
 
-    A copy waits for all compute work queued so far, which may read the old content of the buffer. The compute stream
-    waits for the copy when the layer is first used. Call `begin(l)` when the work of all layers before l is queued.
+    Because compute work queued so far may still read the old content of the buffer, a copy waits for this work. The
+    compute stream waits for the copy when the layer is first used. Call `begin(l)` when the work of all layers before l
+    has been queued.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class WeightStream:
             self._pending[slot] = None
 
     def begin(self, layer: int) -> None:
-        """Mark `layer` as current, and prefetch `BUFFERS` streamed layers from `layer` on.
+        """Mark `layer` as current, and prefetch the next `BUFFERS` streamed layers, starting with `layer` itself.
 
-        After the last streamed layer, the first layers of the next step are prefetched.
+        The last streamed layer is followed by the first ones, for the next step.
         """
         self._current = layer
         following = itertools.chain((s for s in self._order if s >= layer), self._order)
@@ -108,9 +109,9 @@ class WeightStream:
 
 
 class _Block:
-    """The parameters of one layer in contiguous host memory, with views of this memory and of each buffer.
+    """The parameters of one layer in contiguous host memory, with views of this memory and of each device buffer.
 
-    Packed parameters include their scales.
+    The parameters include the scales of packed weights.
     """
 
     def __init__(self, layer: nn.Module, buffers: Sequence[torch.Tensor], pin: bool) -> None:
@@ -151,8 +152,8 @@ def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.
 class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model with streamed layers. It copies the weights of a layer before calling its modules.
 
-    Methods for the current layer call `WeightStream.begin`. `query` and `attention_input` are also called for the next
-    layer, to predict its query, so they only call `WeightStream.use`.
+    Methods for the current layer call `WeightStream.begin`. `query` and `attention_input` only call `WeightStream.use`,
+    because they are also called for the next layer, to predict its query.
     """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:
