@@ -171,7 +171,7 @@ class StoredRows:
         return self._has_own_row_shape(layer) and self.layout.window_ratio > 1
 
     def planes(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[torch.Tensor, ...]]:
-        """Return the stored KV of `tokens` as tensors in which each head is contiguous in memory, one tuple per span.
+        """Return the stored KV of `tokens`, one tuple of tensors per span. Each head is contiguous in memory.
 
         The tuple is (K, V), or (K,) if the keys contain the values. If K and V share rows, the tuple has one tensor
         `[Hkv, n, d]` with these rows.

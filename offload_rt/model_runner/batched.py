@@ -158,7 +158,7 @@ class BatchedMode(PerSequenceMode):
         return out.view(inputs.size, -1).to(q.dtype)
 
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-        """Record the missed attention mass of those sequences for which it was requested.
+        """Record the missed attention mass of the sequences that have requested it.
 
         `lse` `[P, G]` is the log-sum-exp of the scores of the attended tokens.
         """

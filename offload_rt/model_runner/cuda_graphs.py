@@ -10,7 +10,7 @@ A step runs eagerly, which means without a graph, in these cases:
 recurrent state, eviction, and streamed weights.
 * The host must read values during the step, for recorders or to measure the missed attention mass.
 * It is the first step with its batch size, in which kernels are compiled.
-* A capture has failed. If memory was exhausted, other graphs are dropped before captures are given up.
+* A capture has failed. If it failed because memory was exhausted, other graphs are dropped first.
 """
 
 from __future__ import annotations

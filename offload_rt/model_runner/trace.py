@@ -207,8 +207,8 @@ class Trace:
         Args:
             visible: Tokens that the layer could attend to.
             fetched: Number of tokens. If it is a tensor, it stays on the device until `flush_pending`.
-            transfer_use: Numbers from which the transferred bytes are computed if `fetched` is a tensor. None if the
-                caller counts them.
+            transfer_use: Numbers for computing the transferred bytes if `fetched` is a tensor. None if the caller
+                counts these bytes.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):

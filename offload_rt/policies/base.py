@@ -227,7 +227,7 @@ class Policy(Protocol):
         ...
 
     def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Correct the attention input `[T, D]` from which the layer's query is predicted, and return it."""
+        """Return the corrected attention input `[T, D]` for predicting the layer's query."""
         ...
 
     def new_state(self, keys: KeyReader) -> PolicyState:

@@ -71,7 +71,7 @@ class InfiniGenOptions(PolicyOptions):
             selection.
         partial_ratio: Fraction of the head dimension that scoring keys keep (scorers "partial" and "int8").
         max_fraction: Maximum fraction of the candidates that a layer selects.
-        source: Input from which the query of layer i is predicted. This is the attention input of layer i-1
+        source: Input that is used to predict the query of layer i: the attention input of layer i-1
             ("attention_input", paper), the input of layer i-1 with the norm of layer i ("normed_input"), or the
             residual after the attention of layer i-1 ("residual"). "query" is the true query of layer i, which leaves
             no time to prefetch. "auto" means "query" on a CPU and "attention_input" otherwise.

@@ -68,7 +68,7 @@ class PolicyOptions:
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if there is no context of up to `context` tokens in which the policy can select tokens."""
+        """Raise ConfigError if contexts of up to `context` tokens are too short for the policy to select any tokens."""
 
     def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.
@@ -86,7 +86,7 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """Everything that a policy class needs to know about the model for which it builds a policy."""
+    """Everything that a policy class needs to know about a model to build a policy for it."""
 
     geometry: ModelGeometry
     device: torch.device

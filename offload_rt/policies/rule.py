@@ -38,7 +38,7 @@ def budget_tokens(budget: float, visible: VisibleTokens) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """Selection rule, by which each KV head selects up to `limit` candidates with the largest scores."""
+    """Selection rule. Each KV head selects up to `limit` candidates, those with the largest scores."""
 
     alpha: float  # maximum difference between the largest score of a head and the score of a selected token
     max_fraction: float = 1.0  # maximum fraction of the candidates to select

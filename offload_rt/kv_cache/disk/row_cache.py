@@ -22,8 +22,8 @@ from .row_copy import address, copy_rows
 DECAY = 0.9  # factor by which scores decrease per step; measured for `transfer.working_set`
 
 # Number of slots per set. With 8 slots, there are 10 % more misses. With 32 slots, there are 3 % fewer misses, but each
-# lookup searches twice as many slots. Measured for Qwen 2.5 0.5B with 16,000 tokens, of which 5 % are attended to, and
-# with 20 % of the KV in memory.
+# lookup searches twice as many slots. This was measured for Qwen 2.5 0.5B with 16,000 tokens, with attention to 5 % of
+# the tokens and with 20 % of the KV in memory.
 WAYS = 16
 
 SLOT_BYTES = 16  # metadata per slot: owner, score, last use
@@ -147,7 +147,7 @@ class RowCache:
         self.used -= int((slots >= 0).sum())
 
     def _slots_of(self, ids: Ids) -> Ids:
-        """Return the slots in which each id may be stored, `[n, ways]`."""
+        """Return the slots that may store each id, `[n, ways]`."""
         mixed = ids.astype(np.uint64) * np.uint64(MIX) >> np.uint64(32)
         sets = (mixed * np.uint64(self._sets) >> np.uint64(32)).astype(np.int64)
         return sets[:, None] * self._ways + np.arange(self._ways)

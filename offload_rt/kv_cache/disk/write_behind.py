@@ -26,7 +26,7 @@ class ExtentWrite(NamedTuple):
 
 
 class WriteBehind:
-    """Writer thread of a KV pool on disk. Writes run in the order in which they were passed to `add`.
+    """Writer thread of a KV pool on disk. Writes run in the order of the calls to `add`.
 
     A key is a pair (block, storage layer). Before a thread reads KV from a file, it must call `wait` with the keys of
     that KV.

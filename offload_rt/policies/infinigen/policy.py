@@ -88,7 +88,7 @@ class InfiniGenState(PolicyState):
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _select_as_batch(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select tokens as for a batch of one sequence, so that their number (`Selection.counts`) stays on the device."""
+        """Select tokens as for a batch of one sequence, so that their number stays on the device (in `counts`)."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
         new_tables = lists.load([self._keys], [slots - 1])
