@@ -68,10 +68,7 @@ ORDINALS = ("first", "second", "third")
 
 @lru_cache(maxsize=2)
 def names(held_out: bool) -> tuple[str, ...]:
-    """Return the training names or the held-out names, in a fixed order.
-
-    One in six names is held out, chosen by a digest of the name.
-    """
+    """Return the training or held-out names in a fixed order. A digest of the name chooses one in six for testing."""
     every = dict.fromkeys([*_REAL_NAMES, *(first + last for first in _FIRST for last in _LAST)])
     return tuple(name for name in every if (hashlib.sha256(name.encode()).digest()[0] % 6 == 0) == held_out)
 
@@ -198,10 +195,7 @@ class Corpus:
         return self.ids[start : start + length]
 
     def sentences(self, rng: Rng, at_most: int) -> Ids:
-        """Return complete sentences with at most `at_most` tokens in total.
-
-        The result is empty if the first sentence does not fit.
-        """
+        """Return complete sentences with at most `at_most` tokens in total, or nothing if the first does not fit."""
         first = int(rng.integers(len(self.starts)))
         begin = int(self.starts[first])
         last = int(np.searchsorted(self.starts, begin + at_most, side="right")) - 1
@@ -300,10 +294,7 @@ def _pieces(fact: Fact, statement: int, encoder: Encoder) -> list[tuple[tuple[in
 
 
 def copy_passage(rng: Rng, length: int, corpus: Corpus) -> FactPassage:
-    """Build a copy passage.
-
-    It consists of text, a section of shuffled tokens, more text, and the same section again.
-    """
+    """Build a passage of text, a section of shuffled tokens, more text, and the same section again."""
     stretch = rng.permutation(corpus.window(rng, int(rng.integers(length // 8, length // 3 + 1))))
     rest = length - 2 * len(stretch)
     middle = int(rng.integers(rest + 1))
@@ -332,9 +323,7 @@ def recall_passage(rng: Rng, length: int, corpus: Corpus, encoder: Encoder) -> F
 
 @dataclass(frozen=True)
 class Mixture:
-    """The fractions of recall and copy sequences (all other sequences are text), and the loss weights in these
-    sequences.
-    """
+    """Fractions and loss weights of recall and copy sequences. All other sequences are text."""
 
     recall: float = 0.5
     copy: float = 0.04
