@@ -312,7 +312,7 @@ def append_quantised(
 def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
     """Multiply the queries q `[H, B, d]` of a batch by `basis` and `scale`. Return contiguous `[P, G, r]`.
 
-    `basis` is `[Hkv, d, r]`, or `[P, d, r]` with one matrix per list. P = B * Hkv.
+    `basis` is `[Hkv, d, r]`, or `[P, d, r]` with one matrix for each pair of a sequence and a KV head (P = B * Hkv).
     """
     batch, d = q.shape[1:]
     grouped = q.reshape(kv_heads, -1, batch, d).permute(2, 0, 1, 3)

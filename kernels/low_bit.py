@@ -127,7 +127,7 @@ class Layout:
         return packed, rows[:, :, steps : steps + BLOCK]
 
     def values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the packed values `[Hkv, blocks, 64, value_bytes]` and of their step codes, like `keys`."""
+        """Return views of the packed values `[Hkv, blocks, 64, value_bytes]` and of the codes of their step sizes."""
         first, steps = BLOCK * self.key_bytes, BLOCK * (self.key_bytes + self.value_bytes)
         return rows[:, :, first:steps].unflatten(2, (BLOCK, -1)), rows[:, :, steps + BLOCK :]
 

@@ -103,8 +103,8 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
 def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     """Yield three cases with `tokens` tokens: scores of low-bit keys, selection, and attention over low-bit values.
 
-    If there is no C compiler, yield no cases. The minimum number of instructions depends on the instruction set
-    `level`.
+    If there is no C compiler, yield no cases. Each case states the minimum number of instructions of its compiled code,
+    which depends on the instruction set `level`.
     """
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens

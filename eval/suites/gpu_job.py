@@ -17,7 +17,7 @@ from ..speed.kernels import KernelSize
 from .programs import ROOT
 
 MODELS = Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
-"""Folder with the trained models of the part "trained"."""
+"""Folder with the trained models that the part `trained` measures."""
 
 Results = dict[str, Any]
 T = TypeVar("T")

@@ -253,8 +253,8 @@ def _tensor(out: Any) -> torch.Tensor:
 
 @contextmanager
 def _recording(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
-    """Within the `with` block, make the model of `config` use eager attention, and append the arguments of each call to
-    `arguments`.
+    """Within the `with` block, make models built from `config` use eager attention, and append the arguments of each
+    attention call to `arguments`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask

@@ -1,4 +1,4 @@
-"""Test how the engine measures up to which context length full attention is as fast as selection."""
+"""Test how the engine finds the longest context at which full attention is still as fast as selection."""
 
 from __future__ import annotations
 

@@ -149,7 +149,8 @@ def test_appended_column_equals_the_skewed_key(kernel_device: torch.device, d: i
 def test_appended_code_equals_the_quantised_key(
     kernel_device: torch.device, d: int, r: int, dtype: torch.dtype, bits: int
 ) -> None:
-    """The code is within half a step of the key. The codes of other tokens do not change."""
+    """The appended key, once dequantised, is within half a quantisation step of the original. The codes of other
+    tokens do not change."""
     from offload_rt.kernels.triton_append import append_quantised
 
     torch.manual_seed(d + bits)
