@@ -195,7 +195,7 @@ class Corpus:
         return self.ids[start : start + length]
 
     def sentences(self, rng: Rng, at_most: int) -> Ids:
-        """Return complete sentences with at most `at_most` tokens in total, or an empty list if the first does not fit."""
+        """Return complete sentences of at most `at_most` tokens in total: none if the first sentence is too long."""
         first = int(rng.integers(len(self.starts)))
         begin = int(self.starts[first])
         last = int(np.searchsorted(self.starts, begin + at_most, side="right")) - 1
