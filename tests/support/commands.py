@@ -31,6 +31,9 @@ class CommandRun:
 
 Cli = Callable[..., CommandRun]
 
+SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
+"""Flags of a short generation."""
+
 
 def command_line(capsys: pytest.CaptureFixture[str]) -> Cli:
     def run(*argv: str) -> CommandRun:

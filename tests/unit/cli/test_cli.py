@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.commands import Cli
+from support.commands import SHORT, Cli
 from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
 
@@ -24,14 +24,6 @@ from offload_rt.cli.tables import verdict
 
 PACKAGE = Path(offload_rt.__file__).parent
 BOOK = str(PACKAGE / "data" / "black_arrow.txt")
-SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
-
-
-@pytest.fixture
-def generate(cli: Cli, short_book: Path) -> Cli:
-    """Run `offload-rt generate` with default flags, followed by the given flags, which take precedence."""
-    given = ("generate", "reference", "--prompt-file", str(short_book), *SHORT, "--policy", "full")
-    return lambda *flags: cli(*given, *flags)
 
 
 # ------------------------------------------------------------------------------------------------------------ behaviour

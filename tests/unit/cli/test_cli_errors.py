@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import Cli, CommandRun
+from support.commands import SHORT, Cli, CommandRun
 from support.tiny_models import tiny_checkpoint
 
 import offload_rt
@@ -17,14 +17,6 @@ from offload_rt import LLM, ModelError
 
 PACKAGE = Path(offload_rt.__file__).parent
 BOOK = str(PACKAGE / "data" / "black_arrow.txt")
-SHORT = ("--prompt-tokens", "96", "--max-new-tokens", "6", "--temperature", "0")
-
-
-@pytest.fixture
-def generate(cli: Cli, short_book: Path) -> Cli:
-    """Run `offload-rt generate` with default flags, which later flags override."""
-    given = ("generate", "reference", "--prompt-file", str(short_book), *SHORT, "--policy", "full")
-    return lambda *flags: cli(*given, *flags)
 
 
 def test_prompt_files_that_are_no_text_are_refused(cli: Cli, tmp_path: Path) -> None:
