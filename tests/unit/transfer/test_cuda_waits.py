@@ -13,17 +13,25 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM
 from offload_rt.core import KVPart
+from offload_rt.engine.runner import Runner
+from offload_rt.model_runner.sequence import Sequence
 from offload_rt.transfer.row_lists import RowLists
+
+
+def decoded_sequence() -> tuple[Runner, Sequence]:
+    """Return a runner and a sequence after a prefill of 20 tokens and one decode step."""
+    model = tiny_model("llama", num_hidden_layers=2).to("cuda")
+    runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
+    sequence = runner.new_sequence(tiny_prompt(22), 22)
+    runner.prefill(sequence, 20)
+    runner.decode([sequence])
+    return runner, sequence
 
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_free_waits_for_pending_fetches_and_write_backs(fetches: bool) -> None:
     with simulated(Late((1, 2))) as sim:
-        model = tiny_model("llama", num_hidden_layers=2).to("cuda")
-        runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
-        sequence = runner.new_sequence(tiny_prompt(22), 22)
-        runner.prefill(sequence, 20)
-        runner.decode([sequence])
+        runner, sequence = decoded_sequence()
         [last] = runner.pool.runs(sequence.blocks, 1, range(20, 21))
         assert last.k.isnan().all(), "the stream is late"
         reading = sim.engine.queues[1].entries
@@ -42,11 +50,7 @@ def test_free_waits_for_pending_fetches_and_write_backs(fetches: bool) -> None:
 def test_eviction_moves_kv_after_pending_write_backs_and_fetches(within: bool, read: bool) -> None:
     """Fetches run after earlier write-backs, so waiting for a fetch is enough. Within a step, the host never waits."""
     with simulated(Late((1, 2))) as sim:
-        model = tiny_model("llama", num_hidden_layers=2).to("cuda")
-        runner = LLM(model, policy="full", device="cuda", host_memory="4MiB").runner
-        sequence = runner.new_sequence(tiny_prompt(22), 22)
-        runner.prefill(sequence, 20)
-        runner.decode([sequence])
+        runner, sequence = decoded_sequence()
         reading = sim.engine.queues[1].entries
         if read:
             runner.transfer.rows.fetch_range(sequence.blocks, 1, range(20))
