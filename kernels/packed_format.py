@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 GROUPS = (32, 64, 128)
 """Possible numbers of inputs per group with 4-bit, 5-bit and 8-bit codes. 6-bit codes have groups of 16 inputs, as in
@@ -14,14 +15,21 @@ GGUF's Q6_K.
 BLOCK = 256
 """Number of inputs whose int8 scales share a float16 factor, in formats with factors."""
 
+TILE = 16
+"""Number of rows that are interleaved in the layout for CPUs."""
+
 
 @dataclass(frozen=True)
 class PackedFormat:
     """Layout of one packed weight matrix, uint8 `[out, row_bytes]`. C code, Triton and torch read it in place.
 
     A weight is `(code * scale + minimum) * 2^exponent`. Each row consists of the parts [lower bits of codes][higher
-    bits][scales][minima or zeros][factors of scales][factors of minima]. The properties `*_start` are the offsets of
-    the parts in bytes. A missing part has the same offset as the next part.
+    bits][scales][minima or zeros][factors of scales][factors of minima], padded to multiples of 4 bytes. The properties
+    `*_start` are the offsets of the parts in bytes. A missing part has the same offset as the next part.
+
+    If `interleaved` is set, each `TILE` rows are interleaved in words of 4 bytes: word 0 of each row, then word 1 of
+    each row, and so on. The last rows, fewer than `TILE`, form a smaller tile. A vector instruction of a CPU then
+    computes the same input of several rows.
 
     Scales and minima are float16. In formats with factors, they are int8, and every `BLOCK` inputs share one float16
     factor. `packed_products.c` shows the order of the codes.
@@ -38,6 +46,7 @@ class PackedFormat:
     exponent: int = 0  # exponent that shifts scales into the range of float16
     # Whether the columns are stored in another order than the inputs of the layer (`use_packed_weights`).
     permuted: bool = False
+    interleaved: bool = False  # whether rows are interleaved, for CPUs
 
     def __post_init__(self) -> None:
         assert self.fits(self.ins, self.bits, self.group), self
@@ -59,13 +68,13 @@ class PackedFormat:
 
     @property
     def minima_start(self) -> int:
-        return self.scales_start + (1 if self.has_factors else 2) * self.ins // self.group
+        return self.scales_start + _padded((1 if self.has_factors else 2) * self.ins // self.group)
 
     @property
     def factors_start(self) -> int:
         if self.has_minima:
             return 2 * self.minima_start - self.scales_start
-        return self.minima_start + (self.ins // self.group if self.has_zeros else 0)
+        return self.minima_start + (_padded(self.ins // self.group) if self.has_zeros else 0)
 
     @property
     def minima_factors_start(self) -> int:
@@ -73,10 +82,13 @@ class PackedFormat:
 
     @property
     def row_bytes(self) -> int:
-        return self.factors_start + (2 * self.ins // BLOCK * (1 + self.has_minima) if self.has_factors else 0)
+        return self.factors_start + (_padded(2 * self.ins // BLOCK) * (1 + self.has_minima) if self.has_factors else 0)
+
+    def for_cpu(self) -> PackedFormat:
+        return replace(self, interleaved=True)
 
     def pack(self, codes: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-        """Pack the parts of a weight into rows, uint8 `[out, row_bytes]`.
+        """Pack the parts of a weight, uint8 `[out, row_bytes]`.
 
         Args:
             codes: Codes of the weights, uint8 `[out, ins]`.
@@ -84,9 +96,28 @@ class PackedFormat:
                 are rounded to float16.
         """
         stored = (part.half() if part.is_floating_point() else part for part in parts)
-        rows = torch.cat([*self._split(codes), *(part.contiguous().view(torch.uint8) for part in stored)], dim=1)
+        parts = [*self._split(codes), *(part.contiguous().view(torch.uint8) for part in stored)]
+        rows = torch.cat([F.pad(part, (0, -part.shape[1] % 4)) for part in parts], dim=1)
         assert rows.shape[1] == self.row_bytes
-        return rows
+        return interleave(rows) if self.interleaved else rows
+
+    def rows(self, packed: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the rows `ids` `[n]` (None: all rows), not interleaved.
+
+        Args:
+            packed: Packed weights. If they are interleaved, they must begin at a tile.
+        """
+        if not self.interleaved:
+            return packed if ids is None else packed[ids]
+        outs, count = len(packed), self.row_bytes // 4
+        words = packed.view(torch.int32).flatten()
+        if ids is not None:
+            first = ids // TILE * TILE
+            start, step = first * count + ids % TILE, (outs - first).clamp_max(TILE)
+            return words[start[:, None] + step[:, None] * torch.arange(count, device=ids.device)].view(torch.uint8)
+        tiled = outs // TILE * TILE * count
+        tiles = words[:tiled].view(-1, count, TILE).transpose(1, 2), words[tiled:].view(1, count, -1).transpose(1, 2)
+        return torch.cat([part.reshape(-1, count) for part in tiles]).view(torch.uint8)
 
     def _split(self, codes: torch.Tensor) -> list[torch.Tensor]:
         """Split codes `[out, ins]` into lower 4 bits (two codes per byte) and higher bits. Keep 8-bit codes."""
@@ -106,6 +137,7 @@ class PackedFormat:
         return parts
 
     def codes(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the codes `[out, ins]` of rows that are not interleaved."""
         count = len(rows)
         low = rows[:, : self.high_start]
         if self.bits == 8:
@@ -122,23 +154,38 @@ class PackedFormat:
             codes |= bits.reshape(count, -1) << 4
         return codes
 
-    def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights `[out, ins]` of packed `rows` in `dtype`. The order of the columns does not change."""
-        stored_minima = rows[:, self.minima_start : self.factors_start]
-        factors = rows[:, self.factors_start : self.minima_factors_start]
-        scales = self._numbers(rows[:, self.scales_start : self.minima_start], factors)
+    def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights `[out, ins]` in `dtype`. The order of the columns does not change."""
+        rows, groups = self.rows(packed), self.ins // self.group
+        scales = self._numbers(rows[:, self.scales_start :], rows[:, self.factors_start :])
+        stored_minima = rows[:, self.minima_start :]
         if self.has_minima:
             minima = self._numbers(stored_minima, rows[:, self.minima_factors_start :])
         else:
-            minima = scales * -(stored_minima.float() if self.has_zeros else self.offset)
+            minima = scales * -(stored_minima[:, :groups].float() if self.has_zeros else self.offset)
         grouped = self.codes(rows).view(len(rows), -1, self.group).float() * scales[..., None]
         grouped += minima[..., None]
         return grouped.flatten(1).to(dtype)
 
     def _numbers(self, stored: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Decode stored scales or minima to float32 `[out, ins / group]`."""
+        """Decode scales or minima to float32 `[out, ins / group]`. The arguments begin with the stored numbers."""
+        groups, blocks = self.ins // self.group, self.ins // BLOCK
         if not self.has_factors:
-            return torch.ldexp(stored.contiguous().view(torch.float16).float(), torch.tensor(self.exponent))
-        integers = stored.contiguous().view(torch.int8).float().view(len(stored), -1, BLOCK // self.group)
-        factor = torch.ldexp(factors.contiguous().view(torch.float16).float(), torch.tensor(self.exponent))
-        return (integers * factor[..., None]).flatten(1)
+            halves = stored[:, : 2 * groups].contiguous().view(torch.float16)
+            return torch.ldexp(halves.float(), torch.tensor(self.exponent))
+        integers = stored[:, :groups].view(torch.int8).float().view(len(stored), blocks, BLOCK // self.group)
+        factor = factors[:, : 2 * blocks].contiguous().view(torch.float16)
+        return (integers * torch.ldexp(factor.float(), torch.tensor(self.exponent))[..., None]).flatten(1)
+
+
+def interleave(rows: torch.Tensor) -> torch.Tensor:
+    """Interleave rows, uint8 `[..., out, row_bytes]`, as `PackedFormat.interleaved` describes."""
+    words = rows.view(torch.int32)
+    tiled = words.shape[-2] // TILE * TILE
+    tiles = words[..., :tiled, :].unflatten(-2, (-1, TILE)), words[..., None, tiled:, :]
+    parts = [part.transpose(-1, -2).reshape(*words.shape[:-2], -1, words.shape[-1]) for part in tiles]
+    return torch.cat(parts, dim=-2).view(torch.uint8)
+
+
+def _padded(size: int) -> int:
+    return -(-size // 4) * 4

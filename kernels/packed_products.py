@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import native, team
-from .packed_format import PackedFormat
+from .packed_format import TILE, PackedFormat
 
 MAX_ROWS = 16
 """Maximum number of input rows for the C product, which is then faster than unpacking and torch's product."""
@@ -27,7 +27,7 @@ MIN_THREADED_WORK = 1 << 18
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "bias", "codes", "out", "whole", "factors", "sums")),
+        *((name, ctypes.c_void_p) for name in ("x", "bias", "codes", "out", "whole", "tile", "factors", "sums")),
         *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size", "stride", "bits", "group")),
         *((name, ctypes.c_int64) for name in ("high", "scales", "minima", "zeros", "factors_of_scales")),
         *((name, ctypes.c_int64) for name in ("factors_of_minima", "units")),
@@ -45,7 +45,8 @@ class PackedProducts:
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Multiply x `[..., in]` by the packed weights `[out, in]` and add bias `[out]`. Return `[..., out]`."""
+        """Multiply x `[..., in]` by interleaved weights `[out, in]` and add bias `[out]`. Return `[..., out]`."""
+        assert form.interleaved and packed.is_contiguous()
         assert x.shape[-1] == form.ins and (bias is None or bias.dtype == x.dtype)
         x, outs = x.contiguous(), len(packed)
         rows = x.numel() // form.ins
@@ -53,8 +54,8 @@ class PackedProducts:
         call = self._call(packed, form, out, x=x, bias=bias)
         call.rows = rows
         if x.dtype == torch.bfloat16:
-            units = -(-form.ins // (16 if form.bits == 6 else 32) // 16) * 16
-            integers, (factors, sums) = torch.empty(rows, form.ins, dtype=torch.int16), torch.zeros(2, rows, units)
+            units = form.ins // (16 if form.bits == 6 else 32)
+            integers, (factors, sums) = torch.empty(rows, form.ins, dtype=torch.int16), torch.empty(2, rows, units)
             call.whole, call.factors, call.sums = integers.data_ptr(), factors.data_ptr(), sums.data_ptr()
             call.units = units
             team.runner()(self.library.prepare, ctypes.byref(call), rows, 1)
@@ -66,6 +67,8 @@ class PackedProducts:
         """Return the unpacked weights `[out, in]`. `dtype` must be the dtype of the compiled code."""
         out = torch.empty(len(packed), form.ins, dtype=dtype)
         call = self._call(packed, form, out)
+        tile = torch.empty(TILE, form.row_bytes, dtype=torch.uint8)
+        call.tile = tile.data_ptr() if form.interleaved else None
         team.runner()(self.library.unpack, ctypes.byref(call), -(-len(packed) // call.size), 1)
         return out
 
@@ -73,7 +76,7 @@ class PackedProducts:
         call = _Call(codes=packed.data_ptr(), out=out.data_ptr(), outs=len(packed), ins=form.ins)
         for name, tensor in others.items():
             setattr(call, name, None if tensor is None else tensor.data_ptr())
-        call.size, call.stride = max(1, PART_BYTES // form.row_bytes), packed.stride(0)
+        call.size, call.stride = max(1, PART_BYTES // (TILE * form.row_bytes)) * TILE, packed.stride(0)
         call.bits, call.group, call.offset = form.bits, form.group, form.offset
         call.high, call.scales, call.power = form.high_start, form.scales_start, 2.0**form.exponent
         call.minima, call.zeros = (form.minima_start if has else -1 for has in (form.has_minima, form.has_zeros))
