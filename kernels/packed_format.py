@@ -96,8 +96,8 @@ class PackedFormat:
                 are rounded to float16.
         """
         stored = (part.half() if part.is_floating_point() else part for part in parts)
-        parts = [*self._split(codes), *(part.contiguous().view(torch.uint8) for part in stored)]
-        rows = torch.cat([F.pad(part, (0, -part.shape[1] % 4)) for part in parts], dim=1)
+        pieces = [*self._split(codes), *(part.contiguous().view(torch.uint8) for part in stored)]
+        rows = torch.cat([F.pad(piece, (0, -piece.shape[1] % 4)) for piece in pieces], dim=1)
         assert rows.shape[1] == self.row_bytes
         return interleave(rows) if self.interleaved else rows
 

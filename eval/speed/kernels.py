@@ -17,7 +17,7 @@ import torch
 
 from ...kernels import dispatch, kv_runs, lists, packed_products
 from ...kernels.kv_runs import Run
-from ...kernels.packed_format import PackedFormat
+from ...kernels.packed_format import PackedFormat, interleave
 from ...kernels.pointer_table import PointerTable
 from ...kernels.selection import pack
 from ...model_runner.cuda_graphs import CudaGraph
@@ -354,6 +354,8 @@ def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
         rows = torch.randint(256, (size.outs, form.row_bytes), dtype=torch.uint8, device=device)
         halves = rows[:, form.factors_start :] if form.has_factors else rows[:, form.scales_start : form.minima_start]
         halves.copy_(torch.rand(size.outs, halves.shape[1] // 2, device=device).half().view(torch.uint8))
+        if device.type == "cpu":
+            rows, form = interleave(rows), form.for_cpu()
         for count in (1, 4, 8, 16, 17):
             x = torch.randn(count, form.ins, device=device).to(dtype)
             call = partial(torch.inference_mode()(packed_linear), x, rows, form, None)

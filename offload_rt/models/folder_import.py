@@ -38,6 +38,7 @@ _UNUSED = "rotary_emb.inv_freq"
 @dataclass(frozen=True)
 class FolderImport:
     source: ModelSource
+    interleaved: bool  # whether to interleave packed rows
     config: PreTrainedConfig
 
     @functools.cached_property
@@ -74,7 +75,7 @@ class FolderImport:
             skeleton = build_skeleton(source, config, torch.bfloat16)
             layers = _Layers(self.config, source, skeleton)
             tensors, formats = layers.read()
-        write_checkpoint(folder, config, tensors, formats)
+        write_checkpoint(folder, config, tensors, formats, interleaved=self.interleaved)
         if (tokenizer := read_tokenizer(source)) is not None:
             tokenizer.save_pretrained(folder)
         if getattr(skeleton, "generation_config", None) is not None:

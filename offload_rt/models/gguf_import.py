@@ -30,6 +30,7 @@ Order = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class GGUFImport:
     source: ModelSource
+    interleaved: bool  # whether to interleave packed rows
 
     @functools.cached_property
     def path(self) -> Path:
@@ -73,7 +74,7 @@ class GGUFImport:
         config.dtype, config.architectures = torch.bfloat16, [architecture_of(config)]
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        write_checkpoint(folder, config, tensors, formats)
+        write_checkpoint(folder, config, tensors, formats, interleaved=self.interleaved)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 

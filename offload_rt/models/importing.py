@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from ..config import Quantize
 from ..errors import ConfigError
 from ..kernels.packed_format import PackedFormat
@@ -25,7 +27,7 @@ from .source import ModelSource
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VERSION = 2
+_VERSION = 3
 _log = logging.getLogger(__name__)
 
 
@@ -34,6 +36,9 @@ class Conversion(Protocol):
 
     @property
     def source(self) -> ModelSource: ...
+
+    @property
+    def interleaved(self) -> bool: ...
 
     def files(self) -> list[Path]:
         """Return the files that determine the result.
@@ -51,9 +56,10 @@ class Conversion(Protocol):
     def write(self, folder: Path) -> None: ...
 
 
-def conversion_of(source: ModelSource, quantize: Quantize) -> Conversion | None:
-    """Return the conversion of `source` to a packed checkpoint, or None if the checkpoint must be loaded by
-    transformers.
+def conversion_of(source: ModelSource, quantize: Quantize, device: torch.device) -> Conversion | None:
+    """Return the conversion of `source` to a packed checkpoint for `device`.
+
+    The result is None if transformers must load the checkpoint.
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.
@@ -63,15 +69,17 @@ def conversion_of(source: ModelSource, quantize: Quantize) -> Conversion | None:
         raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and {source} is quantised already")
     if quantize != "auto":
         return None
+    interleaved = device.type == "cpu"
     if source.gguf is not None:
-        return GGUFImport(source)
+        return GGUFImport(source, interleaved)
     config = read_config(source)
-    return FolderImport(source, config) if packing(config) in IMPORTERS else None
+    return FolderImport(source, interleaved, config) if packing(config) in IMPORTERS else None
 
 
 def _folder(conversion: Conversion) -> Path:
     files = [file_identity(path) for path in conversion.files()]
-    key = hashlib.sha256(repr((_VERSION, version("transformers"), files)).encode()).hexdigest()[:32]
+    identity = _VERSION, version("transformers"), conversion.interleaved, files
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
     return packed_cache_folder() / key
 
 

@@ -148,7 +148,7 @@ def load_model(
     if isinstance(model, (str, os.PathLike)):
         name, target = os.fspath(model), resolve_device(device)
         source = find_source(model, hub)
-        if (conversion := conversion_of(source, quantize)) is not None:
+        if (conversion := conversion_of(source, quantize, target)) is not None:
             source = packed_source(conversion)
         identify = partial(cached_fingerprint, cache=CheckpointCache(source))
         model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len, quantize)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from ..kernels.packed_format import PackedFormat
+from ..kernels.packed_format import PackedFormat, interleave
 from .linear.packed import PACKED, can_use_packed_weights, is_stacked, use_packed_experts, use_packed_weights
 from .packed_cache import is_intact
 
@@ -35,16 +35,23 @@ def write_checkpoint(
     config: PreTrainedConfig,
     tensors: Mapping[str, torch.Tensor],
     formats: Mapping[str, PackedFormat],
+    *,
+    interleaved: bool,
 ) -> None:
     """Write config.json and the weights of a packed checkpoint to an existing folder.
 
-    `tensors` maps parameter names to all parameters, and `formats` maps module names to the formats of packed weights.
+    `tensors` maps parameter names to all parameters, and `formats` maps module names to the formats of packed weights,
+    whose rows are not interleaved. If `interleaved` is True, they are interleaved in the folder.
     """
     from safetensors.torch import save_file
 
     config.save_pretrained(folder)
     config_path = folder / "config.json"
     entries = json.loads(config_path.read_text())
+    if interleaved:
+        formats = {name: form.for_cpu() for name, form in formats.items()}
+        packed = {f"{name}.packed" for name in formats}
+        tensors = {name: interleave(tensor) if name in packed else tensor for name, tensor in tensors.items()}
     weights = {name: asdict(form) for name, form in sorted(formats.items())}
     entries["quantization_config"] = {"quant_method": PACKED.method, "weights": weights}
     config_path.write_text(json.dumps(entries, indent=1))

@@ -186,7 +186,7 @@ def _parse(text: str) -> ModelShape:
 def _read_shape(
     source: ModelSource, target: torch.device, dtype: str | torch.dtype, max_model_len: int | None, quantize: Quantize
 ) -> ModelShape:
-    conversion = conversion_of(source, quantize)
+    conversion = conversion_of(source, quantize, target)
     if conversion is not None and (converted := converted_source(conversion)) is not None:
         source, conversion = converted, None
     config = read_config(source)

@@ -32,6 +32,9 @@ MIN_THREADED_WORK = 1 << 20
 TILE_BYTES = 1 << 22
 """Maximum size in bytes of a weight tile in float32. bfloat16 weights are converted tile by tile."""
 
+HEIGHT_UNIT = 16
+"""The height of weight tiles is a multiple of this, because packed weights interleave so many rows."""
+
 
 class _Call(ctypes.Structure):
     _fields_ = [
@@ -105,6 +108,7 @@ def product_by_tiles(
     max_height = max(1, TILE_BYTES // (4 * ins))
     tile_count = max(-(-outs // max_height), min(team.threads(), outs))
     height = -(-outs // tile_count)
+    height += -height % HEIGHT_UNIT
 
     def compute(index: int) -> None:
         tile = slice(index * height, (index + 1) * height)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,13 +59,14 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bia
 
     The result is `[..., out]`.
     """
-    plain = torch.is_grad_enabled() or not x.numel()
+    # A model that was loaded for a CPU has interleaved rows, also after it has been moved to a GPU.
+    plain = torch.is_grad_enabled() or not x.numel() or (x.is_cuda and form.interleaved)
     if x.is_cuda and not plain:
         return _linear_on_gpu(x.reshape(-1, form.ins), packed, form, bias).view(*x.shape[:-1], len(packed))
     code = None if plain else packed_products.compiled_for(x.dtype)
     if code is None:
         return F.linear(x, form.unpack(packed, x.dtype), bias)
-    if x.numel() <= packed_products.MAX_ROWS * form.ins:
+    if form.interleaved and x.numel() <= packed_products.MAX_ROWS * form.ins:
         return code.linear(x, packed, form, bias)
 
     def weights(tile: slice, dtype: torch.dtype) -> torch.Tensor:
@@ -105,16 +107,17 @@ def unpack_rows(
     The result is on the device of `ids`, or on that of `packed` if `ids` is None.
     """
     target = packed if ids is None else ids
-    if uses_triton(target) and dtype != torch.float64:
+    if uses_triton(target) and not form.interleaved and dtype != torch.float64:
         from ...kernels import triton_packed
 
         part = range(form.ins)[inputs]
         if part.start % triton_packed.PART == 0 == part.stop % triton_packed.PART:
             return triton_packed.unpack(packed, form, dtype, ids, part)
         return triton_packed.unpack(packed, form, dtype, ids)[:, inputs]
-    rows = packed if ids is None else packed[ids.to(packed.device)].to(ids.device)
-    code = None if rows.is_cuda else packed_products.compiled_for(dtype)
-    return (form.unpack(rows, dtype) if code is None else code.unpack(rows, form, dtype))[:, inputs]
+    if ids is not None:
+        packed, form = form.rows(packed, ids.to(packed.device)).to(ids.device), replace(form, interleaved=False)
+    code = None if packed.is_cuda else packed_products.compiled_for(dtype)
+    return (form.unpack(packed, dtype) if code is None else code.unpack(packed, form, dtype))[:, inputs]
 
 
 class PackedEmbedding(nn.Embedding):

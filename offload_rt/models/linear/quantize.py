@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels.packed_format import PackedFormat
+from ...kernels.packed_format import TILE, PackedFormat
 from .packed import use_packed_weights
 
 GROUP = 32
@@ -69,6 +69,8 @@ def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -
         if PackedFormat.fits(module.in_features, layer_bits, GROUP):
             weight = module.weight.data
             form = PackedFormat(module.in_features, layer_bits, GROUP, layer_bits == 4, 0 if layer_bits == 4 else 128)
+            if (device or weight.device).type == "cpu":
+                form = form.for_cpu()
             # the exponent makes all scaled values less than 2^15, so that few scales are subnormal float16 numbers
             if not weight.is_meta:
                 low, high = weight.aminmax()  # without a copy of the weight, as `abs` would make
@@ -81,7 +83,7 @@ def _quantized(weight: torch.Tensor, form: PackedFormat, device: torch.device) -
     if weight.is_meta:
         return rows
     power = torch.tensor(2.0**-form.exponent)
-    step = max(1, _WEIGHTS_AT_ONCE // form.ins)
+    step = max(1, _WEIGHTS_AT_ONCE // (form.ins * TILE)) * TILE
     for start in range(0, len(weight), step):
         groups = (weight[start : start + step].to(device).float() * power).view(-1, form.ins // form.group, form.group)
         rows[start : start + step] = form.pack(*(_int4(groups) if form.has_minima else _int8(groups)))

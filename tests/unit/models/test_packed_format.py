@@ -11,7 +11,7 @@ from support.packed_rows import FORMATS, random_rows
 from torch import nn
 
 from offload_rt.kernels import packed_products, team
-from offload_rt.kernels.packed_format import PackedFormat
+from offload_rt.kernels.packed_format import PackedFormat, interleave
 from offload_rt.models.linear.packed import use_packed_weights
 from offload_rt.utils.native_code import available_levels
 
@@ -20,9 +20,23 @@ needs_code = pytest.mark.skipif(packed_products.compiled_for(torch.float32) is N
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_rows_unpack_to_the_same_numbers(form: PackedFormat) -> None:
-    rows, weights = random_rows(form, 5)
-    assert rows.shape == (5, form.row_bytes)
+    rows, weights = random_rows(form, 21)
+    assert rows.shape == (21, form.row_bytes) and form.row_bytes % 4 == 0
     assert form.unpack(rows, torch.float64).equal(weights.float().double())
+
+
+@pytest.mark.parametrize("outs", [5, 16, 21, 48])
+def test_interleaved_rows_are_read_by_id(outs: int) -> None:
+    form = FORMATS[0]
+    rows, _ = random_rows(form, outs)
+    packed, tiled = interleave(rows), form.for_cpu()
+    assert packed.shape == rows.shape and tiled.rows(packed).equal(rows)
+    assert tiled.unpack(packed, torch.float32).equal(form.unpack(rows, torch.float32))
+    ids = torch.randperm(outs)
+    assert tiled.rows(packed, ids).equal(rows[ids])
+    assert interleave(rows.expand(2, -1, -1)).equal(packed.expand(2, -1, -1))
+    if outs >= 16:  # word 1 of row 3, after word 0 of 16 rows
+        assert packed.flatten()[4 * (16 + 3) :][:4].equal(rows[3, 4:8])
 
 
 LEVELS = available_levels()
@@ -32,7 +46,7 @@ CODE = [
     for j, dtype in enumerate((torch.float32, torch.bfloat16))
     if level == LEVELS[-1] or i % 2 == j
 ]
-"""Both dtypes at the highest level, and one at each lower level, because compiling this file takes half a minute."""
+"""Both dtypes at the highest level, and one at each lower level, because compiling this file takes ten seconds."""
 of_each_code = pytest.mark.parametrize(("level", "dtype"), CODE, indirect=["level"], ids=str)
 
 
@@ -40,10 +54,12 @@ of_each_code = pytest.mark.parametrize(("level", "dtype"), CODE, indirect=["leve
 @of_each_code
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_compiled_code_unpacks_the_same_numbers(form: PackedFormat, dtype: torch.dtype, level: str) -> None:
-    rows, _ = random_rows(form, 5)
+    rows, _ = random_rows(form, 21)
     code = packed_products.compiled_for(dtype)
     assert code is not None
-    assert code.unpack(rows, form, dtype).equal(form.unpack(rows, dtype))
+    expected = form.unpack(rows, dtype)
+    assert code.unpack(rows, form, dtype).equal(expected)
+    assert code.unpack(interleave(rows), form.for_cpu(), dtype).equal(expected)
 
 
 @needs_code
@@ -52,7 +68,7 @@ def test_compiled_code_unpacks_the_same_numbers(form: PackedFormat, dtype: torch
 def test_products_equal_float64(form: PackedFormat, bias: bool, dtype: torch.dtype, level: str) -> None:
     rows, weights = random_rows(form, 21)
     layer = nn.Linear(form.ins, 21, bias=bias).to(dtype)
-    use_packed_weights(layer, form, dtype, rows)
+    use_packed_weights(layer, form.for_cpu(), dtype, interleave(rows))
     x = torch.randn(packed_products.MAX_ROWS + 1, form.ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ weights.T + (layer.bias.double() if bias else 0)
     size = (x.double().norm(dim=1)[:, None] * weights.norm(dim=1)).double()
@@ -80,11 +96,12 @@ def test_threads_share_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_products, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(packed_products, "PART_BYTES", 1000)
     monkeypatch.setattr(team, "threads", lambda: threads)
-    (rows, _), x, found = random_rows(FORMATS[0], 70), torch.randn(9, 192), []
+    form = FORMATS[0].for_cpu()
+    packed, x, found = interleave(random_rows(FORMATS[0], 70)[0]), torch.randn(9, 192), []
     code = packed_products.compiled_for(torch.float32)
     assert code is not None
     for threads in (1, 3, 300):  # noqa: B007
-        found.append(code.linear(x, rows, FORMATS[0], None))
+        found.append(code.linear(x, packed, form, None))
     assert all(found[0].equal(other) for other in found)
 
 
@@ -97,7 +114,7 @@ def test_non_finite_inputs_give_non_finite_results(dtype: torch.dtype, level: st
     for odd in (torch.nan, torch.inf, -torch.inf):
         x = torch.zeros(2, 192, dtype=dtype)
         x[0, 77] = odd
-        out = code.linear(x, rows, FORMATS[0], None)
+        out = code.linear(x, interleave(rows), FORMATS[0].for_cpu(), None)
         assert not out[0].isfinite().any() and out[1].equal(torch.zeros(3, dtype=dtype))
 
 
@@ -108,6 +125,6 @@ def test_products_of_tiny_and_large_inputs_equal_float64(dtype: torch.dtype, lev
     code: Any = packed_products.compiled_for(dtype)
     for size in (1e-40, 1e-30, 1e30):
         x = (torch.randn(1, 192) * size).to(dtype)
-        error = code.linear(x, rows, FORMATS[0], None).double() - x.double() @ weights.T
+        error = code.linear(x, interleave(rows), FORMATS[0].for_cpu(), None).double() - x.double() @ weights.T
         allowed = 2**-8 if dtype == torch.bfloat16 else 1e-5
         assert (error.abs() <= allowed * x.double().norm() * weights.norm(dim=1) + 1e-34).all()
