@@ -120,7 +120,7 @@ def padded_states(make: Callable[..., LLM], folder: Path) -> Answers:
     Its slot of recurrent state is then used for padding.
     """
     llm, prompts = make(), [tiny_prompt(n, seed=n) for n in (57, 40, 30, 58)]
-    params = [SamplingParams(most, temperature=0, ignore_eos=True) for most in (11, 2, 9, 8)]
+    params = [SamplingParams(most, temperature=0, ignore_eos=True) for most in (11, 4, 9, 8)]
     completions = completed(llm.generate(prompts, params))
     llm.runner.check_integrity()
     if (graphs := captured_graphs(llm)) is not None:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from support.architectures import architecture
 from support.cuda_cells import SPARSE, captured_graphs
-from support.cuda_simulator import Late, Lazy, simulated
+from support.cuda_simulator import Late, Lazy, Schedule, simulated
 from support.hybrids import FAMILIES, random_prompt
 from support.outputs import completed
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine.runner import Runner
+from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.model_runner.sequence import Sequence as RunningSequence
 from offload_rt.models.recurrent import StateSlots
 from offload_rt.models.shape import load_shape
@@ -48,45 +49,52 @@ def prefilled_batch(runner: Runner, sequences: int) -> list[RunningSequence]:
     return batch
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_replayed_steps_give_the_tokens_of_a_cpu(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The second of four requests ends early. Its slot is then used for padding, and the other slots have a gap."""
-    most_tokens = (7, 2, 7, 6)
+    """The second of four requests ends first. Its slot is then used for padding, and the other slots have a gap."""
+    most_tokens = (8, 4, 6, 5)
     expected = generate(make_llm(name, "cpu"), most_tokens)
     with simulated(Late()) as sim:
         llm = make_llm(name, "cuda")
         assert generate(llm, most_tokens) == expected
         graphs = captured_graphs(llm)
         assert graphs is not None and graphs[PADDED] and sim.launched["graph"] >= 2
-    assert not caplog.records
+    assert not [record for record in caplog.records if "captured" in record.getMessage()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", [Lazy(), Late((0,)), Late((1,))], ids=["lazy", "late compute", "late prefetch"])
-def test_states_after_replays_equal_states_after_eager_steps(schedule: Any) -> None:
-    """The batch has three sequences in slots 0, 2 and 3, and slot 1 is used for padding.
+def test_replayed_steps_equal_eager_steps(schedule: Schedule) -> None:
+    with simulated(schedule):
+        alone, eager = (decode_with_gap(graphs=False, together=together) for together in (False, True))
+        replayed = decode_with_gap(graphs=True, together=True)
+    for expected, found in zip(eager, replayed, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # The products of one row and of four rows are rounded differently, which one step of the model amplifies to 2e-4.
+    for expected, found in zip(alone, replayed, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=5e-4)
 
-    Eager steps compute one sequence at a time, so that states are not copied from and to slots.
+
+def decode_with_gap(*, graphs: bool, together: bool) -> list[torch.Tensor]:
+    """Decode sequences in the slots 0, 2 and 3. With graphs, slot 1 is used for padding.
+
+    If not `together`, each sequence is decoded alone, so that its state is used in its slot, and not copied. Return the
+    logits of all steps, and the states of all layers.
     """
-    found = []
-    for graphs in (False, True):
-        with simulated(schedule) as sim:
-            runner = make_llm("qwen3_5", "cuda", cuda_graphs=graphs).runner
-            batch = prefilled_batch(runner, 4)
-            runner.free(batch.pop(1))
-            batches = [batch] if graphs else [[sequence] for sequence in batch]
-            logits = torch.stack([torch.cat([runner.decode(one).cpu() for one in batches]) for _ in range(5)])
-            assert bool(sim.launched["graph"]) is graphs
-            states = runner.states
-            assert states is not None and states.spare == 1
-            kept = [tensor[[0, 2, 3]].cpu() for tensor in (*states.conv.values(), *states.recurrent.values())]
-            runner.check_integrity()
-            found.append([logits, *kept])
-            for sequence in batch:
-                runner.free(sequence)
-    # Matrix products of four rows and of one row may be rounded differently.
-    for eager, replayed in zip(*found, strict=True):
-        torch.testing.assert_close(replayed, eager, rtol=1e-4, atol=1e-5)
+    runner = make_llm("qwen3_5", "cuda", cuda_graphs=graphs).runner
+    batch = prefilled_batch(runner, 4)
+    runner.free(batch.pop(1))
+    batches = [batch] if together else [[sequence] for sequence in batch]
+    logits = torch.stack([torch.cat([runner.decode(one).cpu() for one in batches]) for _ in range(5)])
+    assert isinstance(runner.steps, GraphSteps) is graphs and (not graphs or captured_shapes(runner) == {PADDED: 1})
+    runner.check_integrity()
+    states = runner.states
+    assert states is not None and states.spare == 1
+    kept = [tensor[[0, 2, 3]].cpu() for tensor in (*states.conv.values(), *states.recurrent.values())]
+    for sequence in batch:
+        runner.free(sequence)
+    return [logits, *kept]
 
 
 def test_graphs_are_captured_again_when_states_move() -> None:
@@ -117,6 +125,7 @@ def captured_shapes(runner: Runner) -> Counter[tuple[int, int]]:
     return Counter((inputs.size, inputs.capacity) for inputs in steps._captured)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2"])
 def test_replay_does_not_synchronise_the_host(name: str) -> None:
     with simulated(Lazy()) as sim:
