@@ -81,8 +81,8 @@ QUICK_WITHOUT := eval stress kernels/test_counted.py kernels/test_native.py kern
 	$(addprefix server/test_server_,agents.py docs.py engine.py protocol_gaps.py protocols.py sessions.py) \
 	$(addprefix sessions/test_,async_sessions.py compatibility.py hybrid_sessions.py look_ahead.py prefix_store.py prompt_marks.py \
 	reliability.py session_limits.py sessions.py shared_states.py truncation.py turn_queue.py) \
-	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py cuda_waits.py device_copies.py device_limit.py device_memory.py packed_cuda.py \
-	prefill_counts.py step_counts.py weight_placement.py working_set.py)
+	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py cuda_waits.py device_copies.py device_limit.py device_memory.py hybrid_graphs.py \
+	packed_cuda.py prefill_counts.py step_counts.py weight_placement.py working_set.py)
 QUICK := $(if $(PART),tests/unit/$(PART),tests $(addprefix --ignore tests/unit/,$(QUICK_WITHOUT)))
 
 quick: $(READY)
@@ -110,7 +110,7 @@ STRESS_requests := tests/unit/model_runner/test_sharing.py tests/unit/engine/tes
 STRESS_architectures := tests/unit/models/test_architectures.py tests/unit/models/test_verification.py tests/unit/model_runner/test_snapshots.py tests/unit/sessions/test_architecture_sessions.py tests/unit/models/test_gguf.py tests/unit/engine/test_drop_in.py
 # Everything on the simulated CUDA device, under every schedule.
 STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_cuda_waits.py tests/unit/transfer/test_device_copies.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
-	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py tests/unit/transfer/test_step_counts.py
+	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py tests/unit/transfer/test_step_counts.py tests/unit/transfer/test_hybrid_graphs.py
 # Tests marked gpu, on a CUDA device.
 STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \
 	tests/unit/kernels/test_attention.py tests/unit/kernels/test_counted.py tests/unit/transfer/test_links.py

@@ -6,28 +6,86 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "pages" / "models.md"
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests")]
 
-from support.architectures import LATENT, REFUSED, RUNS, architecture  # noqa: E402
+from support.architectures import LATENT, REFUSED, RUNS, architecture, default_skeleton  # noqa: E402
 from tables import fill, table  # noqa: E402
 
 from offload_rt.core import ModelGeometry  # noqa: E402
 from offload_rt.models.registry import adapter_for  # noqa: E402
+from offload_rt.utils.units import format_size  # noqa: E402
+
+
+def _layer_types(**counts: int) -> list[str]:
+    return [kind for kind, count in counts.items() for _ in range(count)]
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite_hybrid": (
+        "Granite 4.0-H-Small",
+        {
+            "num_hidden_layers": 40,
+            "layer_types": _layer_types(linear_attention=36, full_attention=4),
+            "mamba_d_state": 128,
+        },
+    ),
+    "lfm2": (
+        "LFM2-1.2B",
+        {"hidden_size": 2048, "num_hidden_layers": 16, "layer_types": _layer_types(conv=10, full_attention=6)},
+    ),
+    "lfm2_moe": (
+        "LFM2-8B-A1B",
+        {"num_hidden_layers": 24, "layer_types": _layer_types(conv=18, full_attention=6)},
+    ),
+    "nemotron_h": (
+        "Nemotron 3 Nano 30B-A3B",
+        {
+            "layers_block_type": _layer_types(linear_attention=23, moe=23, full_attention=6),
+            "mamba_num_heads": 64,
+        },
+    ),
+    "bamba": ("Bamba-9B", {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128}),
+}
+"""Published models of classes whose default configuration has no attention, no recurrent layers or only four layers.
+
+The options give the size of the state and the number of layers of each kind, but not their order.
+"""
 
 
 def runs() -> str:
-    """One row for each kind of layer, with the classes of the tiny models that the tests run."""
-    found: dict[str, list[str]] = {}
+    """One row for each kind of layer and state, with the classes of the tiny models that the tests run."""
+    found: dict[tuple[str, str, str], list[str]] = {}
     for name in RUNS:
         model = architecture(name)
-        classes = found.setdefault(_layers(name, adapter_for(model).geometry), [])
+        geometry = adapter_for(model).geometry
+        size = _size(name) if geometry.states else ("all", "—")
+        classes = found.setdefault((_layers(name, geometry), *size), [])
         if (shown := f"`{type(model).__name__}`") not in classes:
             classes.append(shown)
-    return table(("layers", "classes"), [[kinds, ", ".join(classes)] for kinds, classes in found.items()])
+    rows = [[kinds, *size, ", ".join(classes)] for (kinds, *size), classes in found.items()]
+    models = ", ".join(sorted(model for model, _ in PUBLISHED.values()))
+    source = (
+        "Layers and state of hybrid models are computed from transformers' default configuration of the first class, "
+        f"or from a published model: {models}."
+    )
+    head = ("layers", "attention layers / layers", "state per sequence", "classes")
+    return f"{table(head, rows)}\n\n{textwrap.fill(source, 120)}"
+
+
+def _size(name: str) -> tuple[str, str]:
+    """Return the columns for a hybrid model of real size: numbers of layers, and bytes of recurrent state."""
+    _, options = PUBLISHED.get(name, ("", {}))
+    geometry = adapter_for(default_skeleton(name, **options)).geometry
+    layers = geometry.depth or geometry.layers
+    return f"{geometry.layers} / {layers}", format_size(geometry.state_bytes(torch.bfloat16))
 
 
 def _layers(name: str, geometry: ModelGeometry) -> str:

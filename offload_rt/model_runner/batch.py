@@ -13,10 +13,10 @@ from itertools import groupby
 
 import torch
 
-from ..core import BLOCK_SIZE, BlockTable, VisibleTokens
+from ..core import BLOCK_SIZE, BlockTable, VisibleTokens, padded_batch
 from ..kernels.h2d_copy import to_device
 from ..models.adapter import ModelAdapter
-from ..models.recurrent import RecurrentState
+from ..models.recurrent import RecurrentState, StateSlots
 from ..policies.base import Policy, QuerySource, source_between
 from ..transfer.base import Transfer
 from .sequence import Sequence
@@ -77,9 +77,28 @@ class DecodeBatch:
             return None
         return source_between(self.policy.query_source, self.geometry.between(layer))
 
+    @property
+    def padded_size(self) -> int:
+        """Number of sequences in a step with padding.
+
+        In hybrid models, padding needs a free slot of recurrent state. If there is none, the batch is not padded, so
+        that no memory must be allocated for padding.
+        """
+        full = self.states is not None and self.states.spare is None
+        return len(self.sequences) if full else padded_batch(len(self.sequences))
+
+    @property
+    def states(self) -> StateSlots | None:
+        """The slots that contain the recurrent states, or None if the model has no recurrent state."""
+        return self.sequences[0].state_slots
+
+    @property
+    def state_slots(self) -> list[int]:
+        """Slot of each sequence's recurrent state. Empty if the model has no recurrent state."""
+        return [] if self.states is None else [s.state_slot for s in self.sequences]
+
     def state(self) -> RecurrentState | None:
-        slots = self.sequences[0].state_slots
-        return None if slots is None else slots.view([s.state_slot for s in self.sequences])
+        return None if self.states is None else self.states.view(self.state_slots)
 
     def _visible(self, layer: int) -> list[VisibleTokens]:
         slides = self.geometry.windows[layer] is not None

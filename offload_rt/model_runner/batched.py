@@ -18,6 +18,7 @@ import torch
 from ..core import KVPart, bucket
 from ..kernels.decode_attention import apply_sinks, scores_lse
 from ..kernels.dispatch import attend_resident
+from ..models.recurrent import RecurrentState
 from ..transfer.residency import resident_range
 from ..transfer.row_lists import PendingBatchFetch
 from .batch import Attend, DecodeBatch
@@ -45,17 +46,28 @@ def supports_batched_selection(batch: DecodeBatch) -> bool:
 class BatchedMode(PerSequenceMode):
     """Selects tokens for the whole batch at once. Kernel launches depend only on `inputs` and the model.
 
-    If `dense` is True, layers that attend to all tokens also fetch KV for the whole batch at once.
+    If `dense` is True, the inputs may have padding. Layers that attend to all tokens then also fetch KV for the whole
+    batch at once, and recurrent states are gathered from the slots in the inputs.
+
+    Attributes:
+        recurrent_layers: Decoder layers that have computed recurrent states from the slots in the inputs.
     """
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
         super().__init__(batch)
         self._inputs, self._dense = inputs, dense
         self.selections: list[LayerSelection] = []
+        self.recurrent_layers: list[int] = []
         self._newest: dict[int, torch.Tensor] = {}
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._inputs.tokens, self._inputs.positions
+
+    def state(self) -> RecurrentState | None:
+        states = self._batch.states
+        if states is None or not self._dense:
+            return super().state()
+        return states.gather(self._inputs.state_slots, self.recurrent_layers.append)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         inputs, window = self._inputs, self._batch.geometry.windows[layer]
@@ -95,6 +107,9 @@ class BatchedMode(PerSequenceMode):
 
     def finish(self) -> None:
         batch, rows = self._batch, self._inputs.rows
+        for layer in self.recurrent_layers:
+            assert batch.states is not None
+            batch.states.add_processed(layer, batch.state_slots, 1)
         for sequence in batch.sequences:
             sequence.trace.bytes_to_host += sum(rows.token_bytes(layer) for layer in batch.geometry.kv_layers)
         for selection in self.selections:

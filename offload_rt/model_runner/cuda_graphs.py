@@ -4,10 +4,13 @@ Sequences, lengths and tokens are values in `StepInputs`, so one graph serves al
 rounded up with padding. A step of an 8B model has 1,500 launches, which take 5 to 25 µs each. On an H100, a replayed
 step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
+In hybrid models, each recurrent layer copies the states of the batch from their slots, whose numbers are in
+`StepInputs`, and writes them back. If a new slot moves the states to other addresses, all graphs are dropped.
+
 A step runs eagerly, which means without a graph, in these cases:
 
 * A launch depends on more than the inputs. This is so for policies without a `rule`, columns chosen from the prompt,
-recurrent state, eviction, and streamed weights.
+eviction, and streamed weights.
 * The host must read values during the step, for recorders or to measure the missed attention mass.
 * It is the first step with its batch size, in which kernels are compiled.
 * A capture has failed. If it failed because memory was exhausted, other graphs are dropped first.
@@ -23,7 +26,6 @@ from typing import Any, Protocol
 import torch
 
 from ..config import EngineConfig
-from ..core import padded_batch
 from ..errors import ConfigError
 from .batch import DecodeBatch
 from .batched import MAX_CACHED, BatchedMode, EagerSteps, LayerSelection
@@ -71,6 +73,7 @@ class _Captured:
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
         self._layers: list[int] = []
+        self._recurrent_layers: list[int] = []
         with inputs.rows.capturing():
             self._logits, self._selected_counts, *self._tallies = graph.capture(lambda: self._launch(batch, inputs))
 
@@ -79,12 +82,16 @@ class _Captured:
         logits = DecodeStep(batch, mode).compute()
         inputs.rows.join()  # All streams must join the compute stream before the capture ends.
         self._layers = [selection.layer for selection in mode.selections]
+        self._recurrent_layers = mode.recurrent_layers
         tallies = [selection.tally for selection in mode.selections if selection.tally is not None]
         counts = torch.stack([selection.counts for selection in mode.selections])
         return (logits, counts, torch.stack(tallies)) if tallies else (logits, counts)
 
     def replay(self, mode: BatchedMode, inputs: StepInputs) -> torch.Tensor:
-        """Replay the step with the values in `inputs`. Return float32 logits `[size, V]`, and set `mode.selections`."""
+        """Replay the step with the values in `inputs`, and set the attributes of `mode`.
+
+        Return float32 logits `[size, V]`.
+        """
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.replayed()
@@ -92,6 +99,7 @@ class _Captured:
         counts = self._selected_counts.clone().unbind()
         tallies = [tally for stacked in self._tallies for tally in stacked.clone().unbind()]
         per_layer = zip(self._layers, counts, tallies or len(counts) * [None], strict=True)
+        mode.recurrent_layers = self._recurrent_layers
         mode.selections = [LayerSelection(layer, stacked[:0], stacked, tally) for layer, stacked, tally in per_layer]
         return self._logits.clone()
 
@@ -106,11 +114,12 @@ class GraphSteps:
         # Shapes (with capacity 0) for which all kernels have been compiled, and inputs that have run eagerly.
         self._compiled: set[StepShape] = set()
         self._ran_eagerly: weakref.WeakSet[StepInputs] = weakref.WeakSet()
+        self._state_slots = 0  # number of slots of recurrent state for which graphs are captured
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         sequences = len(batch.sequences)
         capturable = not self._disabled and _capturable(batch)
-        inputs = self._eager.load(batch, padded_batch(sequences)) if capturable else None
+        inputs = self._eager.load(batch, batch.padded_size) if capturable else None
         if inputs is None or not inputs.capturable:
             return self._eager.run(batch)
         mode = BatchedMode(batch, inputs, dense=True)
@@ -121,10 +130,17 @@ class GraphSteps:
             return DecodeStep(batch, mode).run()[:sequences]
         step = DecodeStep(batch, mode)
         step.begin()
+        self._drop_outdated(batch)
         captured = self._captured.get(inputs) or self._try_capture(batch, inputs)
         logits = step.compute() if captured is None else captured.replay(mode, inputs)
         mode.finish()
         return logits[:sequences]
+
+    def _drop_outdated(self, batch: DecodeBatch) -> None:
+        """Drop all graphs if the recurrent states have moved to other addresses."""
+        if batch.states is not None and batch.states.size != self._state_slots:
+            self._captured.clear()
+            self._state_slots = batch.states.size
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
         """Capture a step. If this fails, return None, so that the step runs eagerly.
@@ -182,8 +198,7 @@ def _capturable(batch: DecodeBatch) -> bool:
     read_by_host = any(
         s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences
     )
-    # Slots of recurrent state may move.
-    return not (batch.geometry.states or per_sequence_bases or read_by_host)
+    return not (per_sequence_bases or read_by_host)
 
 
 def steps_for(

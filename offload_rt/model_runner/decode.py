@@ -23,7 +23,7 @@ class DecodeStep:
 
     def __init__(self, batch: DecodeBatch, mode: PerSequenceMode) -> None:
         self.batch, self.mode = batch, mode
-        self.adapter = batch.adapter.with_state(batch.state())
+        self.adapter = batch.adapter.with_state(mode.state())
         self.tokens, self.positions = mode.inputs()
 
     def run(self) -> torch.Tensor:

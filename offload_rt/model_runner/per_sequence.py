@@ -12,6 +12,7 @@ from ..kernels.decode_attention import apply_sinks, attend, group_weights, score
 from ..kernels.dispatch import attend_runs
 from ..kernels.h2d_copy import to_device
 from ..kernels.kv_runs import Run
+from ..models.recurrent import RecurrentState
 from ..transfer.base import PendingFetch
 from ..transfer.plan import attended_tokens
 from .batch import Attend, DecodeBatch, SharedRun
@@ -31,6 +32,10 @@ class PerSequenceMode:
         """Return the tokens and the positions of the step on the device, both int64 `[B]`."""
         batch, device = self._batch, self._batch.adapter.device
         return to_device(torch.tensor(batch.tokens), device), to_device(torch.tensor(batch.positions), device)
+
+    def state(self) -> RecurrentState | None:
+        """Return the recurrent state of the batch, or None if the model has none."""
+        return self._batch.state()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the pool and in the policy states."""

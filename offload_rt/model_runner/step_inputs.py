@@ -70,13 +70,13 @@ class StepInputs:
         self._heads_of = {window: geometry.rows(layer).kv_heads for window, layer in self._by_window.items()}
         resident_sizes = [size * heads for heads in self._heads_of.values() for _ in ("starts", "stops")]
         written = [rows.row_count(group) for group in self._by_group]
-        numbers = [size, size, lists, *written, *[size] * windows]
+        numbers = [size, size, size if geometry.states else 0, lists, *written, *[size] * windows]
         bounds = [lists, lists, size, size, *resident_sizes]
         self._newest = torch.zeros(sum(numbers), dtype=torch.int64, device=device)
         self._bounds = torch.zeros(sum(bounds), dtype=torch.int32, device=device)
-        # For the newest tokens: ids and positions, both int64 `[B]`, slots per list `[P]`, and row ids per layer group
-        # (`rows_of`).
-        self.tokens, self.positions, self.slots_by_head, *parts = self._newest.split(numbers)
+        # For the newest tokens: ids, positions and slots of recurrent state, all int64 `[B]`, slots per list `[P]`, and
+        # row ids per layer group (`rows_of`).
+        self.tokens, self.positions, self.state_slots, self.slots_by_head, *parts = self._newest.split(numbers)
         self.newest_rows = dict(zip(self._by_group, parts[:groups], strict=True))
         starts, stops, limits, contexts, *spans = self._bounds.split(bounds)
         # Candidates in layers that have no sliding window.
@@ -99,6 +99,8 @@ class StepInputs:
             copy_into(new_tables, self.keys.pointer_tables)
         newest = {layer: batch.slots[layer] + padding * [NO_SLOT] for layer in self._layers}
         numbers = [values + padding * [0] for values in (batch.tokens, batch.positions)]
+        spare = None if batch.states is None else batch.states.spare
+        numbers.append(batch.state_slots + ([] if spare is None else padding * [spare]))
         numbers.append([slot for slot in newest[self._selecting] for _ in range(heads)])
         numbers += [self.rows.rows_of(group, newest[layer]) for group, layer in self._by_group.items()]
         visible = batch.visible[self._selecting] + padding * [NO_TOKENS]

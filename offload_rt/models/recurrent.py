@@ -41,8 +41,18 @@ class StateSlots:
         self._grow(0)
 
     @property
+    def size(self) -> int:
+        """Number of slots, including free slots. When it grows, all states move to other addresses."""
+        return self._size
+
+    @property
     def used(self) -> int:
         return self._size - len(self._free)
+
+    @property
+    def spare(self) -> int | None:
+        """A free slot, or None if all slots are in use. Padding of batches may overwrite its state."""
+        return min(self._free, default=None)
 
     @property
     def bytes(self) -> int:
@@ -90,6 +100,20 @@ class StateSlots:
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
         return RecurrentState(self, slots, on_finished, counts=counts)
 
+    def gather(self, index: torch.Tensor, on_finished: Callable[[int], None]) -> RecurrentState:
+        """Return the state for one step with the sequences whose slots are in `index`, int64 `[B]` on the device.
+
+        Each layer reads `index` when it runs, so that a CUDA graph can replay the layer for other sequences. Padding
+        may repeat a slot. Tokens are not counted (see `add_processed`).
+        """
+        return RecurrentState(self, (), on_finished, index=index)
+
+    def add_processed(self, layer: int, slots: Sequence[int], tokens: int) -> None:
+        """Count `tokens` tokens as processed by decoder layer `layer` for each sequence in `slots`."""
+        counts = self.processed[layer]
+        for slot in slots:
+            counts[slot] += tokens
+
     def layer_state(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return views of a decoder layer's recurrent state (None if it has none) and convolution state in a slot."""
         return self.recurrent[layer][slot] if layer in self.recurrent else None, self.conv[layer][slot]
@@ -128,6 +152,7 @@ class StateSlots:
         states = torch.empty(shape, dtype=dtype, device=self._device)
         if layer in tensors:
             states[: self._size] = tensors[layer]
+        states[self._size :] = 0  # padding reads free slots, and must not compute with NaN
         return states
 
 
@@ -137,6 +162,7 @@ class RecurrentState:
     If the slots are adjacent, the state is a view of them. Otherwise it is a copy, which `finish` writes back.
 
     Attributes:
+        sequences: Number of sequences in the step, including padding.
         inputs: Recorded inputs `[T, D]` of the recurrent mixers in this step, by decoder layer. None if inputs are not
             recorded.
     """
@@ -148,8 +174,10 @@ class RecurrentState:
         on_finished: Callable[[int], None] = lambda layer: None,
         *,
         counts: Sequence[int] | None = None,
+        index: torch.Tensor | None = None,
     ) -> None:
         self._owner, self._slots, self._finished = owner, list(slots), on_finished
+        self.sequences = len(slots) if index is None else len(index)
         self.inputs: dict[int, torch.Tensor] | None = None
         self._groups: list[tuple[slice, RecurrentState]] = []
         if counts is not None and len(set(counts)) > 1:
@@ -160,15 +188,10 @@ class RecurrentState:
                 stop = start + count * (last - first)
                 self._groups.append((slice(start, stop), group))
                 first, start = last, stop
-        first = self._slots[0]
-        self._adjacent = self._slots == list(range(first, first + len(self._slots)))
-        self._index: torch.Tensor | None = None
+        self._adjacent = index is None and self._slots == list(range(self._slots[0], self._slots[0] + len(slots)))
+        self._index = index
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._current: dict[tuple[str, int], torch.Tensor] = {}
-
-    @property
-    def sequences(self) -> int:
-        return len(self._slots)
 
     def groups(self) -> Iterator[tuple[slice, RecurrentState]]:
         """Yield groups of adjacent sequences that have the same number of tokens in this step.
@@ -186,9 +209,8 @@ class RecurrentState:
             states[self._slot_index(states)] = copied
         self._copies.clear()
         self._current.clear()
-        if (counts := self._owner.processed.get(layer)) is not None:
-            for slot in self._slots:
-                counts[slot] += tokens
+        if layer in self._owner.processed:
+            self._owner.add_processed(layer, self._slots, tokens)
             self._finished(layer)
 
     def _state(self, kind: str, layer: int) -> torch.Tensor:

@@ -29,6 +29,13 @@ from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
 from .host_memory import divide_host_memory
 
+STATE_COPIES = 6
+"""Maximum number of temporary tensors with the size of a layer's recurrent state while one token is computed.
+
+This holds for Mamba-2 without its package: the state from the slots, two discretised factors, their product with the
+input, the decayed state and the new state.
+"""
+
 CUDA_WORKSPACE = 64 * 2**20  # bytes that cuBLAS allocates through torch on the largest devices, for two streams
 
 
@@ -194,7 +201,7 @@ class DeviceCosts:
         return replace(self, slice_tokens=max(self.slice_tokens, SLICE))._prefill_layer_bytes(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
-        """Return the size of a decode step's hidden states, logits, scores and attention weights."""
+        """Return the size of a decode step's hidden states, logits, scores, attention weights and copies of state."""
         geometry, compute, contexts = self.shape.geometry, self._widest_itemsize, self._padded(contexts)
         elements = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
@@ -209,8 +216,9 @@ class DeviceCosts:
         resident = (sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
         attended = max(self.fetched(longest, layer) + resident_tokens for layer, resident_tokens in enumerate(resident))
         weights = attended * geometry.heads * 4 * compute * scored_sequences
+        state_bytes = max((state.bytes(self.shape.dtype) for state in geometry.states), default=0)
         return (
-            len(contexts) * elements * compute
+            len(contexts) * (elements * compute + STATE_COPIES * state_bytes)
             + self._logits_bytes(len(contexts))
             + max(scored, weights)
             + self._unpacked_bytes()

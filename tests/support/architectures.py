@@ -543,13 +543,25 @@ def architecture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: 
     return build(kind.config, dtype, **(kind.options | overrides))
 
 
+def default_skeleton(name: str, **options: Any) -> PreTrainedModel:
+    """Return a model with the class of `name` and transformers' default configuration, without memory for weights."""
+    kind = RUNS[name]
+    config = getattr(transformers, f"{kind.config}Config")(**options)
+    with torch.device("meta"), no_init_weights():
+        model: PreTrainedModel = _auto_class(kind.options).from_config(config, dtype=torch.bfloat16)
+    return model
+
+
+def _auto_class(options: dict[str, Any]) -> Any:
+    # transformers also builds a text model from Qwen 3.5's multimodal configuration.
+    return AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
+
+
 def build(config_name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     common = {} if "text_config" in options else _COMMON
     config = getattr(transformers, f"{config_name}Config")(**(common | options))
-    # transformers also builds a text model from Qwen 3.5's multimodal configuration.
-    auto: Any = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), no_init_weights():
-        model: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation="eager")
+        model: PreTrainedModel = _auto_class(options).from_config(config, dtype=dtype, attn_implementation="eager")
     model.tie_weights()
     fill(model, 0)
     return model.requires_grad_(False).eval()

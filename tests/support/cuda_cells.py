@@ -114,6 +114,20 @@ def sliding_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
     return answer_joining_prompts(make(), [59, 60], 7, {(2, 64), (2, 128)})
 
 
+def padded_states(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Decode a hybrid model across a block boundary after the second of four requests has ended.
+
+    Its slot of recurrent state is then used for padding.
+    """
+    llm, prompts = make(), [tiny_prompt(n, seed=n) for n in (57, 40, 30, 58)]
+    params = [SamplingParams(most, temperature=0, ignore_eos=True) for most in (11, 4, 9, 8)]
+    completions = completed(llm.generate(prompts, params))
+    llm.runner.check_integrity()
+    if (graphs := captured_graphs(llm)) is not None:
+        assert {(4, 64), (4, 128)} <= graphs.keys(), graphs
+    return [[*one.token_ids, one.stats.h2d_bytes] for one in completions]
+
+
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
     return answers(make(host_memory=BLOCK_BYTES * 2), [tiny_prompt(125)], 8)
 
@@ -279,6 +293,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 SHORT: dict[str, Any] = {"sinks": 1, "recent": 1, "dense_layers": ()}
 """Options with which KV is fetched in the step after its write-back."""
 
+ALL_SPARSE: dict[str, Any] = SPARSE | {"dense_layers": ()}
+"""Options for models with one attention layer. A step in which no layer selects tokens is not captured."""
+
 PAPER: dict[str, Any] = {"preset": "paper", "alpha": 2.0}
 TAIL: dict[str, Any] = WINDOW | {"approximate_kv": "int4", "budget": 0.4, "dense_layers": (0,)}
 """Options for a budget combined with approximate KV."""
@@ -374,6 +391,10 @@ _CELLS = [
     Cell("hybrid, sessions", "full", session, model="qwen3_5"),
     Cell("hybrid, sessions, sparse", "infinigen", session, SPARSE, model="falcon_h1"),
     Cell("hybrid, prompts", "full", stored, model="qwen3_5"),
+    Cell("hybrid, graphs", "infinigen", padded_states, SPARSE, GRAPHS, model="qwen3_5"),
+    Cell("hybrid, default, graphs", "infinigen", padded_states, LOW_BITS, GRAPHS, model="qwen3_5"),
+    Cell("hybrid, forks, graphs", "infinigen", forked, ALL_SPARSE, {"cuda_graphs": True}, model="falcon_h1"),
+    Cell("hybrid, exact, graphs", "infinigen", ragged, ALL_SPARSE, GRAPHS | {"exact": DRAFTS}, model="lfm2"),
     Cell("hybrid, exact", "infinigen", ragged, SPARSE, {"exact": DRAFTS}, model="lfm2"),
     Cell("hybrid, exact, default", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}, model="qwen3_5"),
     Cell("hybrid, exact, sessions", "infinigen", session, SPARSE, {"exact": DRAFTS}, model="falcon_h1"),
@@ -422,6 +443,7 @@ _DAILY = {
     "a window, full": "seed 1",
     "hybrid, shared": "late compute",
     "hybrid, exact": "seed 1",
+    "hybrid, graphs": "late compute",
     "latent, h2o": "seed 0",
     "earlier kv, working set": "late prefetch",
     "earlier kv, graphs": "late write-back",

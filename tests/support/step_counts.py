@@ -50,6 +50,17 @@ def gpt_oss(layers: int) -> PreTrainedModel:
     return architecture("gpt_oss", num_hidden_layers=layers, layer_types=kinds)
 
 
+def qwen3_5(layers: int) -> PreTrainedModel:
+    # The first attention layer selects no tokens by default. A step in which no layer selects is not captured.
+    kinds = ["linear_attention", "full_attention"] * (1 + layers // 2)
+    return architecture("qwen3_5", num_hidden_layers=2 + layers, layer_types=kinds)
+
+
+def granite_hybrid(layers: int) -> PreTrainedModel:
+    kinds = ["linear_attention", "full_attention"] * (1 + layers // 2)
+    return architecture("granite_hybrid", num_hidden_layers=2 + layers, layer_types=kinds)
+
+
 @dataclass(frozen=True)
 class Case:
     """A decode step to measure.
@@ -86,6 +97,8 @@ CASES = [
     Case("working set", settings={"working_set": 9}),
     Case("lossless mode", settings={"exact": DRAFTS}),
     Case("batch of 8", lengths=tuple(range(70, 78))),
+    Case("gated delta rule (Qwen 3.5)", qwen3_5, 2),
+    Case("Mamba-2 with experts (Granite 4)", granite_hybrid, 2),
 ]
 
 
