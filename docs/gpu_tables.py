@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from result_rows import RESULTS
+from result_rows import NAMES, RESULTS, load
 from tables import table
 
 GPU_ROWS = {
@@ -132,3 +132,26 @@ def predicted() -> str:
         rows.append([name, *work, *(f"{time:.2f}" for time in times)])
     head = ("H100, predicted", "H200, predicted", "H200, measured")
     return table(("part", "device memory, GB", "instructions, billions", *head), rows)
+
+
+def working_sets() -> str:
+    """Hit rates of working sets, and the PCIe times of a step of the 8B shape at 131,072 tokens with these rates."""
+    machine = json.loads((RESULTS / "gpu/decode.json").read_text(encoding="utf-8"))["machine"]
+    steps = _results("gpu/decode")["rows"]
+    [kv] = [row["h2d_bytes_per_token"] for row in steps if (row["name"], row["context"]) == ("full", 131_072)]
+    whole = 1e3 * kv / machine["bandwidth"]["host_to_device"]
+    rows = []
+    for model, context in ((model, context) for model in NAMES for context in (16_384, 32_768)):
+        if not (RESULTS / model / f"working_set_{context}.json").exists():
+            continue
+        found = load(f"{model}/working_set_{context}")
+        for policy in dict.fromkeys(row["variant"] for row in found):
+            own = [row for row in found if row["variant"] == policy]
+            times = [whole * share for share in (own[0]["selected"], *(row["transferred"] for row in own))]
+            rates = [f"{row['hit_rate']:.0%}" for row in own]
+            name = "default" if own[0]["options"].get("budget") is None else "5%, no approximate KV"
+            rows.append([NAMES[model], f"{context:,}", name, *rates, *(f"{time:.1f}" for time in times)])
+    shares = ("2%", "4%", "8%")
+    assert all(row["share"] in (0.02, 0.04, 0.08) for row in found)
+    head = (*(f"hits: {share}" for share in shares), "PCIe, ms: none", *(f"PCIe, ms: {share}" for share in shares))
+    return table(("model", "context", "setting", *head), rows)
