@@ -115,7 +115,7 @@ STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_cu
 STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \
 	tests/unit/kernels/test_attention.py tests/unit/kernels/test_counted.py tests/unit/transfer/test_links.py
 # Compile all Triton kernels for four GPUs.
-STRESS_kernels := tests/unit/kernels/test_triton_compile.py tests/unit/kernels/test_native.py
+STRESS_kernels := $(addprefix tests/unit/kernels/test_,triton_compile.py predicted_step.py native.py)
 # 100,000 random values and calls; 77,000 damaged files; every file system call fails; memory does not grow.
 STRESS_api := tests/unit/stress/test_fuzz_api.py
 STRESS_files := tests/unit/stress/test_fuzz_files.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from result_rows import RESULTS
+from result_rows import NAMES, RESULTS, load
 from tables import table
 
 GPU_ROWS = {
@@ -80,3 +80,78 @@ def h200_trained() -> str:
             rows.append([dtype, f"{prompt:,}", str(full["equal tokens"]), *(f"{rate:.0f}" for rate in rates)])
     head = ("equal tokens of 128", "tokens/s: `full`", "tokens/s: `infinigen`", "tokens/s: transformers")
     return table(("dtype", "prompt", *head), rows)
+
+
+MULTIPROCESSORS, ISSUED = 132, 4
+"""Multiprocessors of an H100 or H200, and the number of warp instructions that each of them starts per cycle."""
+
+LAUNCH_GAP_MS = 1e-3
+"""Time between two nodes of a CUDA graph, as seen in traces."""
+
+
+def _fastest(row: Any, machine: Any) -> float:
+    """Return the least time of a part of a decode step in ms, from its bytes and instructions."""
+    bandwidth, clock = machine["bandwidth"], 1e6 * float(machine["gpu"]["clocks.max.sm"].split()[0])
+    times = (
+        row["device_bytes"] / bandwidth["device"],
+        row["host_bytes"] / bandwidth["host_to_device"],
+        row["instructions"] / (MULTIPROCESSORS * ISSUED * clock),
+    )
+    return 1e3 * max(times)
+
+
+def predicted_parts() -> tuple[dict[str, list[float]], list[float]]:
+    """Return times in ms on an H100 (predicted) and an H200 (predicted, measured), for each part and for the step.
+
+    The copy of selected KV overlaps with all other parts. The measured time of the launch gaps is the rest of the step.
+    """
+    found = _results("gpu/predicted")
+    machines = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["machine"]
+                for name in ("gpu/decode", "gpu_h200/trace")]  # fmt: skip
+    wanted = ("infinigen-default", found["tokens"], 1)
+    steps = _results("gpu_h200/trace")["rows"]
+    [traced] = [row for row in steps if (row["baselines"], row["context"], row["batch"]) == wanted]
+    parts = {}
+    for row in found["rows"]:
+        kernels = (k["us"] for k in traced["trace"]["kernels"] if any(name in k["kernel"] for name in row["traced"]))
+        parts[row["name"]] = [*(_fastest(row, machine) for machine in machines), sum(kernels) / 1e3]
+    copied, device = parts.pop(row["name"]), [sum(times) for times in zip(*parts.values(), strict=True)]
+    gaps = [LAUNCH_GAP_MS * found["nodes"]] * 2 + [traced["median_ms"] - device[2]]
+    total = [max(a + b, c) for a, b, c in zip(device, gaps, copied, strict=True)]
+    return parts | {f"{found['nodes']:,} launch gaps; other kernels": gaps, f"{row['name']}, overlapped": copied}, total
+
+
+def predicted() -> str:
+    """Times of the default's decode step at 131,072 tokens from bytes and instructions, and measured times."""
+    counts = {row["name"]: row for row in _results("gpu/predicted")["rows"]}
+    parts, step = predicted_parts()
+    rows = []
+    for name, times in (parts | {"step": step}).items():
+        row = counts.get(name.partition(", overlapped")[0])
+        work = ["", ""] if row is None else [f"{row[key] / 1e9:.2f}" for key in ("device_bytes", "instructions")]
+        rows.append([name, *work, *(f"{time:.2f}" for time in times)])
+    head = ("H100, predicted", "H200, predicted", "H200, measured")
+    return table(("part", "device memory, GB", "instructions, billions", *head), rows)
+
+
+def working_sets() -> str:
+    """Hit rates of working sets, and the PCIe times of a step of the 8B shape at 131,072 tokens with these rates."""
+    machine = json.loads((RESULTS / "gpu/decode.json").read_text(encoding="utf-8"))["machine"]
+    steps = _results("gpu/decode")["rows"]
+    [kv] = [row["h2d_bytes_per_token"] for row in steps if (row["name"], row["context"]) == ("full", 131_072)]
+    whole = 1e3 * kv / machine["bandwidth"]["host_to_device"]
+    rows = []
+    for model, context in ((model, context) for model in NAMES for context in (16_384, 32_768)):
+        if not (RESULTS / model / f"working_set_{context}.json").exists():
+            continue
+        found = load(f"{model}/working_set_{context}")
+        for policy in dict.fromkeys(row["variant"] for row in found):
+            own = [row for row in found if row["variant"] == policy]
+            times = [whole * share for share in (own[0]["selected"], *(row["transferred"] for row in own))]
+            rates = [f"{row['hit_rate']:.0%}" for row in own]
+            name = "default" if own[0]["options"].get("budget") is None else "5%, no approximate KV"
+            rows.append([NAMES[model], f"{context:,}", name, *rates, *(f"{time:.1f}" for time in times)])
+    shares = ("2%", "4%", "8%")
+    assert all(row["share"] in (0.02, 0.04, 0.08) for row in found)
+    head = (*(f"hits: {share}" for share in shares), "PCIe, ms: none", *(f"PCIe, ms: {share}" for share in shares))
+    return table(("model", "context", "setting", *head), rows)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_tables import gpu, gpu_sessions, h200_trained, step_times
+from gpu_tables import gpu, gpu_sessions, h200_trained, predicted, step_times, working_sets
 from quality_tables import divergence, formats, perplexity, ruler
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
 from speed_tables import DYNAMIC, disk, drafts, lengths, others, packed_weights, packed_without_bfloat16, selecting
@@ -53,7 +53,7 @@ def readme() -> str:
 TABLES: Sequence[Callable[[], str]] = (
     perplexity, divergence, ruler, formats,
     others, packed_weights, packed_without_bfloat16, lengths, selecting, drafts, disk,
-    gpu, h200_trained, gpu_sessions,
+    gpu, predicted, working_sets, h200_trained, gpu_sessions,
 )  # fmt: skip
 
 

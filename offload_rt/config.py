@@ -155,7 +155,8 @@ class EngineConfig:
             were used often and recently are kept and need no further transfer. 0 disables the working set. On a CPU, it
             makes decoding slower and is useful only to measure how many bytes it saves.
         device_kv_memory: Size in bytes of device memory for copies of KV blocks, beginning with the first blocks of
-            running requests. KV that has a copy on the device is not transferred. With None, there are no copies.
+            running requests. KV that has a copy on the device is not transferred. Copies of cached prefixes are kept
+            until their space is needed. With None, there are no copies.
         exact: Lossless mode: the text equals the text of full attention, but fewer steps read all KV. Draft tokens are
             proposed, one pass of full attention verifies several of them, and rejected tokens are discarded. With True,
             the method is "lookup" for the policy "full", and "both" for other policies. A method name or a mapping of

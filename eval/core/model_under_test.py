@@ -17,6 +17,7 @@ from ...engine.scoring import Score
 from ...engine.scoring import score as score_continuations
 from ...errors import InputError
 from ...llm import LLM
+from ...model_runner.trace import Recorder
 from ...models.loading import LoadedModel
 from ...policies.base import Policy
 from ...policies.registry import parse_options
@@ -156,8 +157,17 @@ class ModelUnderTest:
                 done[i] = _scored(score)
         return [done[i] for i in range(len(texts))]
 
-    def score_observed(self, variant: Variant, text: Text, on_logprobs: Callable[[torch.Tensor], None]) -> Scored:
-        """Score one text. For each scored token in order, `on_logprobs` is called with the log-probabilities `[V]`."""
+    def score_observed(
+        self,
+        variant: Variant,
+        text: Text,
+        on_logprobs: Callable[[torch.Tensor], None],
+        recorder: Recorder | None = None,
+    ) -> Scored:
+        """Score one text. For each scored token in order, `on_logprobs` is called with the log-probabilities `[V]`.
+
+        `recorder` receives the tokens that each layer selects.
+        """
         runner = self.llm(variant).runner
         with runner.pool.lock:
             [score] = score_continuations(
@@ -167,6 +177,7 @@ class ModelUnderTest:
                 decode_from=text.decode_from,
                 batch=1,
                 on_logprobs=lambda _, logprobs: on_logprobs(logprobs),
+                recorder=recorder,
             )
         return _scored(score)
 

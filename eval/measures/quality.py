@@ -19,6 +19,7 @@ from .flags import (
     config_of,
     evaluation,
     model_under_test,
+    numbers,
     say_on_stderr,
     show,
     variants,
@@ -60,6 +61,25 @@ def divergence(args: argparse.Namespace) -> int:
     config = config_of(args, PerplexityConfig)
     job = evaluation(args)
     return show(run_divergence(job, variants(args, job.tested), config), args.out, job.say)
+
+
+def _working_set_flags(parser: argparse.ArgumentParser) -> None:
+    _perplexity_flags(parser)
+    parser.add_argument("--shares", type=numbers, default=(0.02, 0.04, 0.08), metavar="0.02,0.04",
+                        help="sizes of working sets as fractions of the context (default: 0.02,0.04,0.08)")  # fmt: skip
+
+
+@measure("working-set", "hit rates of working sets with the selections of a trained model", _working_set_flags)
+def working_set(args: argparse.Namespace) -> int:
+    """Measure how many selected KV entries are already in a working set, for several sizes. A text is decoded with each
+    policy except full. Example: offload-rt eval working-set MODEL --text BOOK --context 16000 --decode-from 15872
+    --windows 1 --out DIR"""
+    from ..quality.perplexity import PerplexityConfig
+    from ..quality.working_set import run_working_set
+
+    config, job = config_of(args, PerplexityConfig), evaluation(args)
+    selecting = [variant for variant in variants(args, job.tested) if variant.policy != "full"]
+    return show(run_working_set(job, selecting, config, args.shares), args.out, job.say)
 
 
 def _retrieval_flags(parser: argparse.ArgumentParser) -> None:

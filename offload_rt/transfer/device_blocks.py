@@ -12,9 +12,10 @@ from ..core import BLOCK_SIZE
 class DeviceBlocks:
     """Assigns slots in device memory to pool blocks (`DeviceCopies`). Sequences are identified by integers.
 
-    When an open sequence starts to use a block, the block gets a slot if one is free. It loses the slot when no open
-    sequence uses the block any more, or when the pool frees the block. There is no eviction: blocks that did not get a
-    slot are read from host memory.
+    When an open sequence starts to use a block, the block gets a slot if one is free. It loses the slot when the pool
+    frees the block. Complete copies that no open sequence uses any more stay until their slots are needed: the least
+    recently used sequence loses its copies first, from its last block to its first. Blocks of open sequences are not
+    evicted, because each step reads all of them. Blocks that did not get a slot are read from host memory.
 
     Every write to the pool also goes to the copy, so the copy of a new block is complete from the start. The copy of an
     older block is incomplete until `loaded` has been called for each layer.
@@ -26,6 +27,7 @@ class DeviceBlocks:
         self.slots, self._layers = slots, frozenset(layers)
         self._free = list(range(slots))
         self._slot: dict[int, int] = {}
+        self._unused: dict[int, None] = {}  # blocks with a slot and without users, least recently used first
         self._missing: dict[int, set[int]] = {}  # for each block with an incomplete copy, the layers that are missing
         self._users: dict[int, set[int]] = {}
         self._tables: dict[int, list[int]] = {}
@@ -41,8 +43,12 @@ class DeviceBlocks:
         known = self._tables.get(sequence)
         if known == ids and sequence not in self._outdated:
             return False
-        for block in set(known or ()).difference(ids):
-            self._release(block, sequence)
+        kept = set(ids)
+        for block in reversed(known or []):
+            if block not in kept:
+                self._release(block, sequence)
+        for block in ids:  # before slots are assigned, so that the sequence's own copies are not evicted
+            self._unused.pop(block, None)
         assigned = False
         for index, block in enumerate(ids):
             users = self._users.setdefault(block, set())
@@ -56,7 +62,7 @@ class DeviceBlocks:
         return assigned
 
     def close(self, sequence: int) -> None:
-        for block in self._tables.pop(sequence, ()):
+        for block in reversed(self._tables.pop(sequence, [])):
             self._release(block, sequence)
         self._versions.pop(sequence, None)
         self._outdated.discard(sequence)
@@ -99,7 +105,8 @@ class DeviceBlocks:
 
     def check_integrity(self) -> None:
         assert sorted([*self._free, *self._slot.values()]) == list(range(self.slots))
-        assert self._missing.keys() <= self._slot.keys() <= self._users.keys()
+        assert self._missing.keys() <= self._slot.keys() & self._users.keys()
+        assert self._unused.keys() == self._slot.keys() - self._users.keys()
         assert all(self._missing.values()) and all(self._users.values())
         assert self._tables.keys() == self._versions.keys() >= self._outdated
         for sequence, ids in self._tables.items():
@@ -109,8 +116,12 @@ class DeviceBlocks:
             assert all(block in self._tables[sequence] for sequence in users)
 
     def _assign(self, block: int, new: bool) -> bool:
-        if block in self._slot or not self._free:
+        if block in self._slot:
             return False
+        if not self._free:
+            if not self._unused:
+                return False
+            self._forget(next(iter(self._unused)))
         self._slot[block] = heappop(self._free)  # the lowest free slot, so that adjacent blocks are copied together
         if new:
             self._changed(block)
@@ -121,13 +132,20 @@ class DeviceBlocks:
     def _release(self, block: int, sequence: int) -> None:
         users = self._users.get(block, set())
         users.discard(sequence)
-        if not users:
+        if users:
+            return
+        if block in self._missing:
             self._forget(block)
+            return
+        self._users.pop(block, None)
+        if block in self._slot:
+            self._unused[block] = None
 
     def _forget(self, block: int) -> None:
         self._changed(block)
         self._users.pop(block, None)
         self._missing.pop(block, None)
+        self._unused.pop(block, None)
         if (slot := self._slot.pop(block, None)) is not None:
             heappush(self._free, slot)
 

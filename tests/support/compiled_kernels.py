@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -72,6 +73,15 @@ class CompiledKernel:
     loads: dict[int, int]
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A launch of the compiled kernel `binary` with `programs` programs."""
+
+    kernel: str
+    binary: Any
+    programs: int
+
+
 class _Driver:
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -103,19 +113,19 @@ def read_kernels(arch: str, cases: Collection[str] = ()) -> Iterator[CompiledKer
         raise ConfigError("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
     for name, launch in CASES.items():
         if name in cases or not cases:
-            with _compiling(arch) as found:
+            with compiling(arch) as found:
                 launch()
-            unlike = {(kernel, binary.hash): binary for kernel, binary in found}
+            unlike = {(each.kernel, each.binary.hash): each.binary for each in found}
             yield from (_read(arch, name, kernel, binary) for (kernel, _), binary in unlike.items())
 
 
 @contextmanager
-def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Compile launched kernels instead of running them. Yield a list that collects (name, binary)."""
+def compiling(arch: str) -> Iterator[list[Launch]]:
+    """Compile launched kernels instead of running them. Yield a list that collects the launches."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    found: list[tuple[str, Any]] = []
+    found: list[Launch] = []
     compile_or_run: Callable[..., Any] = JITFunction.run
 
     def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -124,7 +134,7 @@ def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
         if "INTERPRETED" in named:
             named["INTERPRETED"] = False
         name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
-        found.append((name, compile_or_run(kernel, *args, grid=grid, warmup=True, **named)))
+        found.append(Launch(name, compile_or_run(kernel, *args, grid=grid, warmup=True, **named), math.prod(grid)))
 
     with ExitStack() as undo:
         undo.callback(driver.set_active, driver._active)
@@ -133,7 +143,8 @@ def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
         yield found
 
 
-def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
+def disassemble(binary: Any) -> str:
+    """Return the resource usage and the machine code of a compiled kernel as text."""
     tool = Path(str(files("triton"))) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
@@ -141,23 +152,29 @@ def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
         done = subprocess.run(
             [str(tool), "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True, timeout=60
         )
-    usage = _USAGE.search(done.stdout)
-    assert usage is not None, done.stdout[:500]
-    loads = Counter(_load_bytes(each) for each in _LOAD.findall(done.stdout))
+    return done.stdout
+
+
+def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
+    code = disassemble(binary)
+    usage = _USAGE.search(code)
+    assert usage is not None, code[:500]
+    loads = Counter(_load_bytes(each) for each in _LOAD.findall(code))
+    places, loops = instructions_and_loops(code)
+    longest = max((sum(start <= at <= stop for at in places) for start, stop in loops), default=0)
     return CompiledKernel(
-        arch, case, kernel, int(usage[1]), int(usage[2]), len(_SPILL.findall(done.stdout)), binary.metadata.shared,
-        *_lengths(done.stdout), binary.metadata.num_warps, binary.asm["ptx"].count("fma.rn"),
+        arch, case, kernel, int(usage[1]), int(usage[2]), len(_SPILL.findall(code)), binary.metadata.shared,
+        len(places), longest, binary.metadata.num_warps, binary.asm["ptx"].count("fma.rn"),
         dict(sorted(loads.items(), reverse=True)),
     )  # fmt: skip
 
 
-def _lengths(code: str) -> tuple[int, int]:
-    """Return the number of instructions in a program and in its longest loop."""
+def instructions_and_loops(code: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the addresses of all instructions, and the first and last address of each loop."""
     found = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(code)]
-    places = [at for at, _, _ in found]
     goals = [(at, _BRANCH.search(rest)) for at, name, rest in found if name.split(".")[0] == "BRA"]
-    back = [(int(goal[1], 16), at) for at, goal in goals if goal is not None and int(goal[1], 16) < at]
-    return len(found), max((sum(start <= at <= stop for at in places) for start, stop in back), default=0)
+    loops = [(int(goal[1], 16), at) for at, goal in goals if goal is not None and int(goal[1], 16) < at]
+    return [at for at, _, _ in found], loops
 
 
 def _load_bytes(instruction: str) -> int:

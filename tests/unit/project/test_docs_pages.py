@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import test_layering
+from support.scripts import load_docs_script
 
 from offload_rt.models import registry
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_command_reference_has_the_help_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # the script must set its own value, for this process only
-    commands = load_script("commands")
+    commands = load_docs_script("commands")
     page = commands.page()
     from offload_rt.cli import _parser
 
@@ -39,7 +30,7 @@ def test_command_reference_has_the_help_of_every_command(monkeypatch: pytest.Mon
 def test_structure_diagram_has_every_folder_and_no_upward_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    structure = load_script("structure")
+    structure = load_docs_script("structure")
     lines, uses = structure.folders()
     positions = structure.places(lines)
     assert positions.keys() == lines.keys() and {"eval/measures", "kernels", "llm"} <= positions.keys()
@@ -61,14 +52,14 @@ def test_structure_diagram_has_every_folder_and_no_upward_import(
 
 @pytest.mark.slow
 def test_table_of_architectures_is_up_to_date() -> None:
-    models = load_script("models")
+    models = load_docs_script("models")
     text = models.PAGE.read_text(encoding="utf-8")
     assert models.page() == text, "run python docs/models.py"
     assert all(f"`{name}`" in text for name in registry.architectures())
 
 
 def test_tables_of_results_are_up_to_date() -> None:
-    results = load_script("results")
+    results = load_docs_script("results")
     for path, text in results.pages().items():
         assert text == path.read_text(encoding="utf-8"), f"run python docs/results.py: {path.name} is out of date"
 

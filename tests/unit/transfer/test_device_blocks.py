@@ -20,6 +20,7 @@ def test_blocks_keep_their_slots_and_new_blocks_get_free_slots() -> None:
     assert blocks.update(8, [20, 21], 0)
     assert blocks.complete_slots(7) == [0, 1] and blocks.complete_slots(8) == [2, -1]
     blocks.close(7)
+    blocks.freed([10, 11])
     assert not blocks.update(8, [20, 21], 2 * BLOCK_SIZE)
     assert blocks.complete_slots(8) == [2, -1], "slots that become free later are for new blocks"
     assert blocks.update(8, [20, 21, 22], 2 * BLOCK_SIZE)
@@ -52,6 +53,22 @@ def test_freed_block_loses_its_device_copy() -> None:
     blocks.check_integrity()
 
 
+def test_unused_copies_are_evicted_from_the_end_of_the_least_recently_used_sequence() -> None:
+    blocks = DeviceBlocks(4, LAYERS)
+    for sequence, ids in ((1, [10, 11]), (2, [20, 21])):
+        blocks.update(sequence, ids, 0)
+    blocks.close(2)
+    blocks.close(1)
+    assert blocks.update(3, [30], 0)
+    assert [blocks.slot(block) for block in (10, 11, 20, 21)] == [0, 1, 2, -1]
+    assert blocks.update(4, [21, 20, 31], BLOCK_SIZE), "21 and 31 get slots, 20 keeps its own"
+    assert [blocks.slot(block) for block in (10, 11, 20)] == [-1, -1, 2]
+    assert blocks.incomplete(4) and blocks.missing_slot(20, 0) == -1 != blocks.missing_slot(21, 0)
+    blocks.close(4)
+    assert blocks.slot(21) == -1, "an incomplete copy is not kept"
+    blocks.check_integrity()
+
+
 class DeviceBlocksMachine(RuleBasedStateMachine):
     """State machine with sequences whose block tables share, release and regain blocks of a small pool."""
 
@@ -60,55 +77,75 @@ class DeviceBlocksMachine(RuleBasedStateMachine):
         self.blocks = DeviceBlocks(5, LAYERS)
         self.tables: dict[int, list[int]] = {}  # in the pool
         self.known: dict[int, list[int]] = {}  # in the last `update`, without blocks freed after it
+        self.cached: list[list[int]] = []  # tables of closed sequences whose blocks the pool has kept
         self.copies: dict[int, set[int]] = {}  # missing layers of each copy
+        self.unused: list[int] = []  # blocks with copies that no sequence uses, in the order of their eviction
         self.versions: dict[int, tuple[int, list[int]]] = {}  # sequence and slots by version
         self.up_to_date: set[int] = set()  # sequences whose table the device knows
         self.keys = iter(range(1, 1 << 20))
 
     def free_blocks(self) -> list[int]:
-        return [block for block in range(12) if all(block not in ids for ids in self.tables.values())]
+        return [block for block in range(12) if all(block not in ids for ids in [*self.tables.values(), *self.cached])]
 
     def release(self, dropped: list[int]) -> None:
         gone = [block for block in dropped if block in self.free_blocks()]
         self.blocks.freed(gone)
         for block in gone:
             self.copies.pop(block, None)
+            self.unused = [each for each in self.unused if each != block]
             for ids in self.known.values():
                 if block in ids:
                     ids.remove(block)
-        self.drop_unused_copies()
 
-    def drop_unused_copies(self) -> None:
+    def retire(self, dropped: list[int]) -> None:
         used = {block for ids in self.known.values() for block in ids}
-        self.copies = {block: missing for block, missing in self.copies.items() if block in used}
+        for block in dropped:
+            if block in self.copies and block not in used:
+                if self.copies[block]:
+                    del self.copies[block]
+                else:
+                    self.unused.append(block)
 
     def update_device(self, key: int, length: int) -> None:
         ids = self.tables[key]
-        self.known[key] = [block for block in self.known.get(key, []) if block in ids]
-        self.drop_unused_copies()
+        before = self.known.get(key, [])
+        self.known[key] = [block for block in before if block in ids]
+        self.retire([block for block in reversed(before) if block not in ids])
+        self.unused = [block for block in self.unused if block not in ids]
         for index, block in enumerate(ids):
             if block not in self.known[key]:
                 new = index * BLOCK_SIZE >= length and all(block not in own for own in self.known.values())
+                if block not in self.copies and len(self.copies) == 5 and self.unused:
+                    del self.copies[self.unused.pop(0)]
                 if block not in self.copies and len(self.copies) < 5:
                     self.copies[block] = set() if new else set(LAYERS)
                 self.known[key].append(block)
+        self.known[key] = list(ids)
         self.blocks.update(key, list(ids), length)
         self.up_to_date.add(key)
 
-    @rule(data=st.data(), count=st.integers(0, 4))
-    def open(self, data: Any, count: int) -> None:
+    @rule(count=st.integers(0, 4), stored=st.integers(0, 2))
+    def open(self, count: int, stored: int) -> None:
+        """Open a sequence, of which `stored` blocks have KV in the pool."""
         key = next(self.keys)
         self.tables[key] = self.free_blocks()[:count]
-        self.update_device(key, data.draw(st.integers(0, count * BLOCK_SIZE)))
+        self.update_device(key, min(count, stored) * BLOCK_SIZE)
 
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def fork(self, data: Any) -> None:
-        origin = data.draw(st.sampled_from(sorted(self.tables)))
-        shared = data.draw(st.integers(0, len(self.tables[origin])))
+    @precondition(lambda self: self.tables or self.cached)
+    @rule(data=st.data(), is_open=st.booleans())
+    def share(self, data: Any, is_open: bool) -> None:
+        """Open a sequence that begins with blocks of an open sequence or of the prefix cache."""
+        open_tables = list(self.tables.values())
+        origin = data.draw(st.sampled_from((open_tables or self.cached) if is_open else (self.cached or open_tables)))
+        shared = data.draw(st.sampled_from(range(len(origin), -1, -1)))
         key = next(self.keys)
-        self.tables[key] = self.tables[origin][:shared]
+        self.tables[key] = origin[:shared] + self.free_blocks()[: data.draw(st.integers(0, 2))]
         self.update_device(key, shared * BLOCK_SIZE)
+
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data())
+    def evict_from_prefix_cache(self, data: Any) -> None:
+        self.release(self.cached.pop(data.draw(st.integers(0, len(self.cached) - 1))))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), notify=st.booleans(), grow=st.integers(0, 3))
@@ -125,22 +162,27 @@ class DeviceBlocksMachine(RuleBasedStateMachine):
             self.update_device(key, data.draw(st.integers(0, len(self.tables[key]) * BLOCK_SIZE)))
 
     @precondition(lambda self: any(self.copies.values()))
-    @rule(data=st.data())
-    def load(self, data: Any) -> None:
-        block = data.draw(st.sampled_from(sorted(block for block, missing in self.copies.items() if missing)))
-        layer = data.draw(st.sampled_from(sorted(self.copies[block])))
-        self.copies[block].remove(layer)
-        self.blocks.loaded(block, layer)
+    @rule(data=st.data(), everything=st.booleans())
+    def load(self, data: Any, everything: bool) -> None:
+        missing = [(block, layer) for block, layers in self.copies.items() for layer in sorted(layers)]
+        for block, layer in missing if everything else [data.draw(st.sampled_from(missing))]:
+            self.copies[block].remove(layer)
+            self.blocks.loaded(block, layer)
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def close(self, data: Any) -> None:
+    @rule(data=st.data(), cache=st.sampled_from((True, True, False)), load=st.booleans())
+    def close(self, data: Any, cache: bool, load: bool) -> None:
+        if load and any(self.copies.values()):
+            self.load(data, everything=True)
         key = data.draw(st.sampled_from(sorted(self.tables)))
         self.blocks.close(key)
-        self.known.pop(key)
         self.up_to_date.discard(key)
-        self.drop_unused_copies()
-        self.release(self.tables.pop(key))
+        self.retire(self.known.pop(key)[::-1])
+        ids = self.tables.pop(key)
+        if cache:
+            self.cached.append(ids)
+        else:
+            self.release(ids)
 
     @invariant()
     def agrees(self) -> None:
@@ -159,5 +201,5 @@ class DeviceBlocksMachine(RuleBasedStateMachine):
 
 def test_slots_follow_the_block_tables() -> None:
     run_state_machine_as_test(
-        DeviceBlocksMachine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None)
+        DeviceBlocksMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
     )
