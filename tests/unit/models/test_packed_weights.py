@@ -26,12 +26,14 @@ from offload_rt.kernels import packed_products
 from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.models import gguf_import, packed_cache, packed_checkpoint
 from offload_rt.models.gguf_blocks import packed_format, packed_rows
+from offload_rt.models.importing import conversion_of, packed_source
 from offload_rt.models.linear import quantize
 from offload_rt.models.linear.packed import PackedEmbedding
 from offload_rt.models.linear.quantize import quantize_layers
 from offload_rt.models.loading import load_model
 from offload_rt.models.packed_checkpoint import CannotPackError
 from offload_rt.models.shape import load_shape
+from offload_rt.models.source import find_source
 from offload_rt.models.weights import layer_bytes
 from offload_rt.planning import host_memory
 from offload_rt.planning.device_plan import plan_for
@@ -132,6 +134,26 @@ def test_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert again.tokenizer is not None and first.tokenizer is not None
     assert again.tokenizer.encode("he the") == first.tokenizer.encode("he the")
     assert again.tokenizer.chat_template == first.tokenizer.chat_template
+
+
+def test_rows_are_interleaved_only_for_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, "Q4_1", output=True, **SHAPE)
+    models, outputs = [], []
+    for device in ("cpu", "cuda"):
+        conversion = conversion_of(find_source(path), "auto", torch.device(device))
+        assert conversion is not None
+        folder = Path(packed_source(conversion).name_or_path)
+        header = (folder / packed_checkpoint.WEIGHTS).read_bytes()[:8]
+        assert (8 + int.from_bytes(header, "little")) % 64 == 0  # vectors do not cross cache lines
+        models.append(LLM(folder, dtype="float32", policy="full", host_memory="4MiB"))
+        # the CPU also reads the layout for GPUs, but unpacks the weights for each product
+        outputs.append(completed(models[-1].generate(tiny_prompt(150), GREEDY))[0].token_ids)
+    assert outputs[0] == outputs[1]
+    for own, other in zip(*(llm.runner.model.layers for llm in models), strict=True):
+        tiled, plain = own.mlp.up_proj, other.mlp.up_proj
+        assert tiled.form == plain.form.for_cpu() != plain.form
+        assert tiled.form.rows(tiled.packed).equal(plain.packed) and not tiled.packed.equal(plain.packed)
 
 
 def test_architecture_that_cannot_be_packed_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +263,7 @@ def test_checkpoint_is_quantised_when_it_is_loaded(quantize: Any, tmp_path: Path
         for name, module in other.named_modules():
             if isinstance(module, nn.Linear):
                 packed: Any = own.get_submodule(name)
-                assert isinstance(packed.form, PackedFormat) and packed.form.bits == bits
+                assert isinstance(packed.form, PackedFormat) and packed.form.bits == bits and packed.form.interleaved
                 error = packed.form.unpack(packed.packed, torch.float32) - module.weight
                 assert error.norm() < (0.1 if bits == 4 else 0.01) * module.weight.norm()
     assert len(completed(llm.generate(tiny_prompt(150), GREEDY))[0].token_ids) == 12
