@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from result_rows import NAMES, RESULTS, Row, load
 from tables import table
@@ -55,22 +55,29 @@ PACKED = {
 
 def packed_weights() -> str:
     """Time and memory of a 1.5B model with packed weights, compared with 16-bit weights."""
-    short, long = ({row["runtime"]: row for row in load(f"qwen15/packed/real_speed_{name}")} for name in ("2k", "8k"))
-    rows = []
-    for name, cells in PACKED.items():
-        times = [f"{by[name][time]:.0f}" for by in (short, long) for time in ("prefill", "step")]
-        rows.append([*cells, *times, f"{long[name]['peak'] / 1024:.1f}"])
-    return table(("runtime", "weights", *_per_context(("2,048", "8,192")), "8,192: memory, GiB"), rows)
+    return _packed({context: f"qwen15/packed/real_speed_{name}" for context, name in ((2048, "2k"), (8192, "8k"))})
 
 
 def packed_without_bfloat16() -> str:
     """Like `packed_weights`, but on a processor without bfloat16 instructions."""
-    found = {row["runtime"]: row for row in load("qwen15/packed/real_speed_avx512")}
-    rows = [
-        [*PACKED[name], f"{row['prefill']:.0f}", f"{row['step']:.0f}", f"{row['peak'] / 1024:.1f}"]
-        for name, row in found.items()
+    return _packed(dict.fromkeys((512, 2048), "qwen15/packed/real_speed_avx512"))
+
+
+def _packed(files: Mapping[int, str]) -> str:
+    """One row per runtime: times for each context length, and memory for the longest.
+
+    `files` maps context lengths to names of result files.
+    """
+    by_context = [
+        {row["runtime"]: row for row in load(name) if row["context"] == context} for context, name in files.items()
     ]
-    return table(("runtime", "weights", *_per_context(("512",)), "memory, GiB"), rows)
+    rows = []
+    for runtime, cells in PACKED.items():
+        found = [by_runtime[runtime] for by_runtime in by_context]
+        times = [f"{row[time]:.0f}" for row in found for time in ("prefill", "step")]
+        rows.append([*cells, *times, f"{found[-1]['peak'] / 1024:.1f}"])
+    lengths = [f"{context:,}" for context in files]
+    return table(("runtime", "weights", *_per_context(lengths), f"{lengths[-1]}: memory, GiB"), rows)
 
 
 LENGTHS = {
