@@ -91,6 +91,7 @@ def test_logits_equal_transformers(name: str) -> None:
     assert (actual - expected).abs().max() <= TOLERANCES.get(name, 2e-5) * expected.abs().max()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "policy"), cells())
 def test_ragged_batch_generates_the_tokens_of_transformers(name: str, policy: str) -> None:
     model = architecture(name)
@@ -117,6 +118,7 @@ def test_attention_scale_defaults_to_the_head_dimension(name: str) -> None:
     assert adapter_for(model).geometry.scales == pytest.approx(expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
 def test_rotated_keys_equal_keys_of_later_positions(name: str) -> None:
     adapter = adapter_for(architecture(name))
@@ -129,6 +131,7 @@ def test_rotated_keys_equal_keys_of_later_positions(name: str) -> None:
             torch.testing.assert_close(adapter.rotate_keys(layer, keys, offset), later, rtol=0, atol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_bfloat16_kv_of_the_first_layer_equals_transformers(name: str) -> None:
     model = architecture(name, dtype=torch.bfloat16)
