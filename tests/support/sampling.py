@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import combinations
 from typing import Any
@@ -41,11 +42,9 @@ def _sample(cases: list[Any]) -> list[pytest.Item]:
     marker = cases[0].get_closest_marker("sampled")
     if marker.args:
         return cases[:: marker.args[0]]
-    chosen = []
-    for gpu in (False, True):  # Cases for a GPU cannot stand for cases that run everywhere.
-        group = [case for case in cases if (case.get_closest_marker("gpu") is not None) == gpu]
-        chosen += [group[i] for i in cover([_features(case, **marker.kwargs) for case in group])]
-    return chosen
+    everywhere = [case for case in cases if case.get_closest_marker("simulated") or not case.get_closest_marker("gpu")]
+    chosen = [everywhere[i] for i in cover([_features(case, **marker.kwargs) for case in everywhere])]
+    return chosen + [case for case in cases if case not in everywhere]  # `make gpu` runs all cases
 
 
 def _features(
@@ -62,11 +61,18 @@ def values(parameters: Mapping[str, Any], pairs: bool = False) -> set[Hashable]:
 
 
 def cover(wanted: list[set[Hashable]]) -> list[int]:
-    """Return the indices of a few sets whose union is that of all sets. Greedy: the next set adds the most elements."""
+    """Return the indices of a few sets whose union is that of all sets.
+
+    Greedy: the next set adds the most elements, and of these sets, its elements were added the fewest times.
+    """
     chosen: list[int] = []
+    times = Counter[Hashable]()
     missing = set[Hashable]().union(*wanted)
     while missing:
-        best = max(range(len(wanted)), key=lambda i: len(wanted[i] & missing))
+        best = max(
+            range(len(wanted)), key=lambda i: (len(wanted[i] & missing), -sum(times[each] for each in wanted[i]))
+        )
         chosen.append(best)
+        times.update(wanted[best])
         missing -= wanted[best]
     return sorted(chosen)

@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_interrupted_documents_equal_uninterrupted_ones(
     case: str, tmp_path: Path, short_book: Path, short_context: str, long_context: str

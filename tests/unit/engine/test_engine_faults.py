@@ -74,6 +74,7 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, expected_to
     assert called or place in ("select", "fork")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", ["on_kv", "reserve", "accept", "stats"])
 def test_only_the_request_that_always_fails_is_ended(
     method: str, llm: LLM, expected_tokens: list[list[list[int]]], caplog: pytest.LogCaptureFixture

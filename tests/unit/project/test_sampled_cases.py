@@ -43,12 +43,12 @@ def test_marker_chooses_the_cases(marker: pytest.MarkDecorator, kept: list[int])
     assert run == [items[i] for i in kept] and sorted(items.index(item) for item in run + left) == list(range(12))
 
 
-def test_cases_for_a_gpu_are_sampled_separately() -> None:
+def test_all_cases_for_a_gpu_are_kept_and_do_not_replace_others() -> None:
     items: list[Any] = [
         Item(i, {"device": device}, pytest.mark.sampled, *([pytest.mark.gpu] if device == "cuda" else []))
-        for i, device in enumerate(["cuda", "cpu", "cpu"])
+        for i, device in enumerate(["cuda", "cpu", "cpu", "cuda"])
     ]
-    assert split(items)[0] == items[:2]
+    assert split(items)[0] == [items[0], items[1], items[3]]
 
 
 def test_property_tests_run_a_third_of_their_examples() -> None:

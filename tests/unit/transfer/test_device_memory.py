@@ -104,7 +104,7 @@ def stream_of(llm: LLM) -> WeightStream | None:
 # --------------------------------------------------------------------------------------------------------- same tokens
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "policy", "options"), [(name, *POLICIES[1]) for name in NAMES] + [("llama", *POLICIES[0])]
 )
