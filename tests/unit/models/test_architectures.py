@@ -59,6 +59,19 @@ def cells() -> list[tuple[str, str]]:
     ]
 
 
+DECODED_TRAITS = (
+    "sliding", "chunked", "sinks", "capped", "temperature", "one KV head", "wider than values", "equal K and V",
+    "earlier ones", "numbers of KV heads", "without positions", "interleaved", "partial RoPE", "learned positions",
+    "latent", "gated delta", "Delta Attention", "Mamba-2", "beside attention", "convolutions", "one mixer", "experts",
+    "multipliers", "parallel", "normed", "attention sinks, mixture",
+)  # fmt: skip
+"""Traits that affect decoding in a batch. `test_logits_equal_transformers` tests all traits in one sequence."""
+
+
+def decoded_traits(name: str, policy: str) -> set[str]:
+    return {policy, *(trait for trait in DECODED_TRAITS if trait in RUNS[name].traits)}
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -91,7 +104,7 @@ def test_logits_equal_transformers(name: str) -> None:
     assert (actual - expected).abs().max() <= TOLERANCES.get(name, 2e-5) * expected.abs().max()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(features=decoded_traits)
 @pytest.mark.parametrize(("name", "policy"), cells())
 def test_ragged_batch_generates_the_tokens_of_transformers(name: str, policy: str) -> None:
     model = architecture(name)

@@ -99,7 +99,6 @@ class TestVerification:
         attention.q_proj.bias[::5] = 8
         verify_model(model, adapter_for(model))
 
-    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("fault", FAULTS)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_fault_is_detected(self, fault: str, dtype: torch.dtype) -> None:
