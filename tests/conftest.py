@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.sampling import ALL_CASES, split
 
 import offload_rt
 from offload_rt.utils import native_code
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 ALL_SCHEDULES = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 """Whether all `gpu` tests run on a simulated device, not just those marked `simulated` (`make stress PART=gpu`)."""
-
-ALL_CASES = "OFFLOAD_RT_CELLS" in os.environ
-"""Whether tests marked `sampled` run all of their cases (`make stress`)."""
 
 QUICK = os.environ.get("OFFLOAD_RT_QUICK") == "1"
 """Whether only the first case of each parametrised test runs (`make quick`)."""
@@ -78,26 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(set(items).difference(first)))
         items[:] = first
     if not ALL_CASES:
-        _sample(config, items)
+        items[:], left = split(items)
+        config.hook.pytest_deselected(items=left)
     if has_cuda():
         return
     for item in items:
         simulated = not item.get_closest_marker("hardware") if ALL_SCHEDULES else item.get_closest_marker("simulated")
         if item.get_closest_marker("gpu") and not simulated:
             item.add_marker(NO_CUDA)
-
-
-def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    seen, left = Counter[str](), list[pytest.Item]()
-    for item in items:
-        if marker := item.get_closest_marker("sampled"):
-            name = item.nodeid.partition("[")[0]
-            if seen[name] % marker.args[0]:
-                left.append(item)
-            seen[name] += 1
-    config.hook.pytest_deselected(items=left)
-    gone = set(left)
-    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish() -> None:

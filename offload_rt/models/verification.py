@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -75,8 +76,7 @@ def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
     kind, dtype = type(adapter), str(adapter.dtype).removeprefix("torch.")
-    versions = f"{version('offload-rt')}-{version('transformers')}-v{_FORMAT}"
-    name = f"{fingerprint}-{dtype}-{kind.__module__}.{kind.__qualname__}-{digest}-{versions}"
+    name = f"{fingerprint}-{dtype}-{kind.__module__}.{kind.__qualname__}-{digest}-{_versions()}"
     record = cache_folder() / "verified" / name
     if record.exists():
         return
@@ -86,6 +86,11 @@ def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
         record.touch()
     except OSError as error:
         _log.warning("the verification is not recorded, so the next start repeats it: %s", error)
+
+
+@cache
+def _versions() -> str:
+    return f"{version('offload-rt')}-{version('transformers')}-v{_FORMAT}"
 
 
 @torch.no_grad()

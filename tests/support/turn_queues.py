@@ -12,7 +12,7 @@ from offload_rt.sessions.turn_queue import TurnQueue
 
 from .tiny_models import tiny_model, tiny_prompt
 
-SHORT = SamplingParams(max_tokens=12, temperature=0)
+SHORT = SamplingParams(max_tokens=7, temperature=0)
 NAMES = ("ada", "bob", "cyd", "dan")
 LAYERS = 3
 BLOCK_BYTES = LAYERS * 2 * 2 * 64 * 32 * 4

@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_interrupted_documents_equal_uninterrupted_ones(
     case: str, tmp_path: Path, short_book: Path, short_context: str, long_context: str
@@ -69,7 +70,7 @@ def test_interrupted_documents_equal_uninterrupted_ones(
     assert (done.removed_tokens > 0) == (model == short_context)
     text = whole.read_text()
     assert text.startswith(given["beginning"]) and len(text) > 700
-    for place, stop_at in enumerate((1, 40, 66, 90)):
+    for place, stop_at in enumerate((1, 40, 66)):
         assert write(model, parts, stop_at, **given) is None
         assert text.startswith(parts.read_text()), "a complete prefix"
         if place == 1:

@@ -7,6 +7,7 @@ import gc
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 
 from offload_rt.utils.allocator import SPARE, RecycledMemory
 
@@ -15,7 +16,7 @@ DROP = st.tuples(st.just("drop"), st.integers(0, 9), st.booleans())
 
 
 @given(st.lists(st.one_of(TAKE, TAKE, DROP), max_size=40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_no_two_tensors_have_the_same_memory(steps: list[tuple[str, int, int]]) -> None:
     memory, held, most, largest = RecycledMemory(least=0), list[tuple[torch.Tensor, int]](), 0, 0
     for number, (kind, a, b) in enumerate(steps):

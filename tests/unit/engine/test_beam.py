@@ -42,6 +42,7 @@ WIDTHS = [(0, 2), (1, 4), (2, 5)]
 CASES = [*(("llama", *rule) for rule in RULES), ("gpt2", True, -1.0)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "early_stopping", "length_penalty", "widths"),
     [(*case, WIDTHS if "OFFLOAD_RT_STRESS" in os.environ else [WIDTHS[i % 3]]) for i, case in enumerate(CASES)],

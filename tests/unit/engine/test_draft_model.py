@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.architectures import architecture
 from support.outputs import completed
+from support.sampling import examples
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
@@ -172,7 +173,7 @@ def assert_draft_logits(drafter: DraftModel, sequence: Any) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 def test_draft_logits_are_exact_after_any_drafts_and_truncations(
     draft_and_target: tuple[LLM, LLM], data: st.DataObject
 ) -> None:

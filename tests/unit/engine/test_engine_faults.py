@@ -74,6 +74,7 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, expected_to
     assert called or place in ("select", "fork")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", ["on_kv", "reserve", "accept", "stats"])
 def test_only_the_request_that_always_fails_is_ended(
     method: str, llm: LLM, expected_tokens: list[list[list[int]]], caplog: pytest.LogCaptureFixture
@@ -171,7 +172,7 @@ def expected_results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return asyncio.run(run_twice_with_fault_first(tmp_path_factory.mktemp("store"), "start", 1000))[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_other_clients_and_failed_sessions_continue(place: str, expected_results: list[Any], tmp_path: Path) -> None:
     first, again = asyncio.run(run_twice_with_fault_first(tmp_path, place, random.Random(place).randrange(4)))

@@ -58,6 +58,7 @@ def test_libraries_of_the_level_are_loaded(level: str) -> None:
     assert all(f"-{level}-" in name for name in names), names
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("threads", [1, 2])
 def test_float32_gives_greedy_tokens(threads: int, level: str, checkpoint: str) -> None:
     tokens = greedy_tokens_in_c(checkpoint, level, "float32", threads)

@@ -72,6 +72,7 @@ def expected_tokens(**options: Any) -> list[list[int]]:
 EXPECTED_TOKENS: dict[str, list[list[int]]] = {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "options", "staged"),
     [
@@ -106,6 +107,7 @@ def test_kv_that_is_cheaper_to_recompute_is_not_written(tmp_path: Path, policy: 
     assert tokens == expected_tokens(policy=policy) and scheduler.restored == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy", "kv_cache_dtype"), [("full", "int8"), ("infinigen", "int4")])
 def test_quantised_kv_is_recomputed(tmp_path: Path, policy: str, kv_cache_dtype: str) -> None:
     memory = 5 * make_llm(policy=policy, kv_cache_dtype=kv_cache_dtype).runner.pool.block_bytes

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.outputs import completed
+from support.sampling import examples
 from support.tiny_models import tiny_model, tiny_prompt
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
@@ -30,6 +31,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return loaded
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,7 +94,7 @@ def test_eos_ends_a_text_unless_it_is_ignored() -> None:
     assert ignored.token_ids == free.token_ids and ignored.finish_reason == "length"
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(text=st.text(max_size=60))
 def test_streamed_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

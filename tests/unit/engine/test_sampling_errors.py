@@ -161,6 +161,7 @@ def test_logits_that_are_not_finite_are_errors(beams: int, value: float) -> None
     assert llm.runner.pool.sequence_bytes == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("length_penalty", [-2.0, 0.0, 1.0, 8.0])
 @pytest.mark.parametrize("allowed", [[5], [5, 6]])
 def test_beams_never_return_forbidden_tokens(llm: LLM, allowed: list[int], length_penalty: float) -> None:

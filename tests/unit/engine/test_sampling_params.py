@@ -43,6 +43,7 @@ def transformers_tokens(tokens: int = 16, **options: Any) -> list[int]:
     return [int(token) for token in out[0, len(PROMPT) :]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exact", [None, "sparse", "lookup"])
 def test_constraints_equal_those_of_transformers(exact: str | None) -> None:
     free = transformers_tokens()

@@ -45,6 +45,7 @@ def results_of_calls(llm: LLM, folder: Path, number: int) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_threads_get_the_tokens_of_separate_runs(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

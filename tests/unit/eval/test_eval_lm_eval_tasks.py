@@ -86,6 +86,7 @@ def task_requests(name: str, documents: int, fewshot: int) -> list[Instance]:
     return list(task.instances)
 
 
+@pytest.mark.sampled(2)
 @needs_data
 @pytest.mark.parametrize("name", LOCAL)
 def test_log_likelihoods_equal_hflm(our_lm: OffloadLM, harness_lm: Any, name: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.sampling import examples
 from support.training import SCRIPTS, TINY, VOCABULARY, write_books
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -119,7 +120,7 @@ def test_unknown_kind_is_an_error():
         make_facts(np.random.default_rng(0), 2, held_out=False, kinds=["riddle"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.sampled_from([256, 512, 1024]), count=st.integers(1, 6), mix=st.booleans())
 def test_passages_state_every_answer_before_its_question(seed, length, count, mix, tokenizer, corpus):
     rng = np.random.default_rng(seed)

@@ -52,7 +52,7 @@ def comparable_stats(outputs: list[CompletionOutput]) -> list[Any]:
     return stats
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "working_set", "settings"),
     [
@@ -69,7 +69,7 @@ def test_counts_on_the_device_give_the_same_tokens_and_stats(
 ) -> None:
     # The last two prompts have a common prefix.
     prompts = [tiny_prompt(1), tiny_prompt(150), tiny_prompt(130) + tiny_prompt(9, seed=1)]
-    params = SamplingParams(max_tokens=10, temperature=0)
+    params = SamplingParams(max_tokens=6, temperature=0)
     runs = [
         completed(make_llm(counted, torch.float64, options, working_set, **settings).generate(prompts, params))
         for counted in (True, False)

@@ -209,7 +209,7 @@ def test_c_code_compiles_without_warnings(name: str, level: str, tmp_path: Path)
         pytest.skip("no C compiler")
     library = LIBRARIES[name]
     # the smallest and the largest value of each constant
-    extremes = ({name: values[i] for name, values in library.constants.items()} for i in (0, -1))
+    extremes = ({name: values[i] for name, values in library.constants.items()} for i in ((0, -1) if STRESS else (-1,)))
     for i, flags in enumerate(
         {(*library.flags_for(constants), "-Wall", "-Wextra", "-Werror") for constants in extremes}
     ):

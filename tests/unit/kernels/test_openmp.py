@@ -11,7 +11,7 @@ import torch
 
 from offload_rt.utils.openmp import WAIT_VARIABLES, stop_spinning
 
-OPERATIONS = 40
+OPERATIONS = 20
 CODE = f"""
 import time, torch
 torch.set_num_threads(2)

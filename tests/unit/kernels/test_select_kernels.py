@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 from support.select_models import as_sets
 
 from offload_rt.kernels.selection import (
@@ -44,7 +45,7 @@ alphas = st.one_of(st.just(0.0), st.just(math.inf), st.floats(0, 12))
 
 
 @given(score_tensors(), alphas, st.floats(0.01, 1))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_fast_selection_equals_the_reference(scores: torch.Tensor, alpha: float, max_fraction: float) -> None:
     limit = selection_limit(scores.shape[2], max_fraction)
     fast = select_tokens(scores, alpha, limit)
@@ -53,7 +54,7 @@ def test_fast_selection_equals_the_reference(scores: torch.Tensor, alpha: float,
 
 
 @given(score_tensors(), st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_fast_top_tokens_equal_the_reference(scores: torch.Tensor, share: float) -> None:
     values = scores[:, 0]
     n = floor_fraction(share, values.shape[1])
@@ -110,7 +111,7 @@ def test_token_count(passing: int, heads: int, candidates: int, fraction: float,
     st.sampled_from([8, 19, 64, 256]),
     st.sampled_from([2, 4, 8]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_integer_code_sums_are_exact(heads: int, group: int, rows: int, d: int, bits: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(0, 1 << bits, (heads, rows * (8 // bits), d), generator=generator, dtype=torch.uint8)

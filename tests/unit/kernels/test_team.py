@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 
 from offload_rt.kernels import team
 from offload_rt.utils import native_code
@@ -54,7 +55,7 @@ def part_counts(function: Any, parts: int, threads: int, nanoseconds: int = 0) -
     return counters.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(parts=st.integers(1, 300), threads=st.integers(1, 9), nanoseconds=st.sampled_from([0, 0, 1000]))
 def test_each_part_is_computed_once(count_function: Any, parts: int, threads: int, nanoseconds: int) -> None:
     assert part_counts(count_function, parts, threads, nanoseconds) == [1] * parts

@@ -27,6 +27,7 @@ def random_inputs(
     return q, kv[0], kv[1], torch.tensor(counts, dtype=torch.int32, device=device)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("d", "group"), SHAPES)
 def test_attention_equals_float64(kernel_device: torch.device, d: int, group: int, dtype: torch.dtype) -> None:

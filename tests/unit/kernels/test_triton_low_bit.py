@@ -38,6 +38,7 @@ def single_sequence_arguments(
     return q, mean, identity, layout, table, starts, stops, skip.contiguous(), counts, tokens.stop, *no_exact_attention
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("d", "group", "value_bits"), [(64, 7, 2), (12, 2, 4)])
 @pytest.mark.parametrize("skipped", [True, False], ids=["some skipped", "none skipped"])
 @pytest.mark.parametrize("tokens", [range(5, 600), range(64, 65), range(510, 560)])
@@ -102,6 +103,7 @@ def test_scores_equal_the_definition(kernel_device: torch.device, d: int, group:
     torch.testing.assert_close(actual.lse, expected.lse, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (12, 4), (576, 4)])
 @pytest.mark.parametrize(("start", "count"), [(0, 64), (500, 620), (70, 1), (130, 0)])
@@ -125,6 +127,7 @@ def test_stored_prompt_equals_the_definition(
     assert concatenated_pages(pages).equal(concatenated_pages(expected))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (576, 4)])
 def test_newest_rows_are_appended(kernel_device: torch.device, d: int, value_bits: int, dtype: torch.dtype) -> None:

@@ -58,6 +58,7 @@ def check_scores(actual: lists.Scores, expected: lists.Scores, tolerance: torch.
     torch.testing.assert_close(actual.lse.double(), torch.logsumexp(actual.scores.double(), -1), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("capacity", [9, 8], ids=["odd", "aligned"])
 @pytest.mark.parametrize(("r", "group", "dtype"), PARTIAL_SHAPES)
 def test_partial_scores_equal_float64(

@@ -8,6 +8,7 @@ import torch
 from offload_rt.kernels import lists
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["shared basis", "basis per sequence"])
 @pytest.mark.parametrize(("d", "r", "group"), [(64, 64, 3), (80, 24, 1), (10, 10, 2), (40, 40, 20), (576, 24, 20)])

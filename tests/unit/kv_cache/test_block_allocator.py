@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 
 from offload_rt.kv_cache.block_allocator import BlockAllocator
 
@@ -30,7 +31,7 @@ def free_run_lengths(refs: list[int], slab_blocks: int) -> list[int]:
     return [length for length in lengths if length]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps=STEPS, slab_blocks=st.integers(1, 9))
 def test_allocator_equals_a_list_of_reference_counts(steps: list[tuple[str, int]], slab_blocks: int) -> None:
     table = BlockAllocator(slab_blocks)

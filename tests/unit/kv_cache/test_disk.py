@@ -30,6 +30,7 @@ from support.disk_blocks import (
     save,
     token_bytes,
 )
+from support.sampling import examples
 
 from offload_rt.errors import StoreError
 from offload_rt.storage import index
@@ -154,7 +155,9 @@ class LimitedStoreMachine(StoreMachine):
     limited = True
 
 
-_settings = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+_settings = settings(
+    max_examples=examples(25), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
 TestStore = StoreMachine.TestCase
 TestStore.settings = _settings
 TestLimitedStore = LimitedStoreMachine.TestCase

@@ -18,6 +18,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.disk_arena import LAYOUT, WIDTH, arena
+from support.sampling import examples
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -146,7 +147,7 @@ STEPS = st.one_of(
 @example([("fill", 0, 0, 64, 64), ("gather", 0, 5, 600), ("discard", 1), ("extent", 2, 1)])
 @example([("extent", 2, 1), ("fill", 0, 0, 70, 3), ("view", 0, 0, 64, 64)])
 @example([("extent", 0, 1), ("fill", 0, 0, 0, 192), ("fill", 0, 0, 64, 64), ("extent", 1, 1)])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_reads_return_the_written_kv_from_every_location(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
@@ -154,7 +155,7 @@ def test_reads_return_the_written_kv_from_every_location(
 
 
 @given(st.lists(STEPS, max_size=12))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_reads_return_the_written_kv_without_a_compiler(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
@@ -189,7 +190,7 @@ def compare_with_model(folder: Path, steps: list[Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------- sessions
 
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
-GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, seed=3)]
 
 

@@ -57,8 +57,8 @@ def make_llm(folder: Path | None, **named: Any) -> LLM:
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "infinigen": {"policy_options": {"preset": "rows", "recent": 8, "budget": 0.2}},
-    "infinigen, tail": {"policy_options": {"recent": 8, "approximate_kv": "int4", "budget": 0.2}},
     "infinigen, int4 rows": {"policy_options": {"recent": 8, "budget": 0.2}, "kv_cache_dtype": "int4"},
+    "infinigen, tail": {"policy_options": {"recent": 8, "approximate_kv": "int4", "budget": 0.2}},
     "infinigen, missed mass": {"policy_options": {"recent": 8, "max_missed_mass": 0.2}},
     "oracle": {"policy": "oracle", "policy_options": {"budget": 0.2, "recent": 8}},
     "streaming": {"policy": "streaming", "policy_options": {"budget": 0.2}},
@@ -67,6 +67,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_context_larger_than_host_memory_gives_the_same_tokens(policy: str, tmp_path: Path) -> None:
     tokens = []
@@ -134,6 +135,7 @@ def test_attention_over_blocks_equals_causal_attention(softcap: float | None, wi
     torch.testing.assert_close(attention.result(sinks), attend_causal(q, k, v, 0.3, None, softcap, sinks))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "dtype", "bound"),
     [

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.disk_arena import LAYOUT, WIDTH, arena
+from support.sampling import examples
 from support.tiny_models import tiny_model
 
 from offload_rt import LLM
@@ -41,7 +42,7 @@ MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
     gap=st.sampled_from([0, 4096, 40_960]),
     most=st.sampled_from([2 * DISK_PAGE, 10 * DISK_PAGE, 1 << 30]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_merged_requests_cover_every_piece_and_span_only_short_gaps(
     places: list[int], size: int, gap: int, most: int
 ) -> None:
@@ -161,7 +162,7 @@ def test_direct_file_without_unnamed_files_or_direct_access(tmp_path: Path, monk
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 60), st.booleans()), max_size=30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tuple[int, int, bool]]) -> None:
     plain, compiled = RowCache(50, 5, torch.float32), RowCache(50, 5, torch.float32)
     assert plain.slots == 48

@@ -73,7 +73,7 @@ def make_llm(kv_cache_dtype: str, policy: str = "full", **options: Any) -> LLM:
 
 
 def test_fewer_bits_give_fewer_bytes_and_a_larger_error() -> None:
-    tokens = tiny_prompt(120)
+    tokens = tiny_prompt(104)
     [exact] = make_llm("auto").score([tokens[:80]], [tokens[80:]])
     losses = []
     for name, width in (("int8", 32 + 4), ("int4", 16 + 4), ("int2", 8 + 4)):
@@ -106,8 +106,8 @@ def test_formats_work_with_selection_forks_batches_and_eviction(kv_cache_dtype: 
         kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
         eviction="lru",
     )
-    [long] = completed(bounded.generate([prompts[1]], SamplingParams(max_tokens=70, temperature=0)))
-    assert len(long.token_ids) == 70 and bounded.runner.pool.bytes_used == 0
+    [long] = completed(bounded.generate([prompts[2]], SamplingParams(max_tokens=20, temperature=0)))
+    assert len(long.token_ids) == 20 and bounded.runner.pool.bytes_used == 0
 
 
 def test_quantised_prefix_is_not_reused() -> None:

@@ -71,7 +71,7 @@ def test_reserved_next_window_needs_no_more_blocks(window: int) -> None:
         assert kept <= reserved and len(reserved) == groups.window_blocks
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "policy", "device"),
     [(kind, "full", "host") for kind in MODELS]
@@ -96,7 +96,7 @@ def test_greedy_tokens_equal_transformers_far_beyond_the_window(kind: str, polic
     assert llm.runner.pool.sequence_bytes == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
 def test_sliding_layers_keep_only_their_window(kind: str) -> None:
     llm = make_llm(kind, enable_prefix_caching=False)
@@ -113,7 +113,7 @@ def test_sliding_layers_keep_only_their_window(kind: str) -> None:
     assert 0 < peak() <= (pool.groups.full * 6 + window_blocks) * pool.block_bytes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
 def test_prompts_share_kv_of_their_common_prefix(kind: str) -> None:
     llm = make_llm(kind)
@@ -182,14 +182,15 @@ def test_generation_continues_far_past_the_limit(kind: str, eviction: str) -> No
     memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)
     options = {"policy": "infinigen", "policy_options": {"recent": 8, "alpha": 2.0}}
     llm = make_llm(kind, memory=memory, eviction=eviction, **options)
-    for event in llm.stream(tiny_prompt(50), greedy(110)):
+    for event in llm.stream(tiny_prompt(110), greedy(50)):
         assert llm.runner.pool.bytes_used <= memory
-        if event.index % 50 == 0:
+        if event.index % 20 == 0:
             llm.runner.check_integrity()
-    assert llm.last_stats is not None and llm.last_stats.new_tokens == 110 and llm.runner.pool.sequence_bytes == 0
+    assert llm.last_stats is not None and llm.last_stats.new_tokens == 50 and llm.runner.pool.sequence_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
 def test_scoring_in_a_small_pool_equals_scoring_in_a_large_one(name: str) -> None:
     """While they are scored, sequences allocate window blocks as their windows move, without reserving them first."""
     more = {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 
 from offload_rt.kv_cache.eviction import COUNTER_LIMIT, PRIOR_STEPS, RANKINGS, SlotState, victims
 
@@ -35,7 +36,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     steps=STEPS,
     repeat=st.sampled_from([1, 100]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,6 +17,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )  # fmt: skip
+from support.sampling import examples
 
 from offload_rt.core import BLOCK_SIZE, BlockTable, ModelGeometry, RowShape
 from offload_rt.errors import PoolFullError
@@ -285,12 +285,10 @@ class LatentMachine(PoolMachine):
     value_dim = 1
 
 
-FACTOR = 40 if "OFFLOAD_RT_STRESS" in os.environ else 1
-
 OTHER_MACHINES = (SlidingMachine, AllSlideMachine, NarrowWindowMachine, ManyHeadsMachine, LatentMachine)
-for machine, examples, steps in ((PoolMachine, 15, 40), *((each, 8, 25) for each in OTHER_MACHINES)):
+for machine, count, steps in ((PoolMachine, 24, 40), *((each, 12, 25) for each in OTHER_MACHINES)):
     machine.TestCase.settings = settings(
-        max_examples=FACTOR * examples,
+        max_examples=examples(count, stress=25 * count),
         stateful_step_count=steps,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pools import append, kv, make_pool, read
+from support.sampling import examples
 
 from offload_rt.core import BLOCK_SIZE, ranges_of
 from offload_rt.kv_cache import prefix_tree
@@ -117,7 +118,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps=STEPS)
 def test_tree_equals_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> None:
     tree = PrefixTree()

@@ -72,7 +72,7 @@ class Cell:
         return ""
 
     def __str__(self) -> str:
-        on = [name for name in ("eviction", "sharing", "restart", "fork", "overflow") if getattr(self, name)]
+        on = [name for name in SWITCHES if getattr(self, name)]
         return "-".join([self.policy.replace(", ", "_"), self.rows, *on])
 
     @property
@@ -89,10 +89,8 @@ MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 SLIDING_MODEL = tiny_model(
     "qwen2", dtype=torch.float32, num_hidden_layers=3, use_sliding_window=True, max_window_layers=2, sliding_window=16
 )
-STEP = int(os.environ.get("OFFLOAD_RT_CELLS", "11"))
+SWITCHES = ("eviction", "sharing", "restart", "fork", "overflow")
 VALID = [cell for cell in CELLS if not cell.expected_error]
-CASES = [cell for cell in VALID if not cell.slides][::STEP] + [cell for cell in VALID if cell.slides][:: 4 * STEP - 3]
-"""A sample of the cells, with fewer cells of the sliding model. `make stress` tests all cells."""
 
 
 def make_llm(cell: Cell) -> LLM:
@@ -143,14 +141,21 @@ def reference(cell: Cell) -> list[list[int]]:
         return answers
 
 
-@pytest.mark.parametrize("cell", CASES, ids=str)
+def features(cell: Cell) -> set[Any]:
+    """Return what a sample of the cells must contain: each policy, and each pair of values of format and switches."""
+    return {cell.policy, *itertools.combinations([(name, getattr(cell, name)) for name in ("rows", *SWITCHES)], 2)}
+
+
+@pytest.mark.sampled(features=features)
+@pytest.mark.parametrize("cell", VALID, ids=str)
 def test_cell_equals_its_reference(cell: Cell, tmp_path: Path) -> None:
     reference_cell = Cell(cell.policy, cell.rows, overflow=cell.overflow)
     answers = converse(cell, tmp_path)
     assert answers == reference(reference_cell)[: len(answers)]
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.expected_error][::7], ids=str)
+@pytest.mark.sampled(features=lambda cell: {(cell.policy, cell.expected_error), cell.rows})
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.expected_error], ids=str)
 def test_unsupported_cell_is_an_error(cell: Cell, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=cell.expected_error):
         converse(cell, tmp_path)

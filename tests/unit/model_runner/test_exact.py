@@ -66,6 +66,7 @@ def full_attention_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
     return generate(full, PROMPTS, GREEDY), generate(full, PROMPTS, SAMPLED)
 
 
+@pytest.mark.sampled(features=lambda name, policy, exact: {name, policy, str(exact)})
 @pytest.mark.parametrize(
     ("name", "policy", "exact"),
     [
@@ -97,6 +98,7 @@ def test_faster_kind_of_drafts_is_chosen(expensive: str, monkeypatch: pytest.Mon
     assert output.stats.drafted_tokens and (steps == 0) == (expensive == "decoded")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["infinigen", "h2o"])
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_verification_reads_scattered_kv_in_place(

@@ -36,6 +36,7 @@ def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
 def test_policy_full_equals_transformers_logits(name: str, options: dict[str, Any]) -> None:
     model = tiny_model(name, **options)
@@ -90,6 +91,7 @@ def test_ragged_batch_equals_single_prompts(name: str, policy: str, options: dic
     assert batched == single
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "source", "scorer"),
     [

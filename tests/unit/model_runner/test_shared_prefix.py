@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 
 from offload_rt.core import BLOCK_SIZE, BlockTable, VisibleTokens
 from offload_rt.kernels.kv_runs import Run, attend_runs
@@ -27,7 +28,7 @@ def batches(draw: st.DrawFn) -> list[BlockTable]:
     return [BlockTable([*blocks, tail]) for blocks, tail in zip(chosen, tails, strict=True)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(batches(), st.integers(0, 6))
 def test_runs_contain_exactly_the_shared_blocks(block_tables: list[BlockTable], min_saved_blocks: int) -> None:
     """Each shared run must save at least `min_saved_blocks` blocks.
@@ -58,7 +59,7 @@ def test_runs_contain_exactly_the_shared_blocks(block_tables: list[BlockTable], 
         assert all(user_counts[block] == 1 for b, ids in enumerate(ordered) for block in ids[ends[b] // BLOCK_SIZE :])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(batches(), st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(0, 3))
 def test_attention_over_runs_equals_attention_over_sequences(
     block_tables: list[BlockTable], seed: int, group: int, min_saved_blocks: int

@@ -64,6 +64,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(features=lambda policy, options, staged: {policy, staged})
 @pytest.mark.parametrize(
     ("policy", "options", "staged"),
     [(*policy, staged) for i, policy in enumerate(POLICIES) for staged in ((False, True) if STRESS else (i % 2 == 1,))],
@@ -85,6 +86,7 @@ def test_prompts_with_shared_prefixes_equal_single_requests(policy: str, options
 
 
 # sliding windows shorter than shared prefixes, learned positions, QK-norm
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "policy"), [("mistral", "full"), ("mistral", "infinigen"), ("gpt2", "full"), ("qwen3", "infinigen")]
 )

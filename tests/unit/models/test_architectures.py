@@ -59,6 +59,19 @@ def cells() -> list[tuple[str, str]]:
     ]
 
 
+DECODED_TRAITS = (
+    "sliding", "chunked", "sinks", "capped", "temperature", "one KV head", "wider than values", "equal K and V",
+    "earlier ones", "numbers of KV heads", "without positions", "interleaved", "partial RoPE", "learned positions",
+    "latent", "gated delta", "Delta Attention", "Mamba-2", "beside attention", "convolutions", "one mixer", "experts",
+    "multipliers", "parallel", "normed", "attention sinks, mixture",
+)  # fmt: skip
+"""Traits that affect decoding in a batch. `test_logits_equal_transformers` tests all traits in one sequence."""
+
+
+def decoded_traits(name: str, policy: str) -> set[str]:
+    return {policy, *(trait for trait in DECODED_TRAITS if trait in RUNS[name].traits)}
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -91,6 +104,7 @@ def test_logits_equal_transformers(name: str) -> None:
     assert (actual - expected).abs().max() <= TOLERANCES.get(name, 2e-5) * expected.abs().max()
 
 
+@pytest.mark.sampled(features=decoded_traits)
 @pytest.mark.parametrize(("name", "policy"), cells())
 def test_ragged_batch_generates_the_tokens_of_transformers(name: str, policy: str) -> None:
     model = architecture(name)
@@ -117,6 +131,7 @@ def test_attention_scale_defaults_to_the_head_dimension(name: str) -> None:
     assert adapter_for(model).geometry.scales == pytest.approx(expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
 def test_rotated_keys_equal_keys_of_later_positions(name: str) -> None:
     adapter = adapter_for(architecture(name))
@@ -129,6 +144,7 @@ def test_rotated_keys_equal_keys_of_later_positions(name: str) -> None:
             torch.testing.assert_close(adapter.rotate_keys(layer, keys, offset), later, rtol=0, atol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_bfloat16_kv_of_the_first_layer_equals_transformers(name: str) -> None:
     model = architecture(name, dtype=torch.bfloat16)

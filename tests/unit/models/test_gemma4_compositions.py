@@ -115,7 +115,8 @@ def test_pool_on_disk_equals_transformers(folder: Path, model: PreTrainedModel, 
     assert_tokens_equal(llm, model, [prompt_of(170, 1)[:140] + [5] * 20], 6)
 
 
-@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("swap", [True, False])
 def test_preempted_requests_equal_transformers(
     swap: bool, folder: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def write_folders(folder: Path, name: str) -> tuple[Path, Path]:
     return dense, packed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_packed_weights_and_tokens_equal_unpacked_ones(name: str, tmp_path: Path) -> None:
     dense, packed = write_folders(tmp_path, name)

@@ -47,6 +47,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("pattern", "device"), [*((pattern, "host") for pattern in PATTERNS), ("after full", "staged")]
 )
@@ -65,6 +66,7 @@ def test_logits_after_prefills_of_odd_lengths_equal_transformers(pattern: str, d
     runner.free(sequence)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_batch_selects_the_same_as_single_sequences(pattern: str) -> None:
     prompts = [prompt_of(length, seed=length) for length in (20, 70, 63)]

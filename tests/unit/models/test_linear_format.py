@@ -69,6 +69,7 @@ def test_loaded_bytes_equal_the_plan_and_fingerprint_is_different(folder: Path, 
     assert loaded.fingerprint == load_model(folder, dtype="float32").fingerprint != dense.fingerprint
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"budget": 1.0, "approximate_kv": "off"}])
 def test_tokens_equal_transformers(folder: Path, rounded_model: Any, options: Any, streamed: bool) -> None:

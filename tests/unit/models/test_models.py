@@ -220,6 +220,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class TestLoading:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("name", NAMES)
     def test_saved_folder_equals_the_model(self, name: str, tmp_path: Path) -> None:
         model = tiny_model(name)

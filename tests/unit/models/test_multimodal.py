@@ -46,6 +46,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     return save
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_folder_loads_only_the_language_model(name: str, saved_model: Any) -> None:
     folder, whole = saved_model(name)

@@ -30,6 +30,7 @@ def change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "overrides", "changes"),

@@ -31,6 +31,7 @@ def full_tokens(name: str, prompt: list[int]) -> list[int]:
     return list(completed(llm.generate([prompt], GREEDY))[0].token_ids)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_full_budget_equals_full_attention(name: str) -> None:
     options = {"approximate_kv": "int2", "budget": 1.0, "dense_layers": (), "recent": 8}
@@ -63,7 +64,7 @@ def merge_exactly(stored_kv: dict[int, tuple[torch.Tensor, torch.Tensor]], scale
     return merge
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])
 @pytest.mark.parametrize(("budget", "source"), [(1e-6, "residual"), (0.3, "query"), (0.3, "residual")])
 def test_approximate_kv_without_rounding_gives_full_attention(
@@ -173,7 +174,7 @@ def test_working_set_and_streamed_weights_do_not_change_tokens(tmp_path: Path) -
         llm.runner.check_integrity()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [2, 6, 10, 34])
 def test_default_supports_any_even_head_dim(head_dim: int) -> None:
     model, prompt = tiny_model("llama", head_dim=head_dim), tiny_prompt(150)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 
 from offload_rt.policies.growing import LayerTensors, max_capacity
 
@@ -12,7 +13,7 @@ WRITES = st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 200))
 """Owner, layer and number of tokens of each write. Owner 3 means that owner 0 is forked first."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(per_slot=st.sampled_from([1, 4]), writes=st.lists(WRITES, max_size=12))
 def test_tokens_of_forks_are_independent(per_slot: int, writes: list[tuple[int, int, int]]) -> None:
     empty = LayerTensors(1, torch.int64, torch.device("cpu"), per_slot)

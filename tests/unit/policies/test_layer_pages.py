@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 
 from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS
 from offload_rt.policies.infinigen.approximate_kv import LayerPages
@@ -39,7 +40,7 @@ def write(owner: Owner, layer: int, start: int, stamps: list[int]) -> None:
     expected[layer][start : start + len(stamps)] = stamps
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(operations=st.lists(OPERATIONS, max_size=14))
 def test_pages_contain_the_writes_of_each_owner(operations: list[tuple[str, int, int, int, int]]) -> None:
     owners: list[Owner] = [(LayerPages(LAYERS, HEADS, BLOCK, torch.device("cpu")), {layer: [] for layer in LAYERS})]

@@ -175,6 +175,7 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
     return state
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(("group", "softcap"), [(1, None), (4, 1.0)])
 def test_h2o_selects_heavy_hitters_and_never_restores_tokens(

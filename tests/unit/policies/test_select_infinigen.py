@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 from support.select_models import CPU, artifact, as_sets, dequantise, geometry, no_keys, pass_keys, tokens
 
 from offload_rt.core import ModelGeometry, VisibleTokens
@@ -224,7 +225,7 @@ def test_half_precision_keys_are_scored_in_float32() -> None:
 
 
 @given(st.integers(1, 9), st.sampled_from([2, 4]), st.integers(0, 1000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_packing_is_reversible(rows: int, bits: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (2, rows * (8 // bits), 12), generator=generator, dtype=torch.uint8)

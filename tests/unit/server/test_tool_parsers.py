@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 
 from offload_rt.server.options import ToolParser
 from offload_rt.server.parsers import TOOL_PARSERS, answer_parser, needs_special_tokens, reasoning_parser, tool_parser
@@ -208,7 +208,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", [*TOOL_PARSERS, "none"])
-@settings(max_examples=2000 if "OFFLOAD_RT_STRESS" in os.environ else 30, deadline=None)
+@settings(max_examples=examples(30, stress=2000), deadline=None)
 @given(data=st.data())
 def test_any_split_of_the_stream_gives_the_same_result(name: str, data: st.DataObject) -> None:
     recorded = [text for kind, text, _ in RECORDED.values() if name in (kind, "none")]

@@ -17,6 +17,7 @@ from offload_rt.sessions.turn import Turn
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])
 def test_look_ahead_prefetches_turns_and_evicts_the_last_one(policy: str, tmp_path: Path) -> None:
     """With round-robin turns, LRU and FIFO evict the session whose turn is next.

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.compilers import unoptimised_compiler
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.utils.native_code import LEVEL_VARIABLE, available_levels, processor_level
+from offload_rt.utils.native_code import LEVEL_VARIABLE, available_levels, find_compiler, processor_level
 from offload_rt.utils.native_libraries import native_status
 
 
@@ -51,6 +52,8 @@ def test_session_continues_at_lower_and_higher_instruction_set_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
+    if (compiler := find_compiler()) is not None:
+        monkeypatch.setenv("CC", str(unoptimised_compiler(compiler, tmp_path / "quick")))
     highest = processor_level()
     below = available_levels()[: available_levels().index(highest)]
     if not below:

@@ -204,6 +204,7 @@ def test_session_deletion_keeps_blocks_of_prompts(tmp_path: Path) -> None:
     assert files(tmp_path) == ["lock"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["before", "loading", "decoding", "after"])
 def test_session_deletion_keeps_only_blocks_of_an_equal_prompt(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,6 @@ instead.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import threading
@@ -19,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.disk_blocks import LAYER_BYTES, block_data, block_files, block_name, fill, load, open_store, save
+from support.sampling import examples
 
 from offload_rt.sessions.deletion import remove_prompt_blocks, remove_session
 from offload_rt.sessions.history import History, document_name
@@ -143,7 +143,7 @@ class PromptMarkMachine(RuleBasedStateMachine):
 
 
 PromptMarkMachine.TestCase.settings = settings(
-    max_examples=200 if "OFFLOAD_RT_STRESS" in os.environ else 15,
+    max_examples=examples(24, stress=200),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -47,7 +47,7 @@ def run_turns(session: Session, turns: list[list[int]]) -> list[list[int]]:
     return [answer(session, turn) for turn in turns]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("where", ["host", "disk", "disk read anew"])
 def test_restored_session_continues_unchanged(options: dict[str, Any], where: str, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_sessions_with_a_common_prefix_store_it_once(tmp_path: Path) -> None:
     third.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("damage", ["bits", "truncated", "empty", "removed", "late"])
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_damaged_kv_is_recomputed(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def truncated_reference_logits(
     return out.logits[0, -1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("method", ["keep_last", "drop"])
 def test_truncation_keeps_kv_and_positions(method: str, restart: bool, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_concurrent_turns_equal_isolated_turns(policy: str, tmp_path: Path) -> N
     assert stats.turns >= 12 and stats.computed_tokens == 0 and stats.host_tokens + stats.disk_tokens > 0
     queue.close()
     session = make_llm(**options).session("bob", tmp_path / "q")
-    assert session.tokens[-12:] == expected["bob"][2]
+    assert session.tokens[-SHORT.max_tokens :] == expected["bob"][2]
     session.close()
 
 
@@ -231,7 +231,7 @@ def test_waiting_turn_keeps_its_kv_and_failed_turn_frees_it(tmp_path: Path, monk
     session.check_integrity()
     again = queue.add("ada", turn("ada", 2), SHORT)
     list(queue.run())
-    assert len(again.token_ids) == 12
+    assert len(again.token_ids) == SHORT.max_tokens
     queue.close()
 
 
@@ -293,7 +293,7 @@ def test_turns_interrupted_between_layers_keep_their_tokens(tmp_path: Path) -> N
         uninterrupted = make_llm(**options).session("ada", tmp_path / f"{options} straight")
         list(uninterrupted.send(turn("ada", 0), SHORT))
         new_tokens = len(kept) - len(uninterrupted.tokens) - len(turn("ada", 1))
-        assert 0 < new_tokens < 12
+        assert 0 < new_tokens < SHORT.max_tokens
         list(uninterrupted.send(turn("ada", 1), SamplingParams(max_tokens=new_tokens, temperature=0)))
         assert uninterrupted.tokens == kept
         assert [e.token_id for e in uninterrupted.send(turn("ada", 2), SHORT)] == answer

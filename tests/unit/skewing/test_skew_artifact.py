@@ -45,6 +45,7 @@ def artifact_for(model: Any, method: str, tokens: int = 300) -> SkewArtifact:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("name", "overrides"), ABSOLUTE_POSITIONS)
 def test_folded_checkpoint_gives_equal_logits(

@@ -102,7 +102,7 @@ def test_session_survives_failing_calls(after: bool, saved_session: tuple[Path, 
     calls = record_calls(whole, tmp_path / "counted")
     assert {"open", "pwrite", "fsync", "replace", "write", "preadv"} <= set(calls) and len(calls) > 100
     first = {name: calls.index(name) for name in set(calls)}
-    places = range(len(calls)) if ALL_CALLS else sorted({*first.values(), *range(3, len(calls), 45)})
+    places = range(len(calls)) if ALL_CALLS else sorted({*first.values(), *range(3, len(calls), 90)})
     for at in places:
         for code in ERRORS[at % 3 : at % 3 + 1]:
             folder = tmp_path / f"{at} {code}"

@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support.sampling import examples
 
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.transfer.device_blocks import DeviceBlocks
@@ -201,5 +202,5 @@ class DeviceBlocksMachine(RuleBasedStateMachine):
 
 def test_slots_follow_the_block_tables() -> None:
     run_state_machine_as_test(
-        DeviceBlocksMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
+        DeviceBlocksMachine, settings=settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
     )

@@ -104,7 +104,7 @@ def stream_of(llm: LLM) -> WeightStream | None:
 # --------------------------------------------------------------------------------------------------------- same tokens
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "policy", "options"), [(name, *POLICIES[1]) for name in NAMES] + [("llama", *POLICIES[0])]
 )
@@ -187,6 +187,7 @@ def test_cuda_allocator_peak_is_below_the_limit(folder: Any, policy: str, option
 # --------------------------------------------------------------------------------------------- scoring keys on the host
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, POLICIES[2][1], POLICIES[3][1]])
 def test_scoring_keys_on_the_host_give_the_same_tokens(folder: Any, options: dict[str, Any]) -> None:
     costs = costs_of(folder("llama"), "infinigen", options)
@@ -231,6 +232,7 @@ def test_plan_keeps_as_many_layers_as_fit(folder: Any) -> None:
         assert max(gaps) - min(gaps) <= 1, "streamed layers are spread evenly"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_planned_sizes_equal_the_loaded_model(folder: Any, name: str) -> None:
     shape = load_shape(folder(name), device="cpu")

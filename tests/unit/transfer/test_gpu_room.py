@@ -107,6 +107,7 @@ def run_all_parts(out: Path, data: Path) -> Path:
     size = replace(TINY, models=models, trained=models, text=book)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_DATA", str(data))
+        patch.setattr(gpu_trace, "WARM_UP", 1)
         patch.setattr(kernels, "WARM_UP", 0)
         patch.setattr(kernels, "REPLAYED", 2 if ALL else 1)
         if not ALL:  # test_triton_packed.py multiplies weights of every format

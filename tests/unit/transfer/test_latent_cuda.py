@@ -39,7 +39,7 @@ def generate_tokens(device: str, name: str, policy: str, lengths: Sequence[int],
     return [one.token_ids for one in found]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LATENT)
 def test_tokens_equal_those_of_a_cpu(name: str, policy: str) -> None:
@@ -48,6 +48,7 @@ def test_tokens_equal_those_of_a_cpu(name: str, policy: str) -> None:
         assert generate_tokens("cuda", name, policy, (30, 70, 63)) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_keys_of_576_numbers_give_the_tokens_of_a_cpu(policy: str) -> None:

@@ -53,6 +53,7 @@ def test_staged_kv_equals_kv_read_in_place(name: str, policy: str, options: dict
         assert staged_run.stats.d2h_bytes == in_place.stats.d2h_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "options"), [("full", {}), ("infinigen", {"recent": 8}), ("infinigen", {"preset": "paper"})]
 )

@@ -88,6 +88,7 @@ def costs_of(name: str, dtype: torch.dtype, options: InfiniGenOptions | None) ->
     return DeviceCosts(shape, memory_demand(policy, options or FullOptions(), shape.geometry, dtype), 512)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scorer", ["partial", "int4", "int2"])
 def test_requirements_equal_the_memory_of_a_run(scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.allocations import count_device_bytes, device_selection
 from support.architectures import VOCAB, architecture
 from support.outputs import completed
+from support.sampling import examples
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, ConfigError, EngineConfig, MemoryLimitError, SamplingParams
@@ -75,6 +76,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------------- same answers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_in_host_memory_give_the_same_logits(folder: Any, name: str) -> None:
     expected = logits_of(make_llm(folder(name)))
@@ -86,6 +88,7 @@ def test_experts_in_host_memory_give_the_same_logits(folder: Any, name: str) -> 
         assert llm.runner.weights is not None and all(cache.bytes for cache in llm.runner.weights.experts)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["full", "infinigen", "quest"])
 def test_tokens_are_the_same_under_every_policy(folder: Any, policy: str) -> None:
     options = {} if policy == "full" else {"sinks": 2, "recent": 8}
@@ -155,7 +158,7 @@ def expert_module() -> Any:
     calls=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 99)), min_size=1, max_size=5),
     slots=st.integers(1, 6),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_cached_experts_give_the_outputs_of_the_original_module(
     expert_module: Any, calls: list[tuple[int, int, int]], slots: int
 ) -> None:
@@ -246,6 +249,7 @@ def test_impossible_placements_are_refused(folder: Any, tmp_path: Path) -> None:
 WIDE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 96}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "more", "slots"), [("qwen3_moe", WIDE, 15), ("gpt_oss", {}, 1)])
 def test_peak_memory_is_below_the_limit(name: str, more: dict[str, Any], slots: int, tmp_path: Path) -> None:
     """The peak includes the outputs of eight experts (qwen3_moe) or attention scores with a sink (gpt_oss)."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling import examples
 from torch import nn
 
 from offload_rt.models.weights import layer_bytes
@@ -27,7 +28,7 @@ def numbered_layers(layers: int = 6) -> list[nn.Module]:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40), st.sets(st.integers(0, 5), min_size=3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_layer_in_use_has_its_own_weights_and_strides(calls: list[tuple[bool, int]], streamed: set[int]) -> None:
     layers = numbered_layers()
     before = [[weight.stride() for weight in layer.parameters()] for layer in layers]

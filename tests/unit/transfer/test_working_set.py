@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.outputs import completed
+from support.sampling import examples
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
@@ -75,7 +76,7 @@ class ReferenceTable:
 
 
 @patch.object(working_set, "DECAY", 0.5)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_table_equals_the_reference_implementation(data: st.DataObject) -> None:
     capacity, lists = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
@@ -107,7 +108,7 @@ def test_table_equals_the_reference_implementation(data: st.DataObject) -> None:
         ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=20))
 def test_first_occurrences_of_duplicate_ids(ids: list[int]) -> None:
     want = [-1 if row < 0 or ids.index(row) == at else ids.index(row) for at, row in enumerate(ids)]
@@ -175,6 +176,7 @@ def test_working_set_of_all_tokens_fetches_each_entry_once() -> None:
     assert done.stats.h2d_bytes == 3 * 2 * candidates * 2 * 32 * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("eviction", "policy_options"), [("lru", OPTIONS), ("fifo", {"preset": "paper"})])
 def test_evicted_slots_leave_the_working_set(eviction: str, policy_options: dict[str, Any]) -> None:
     prompt, made = tiny_prompt(115), []
