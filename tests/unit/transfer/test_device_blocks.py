@@ -202,5 +202,5 @@ class DeviceBlocksMachine(RuleBasedStateMachine):
 
 def test_slots_follow_the_block_tables() -> None:
     run_state_machine_as_test(
-        DeviceBlocksMachine, settings=settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+        DeviceBlocksMachine, settings=settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
     )
