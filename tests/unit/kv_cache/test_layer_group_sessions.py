@@ -113,7 +113,7 @@ def test_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Monk
 def test_sliding_layers_ignore_tokens_before_a_truncation_gap(
     kind: str, cut: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    if kind == "narrow rows" and dtype is torch.float64:
+    if kind in ("narrow rows", "many heads") and dtype is torch.float64:
         pytest.skip("transformers' experts do not run in float64")
     llm = make_llm(kind, dtype=dtype)
     session = llm.session("s", tmp_path)
