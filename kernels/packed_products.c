@@ -31,7 +31,7 @@ INLINE u32 word_of(Tile tile, int64_t offset) {
 INLINE u32 byte_of(Tile tile, int64_t offset) { return word_of(tile, offset & ~3) >> 8 * (uint32_t)(offset & 3) & 255; }
 
 INLINE f32 half_of(Tile tile, int64_t offset) {
-    return widen_low_halves(word_of(tile, offset & ~3) >> 8 * (uint32_t)(offset & 3));
+    return widen_halves(__builtin_convertvector(word_of(tile, offset & ~3) >> 8 * (uint32_t)(offset & 3), u16));
 }
 
 /* Return the scales or minima of a group. `factor` is 2^exponent or, if they are int8, their factor. */
@@ -61,8 +61,8 @@ INLINE void scales_of(const Call *call, Tile tile, int64_t block, int per, int s
     }
 }
 
-/* Read codes [4j, 4j + 4) and [32 + 4j, 32 + 4j + 4) of a block of 64 of each row. A result has two codes per lane:
-codes 0 and 2, then 1 and 3, of the first and of the second four. */
+/* Read codes c = 4j to 4j + 3, and d = 32 + c, of a block of 64 of each row. Each lane of a result has two 16-bit codes:
+codes[0] has c0 and c2, codes[1] c1 and c3, codes[2] d0 and d2, and codes[3] d1 and d3. */
 INLINE void codes_of(const Call *call, Tile tile, int64_t block, int j, int bits, u32 codes[4]) {
     if (bits == 8) {
         for (int side = 0; side < 2; side++) {
@@ -86,7 +86,8 @@ INLINE void codes_of(const Call *call, Tile tile, int64_t block, int j, int bits
     }
 }
 
-/* Prefetch one of `blocks` parts of the next tile. Hardware prefetches the codes of this tile, but not its scales. */
+/* Prefetch `lines` cache lines of the next tile, from line `block * lines` on. Hardware prefetches the codes of a tile,
+but not its scales. */
 INLINE void prefetch_next(const Call *call, Tile tile, int64_t block, int64_t lines) {
     if (tile.height < TILE || tile.first) return;
     const uint8_t *next = tile.at + TILE * call->stride + block * lines * 64;

@@ -17,7 +17,6 @@ stand for 0, one uint8 per group. */
 #define WORDS (2 * LANES) /* 16-bit numbers per vector */
 
 typedef uint16_t words __attribute__((vector_size(4 * LANES), may_alias));
-typedef words words_unaligned __attribute__((aligned(2)));
 typedef uint8_t half_bytes __attribute__((vector_size(2 * LANES), may_alias));
 
 /* out [rows][outs] = x [rows][ins] * weight [outs][ins] + bias [outs] (or NULL). `codes` are rows of `stride` bytes.
@@ -25,7 +24,7 @@ Offsets of parts that a row lacks are negative. Rows without minima have the min
 if they have no zeros either. `power` is 2^exponent. `whole` [rows][ins] is x as integers, the numbers 0, 2, 1 and 3 of
 each four. Factors and sums are [rows][units], one for each unit of inputs. A part is the columns
 [part * size, (part + 1) * size) of out; `size` is a multiple of TILE. In `unpack`, a part is these rows of weights,
-written to out [outs][ins]. */
+written to out [outs][ins]. If the rows are interleaved, `tile` has room for the rows of one tile. */
 typedef struct {
     const Number *x, *bias;
     const uint8_t *codes;
@@ -38,12 +37,7 @@ typedef struct {
     float offset, power;
 } Call;
 
-/* Convert float16 in the lower half of each number to float32. Infinities and NaN do not occur, because importers
-reject them. */
-INLINE f32 widen_low_halves(u32 bits) { /* the exponent biases differ by 112 */
-    return (f32)((u32)((f32)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
-}
-
+/* Convert float16 to float32. Infinities and NaN do not occur, because importers reject them. */
 INLINE f32 widen_halves(u16 halves) {
 #if defined(WIDE_VECTORS)
     return (f32)_mm512_cvtph_ps((__m256i)halves);
@@ -52,7 +46,8 @@ INLINE f32 widen_halves(u16 halves) {
 #elif defined(__aarch64__)
     return (f32)vcvt_f32_f16((float16x4_t)halves);
 #else
-    return widen_low_halves(__builtin_convertvector(halves, u32));
+    u32 bits = __builtin_convertvector(halves, u32); /* the exponent biases differ by 112 */
+    return (f32)((u32)((f32)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
 #endif
 }
 

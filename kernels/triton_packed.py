@@ -238,7 +238,8 @@ def linear(
     and bias have an additional first axis, and row i is multiplied by the weight at index `experts[i]`.
     """
     (rows, ins), outs = x.shape, packed.shape[-2]
-    assert ins == form.ins and packed.is_contiguous() and (bias is None or bias.is_contiguous())
+    assert ins == form.ins and not form.interleaved and packed.is_contiguous()
+    assert bias is None or bias.is_contiguous()
     assert experts is None or (experts.is_contiguous() and len(experts) == rows)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(rows, outs)
@@ -267,7 +268,7 @@ def unpack(
             memory.
         inputs: Inputs to unpack. None means all. A range must begin and end at multiples of `PART`.
     """
-    assert packed.is_contiguous() and (ids is None or ids.is_contiguous())
+    assert packed.is_contiguous() and not form.interleaved and (ids is None or ids.is_contiguous())
     rows, inputs = len(packed) if ids is None else len(ids), range(form.ins) if inputs is None else inputs
     assert inputs.start % PART == 0 == inputs.stop % PART and inputs.stop <= form.ins
     out = torch.empty(rows, len(inputs), dtype=dtype, device=(packed if ids is None else ids).device)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core import RowShape
+from ...errors import ConfigError
 from ...transfer.working_set import LayerSet, look_up
 from ..core.report import Column, Report, Row, RowStore
 from ..core.variants import Text, Variant, text_digest
@@ -68,6 +69,8 @@ def run_working_set(
             key = shared | {"variant": tested.key(variant), "window": number, "capacities": capacities}
             found.append(store.once(key, partial(measure, tested, variant, window.text, capacities)))
             evaluation.say(f"window {number}, {variant.label}: {found[-1]}")
+        if not any(row["entries"] for row in found):
+            raise ConfigError(f"{variant.label} selects no tokens of a text this short: raise --context")
         for i, share in enumerate(shares):
             rate = sum(row["hits"][i] for row in found) / sum(row["entries"] for row in found)
             selected = sum(row["selected"] for row in found) / len(found)

@@ -17,7 +17,8 @@ from torch import nn
 
 from ..errors import ModelError
 from .checkpoint_cache import CheckpointCache
-from .linear import packing_of, tensors_of
+from .linear import packing, packing_of, tensors_of
+from .linear.packed import PACKED
 from .multimodal import belongs_to, text_config, unused_modules
 
 VERSION = 3
@@ -55,9 +56,19 @@ def fingerprint(model: Any) -> str:
     for name, weight in sorted(_weights(model).items()):
         if not any(belongs_to(module, name) for module in unused):
             digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-            for tensor in tensors_of(weight):
+            for tensor in _plain(model, name, weight):
                 digest.update(_digest(tensor.detach()))
     return digest.hexdigest()
+
+
+def _plain(model: Any, name: str, weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a weight. Packed rows are not interleaved, so that the digest is the same on all devices."""
+    module, _, parameter = name.rpartition(".")
+    form = getattr(model.get_submodule(module), "form", None) if parameter == "packed" else None
+    if form is None or not form.interleaved:
+        yield from tensors_of(weight)
+    else:
+        yield form.rows(weight) if weight.dim() == 2 else torch.stack([form.rows(matrix) for matrix in weight])
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
@@ -75,6 +86,9 @@ def _architecture(model: nn.Module) -> str:
     declared = {key: v for key, v in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
     if packing_of(model) is None:  # irrelevant if the weights have been dequantised
         declared.pop("quantization_config", None)
+    elif packing(config) == PACKED.method:
+        for form in declared["quantization_config"]["weights"].values():
+            form.pop("interleaved", None)  # depends on the device
     entries = {"architecture": type(model).__name__, "config": _canonical(declared)}
     return json.dumps(entries, sort_keys=True, default=str)
 

@@ -35,7 +35,7 @@ class CannotPackError(Exception):
 def write_checkpoint(
     folder: Path,
     config: PreTrainedConfig,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     formats: Mapping[str, PackedFormat],
     *,
     interleaved: bool,
@@ -43,19 +43,20 @@ def write_checkpoint(
     """Write config.json and the weights of a packed checkpoint to an existing folder.
 
     `tensors` maps parameter names to all parameters, and `formats` maps module names to the formats of packed weights,
-    whose rows are not interleaved. If `interleaved` is True, they are interleaved in the folder.
+    whose rows are not interleaved. If `interleaved` is True, they are interleaved, also in `tensors`, so that the
+    weights are not in memory twice.
     """
     config.save_pretrained(folder)
     config_path = folder / "config.json"
     entries = json.loads(config_path.read_text())
     if interleaved:
         formats = {name: form.for_cpu() for name, form in formats.items()}
-        packed = {f"{name}.packed" for name in formats}
-        tensors = {name: interleave(tensor) if name in packed else tensor for name, tensor in tensors.items()}
+        for name in formats:
+            tensors[f"{name}.packed"] = interleave(tensors[f"{name}.packed"])
     weights = {name: asdict(form) for name, form in sorted(formats.items())}
     entries["quantization_config"] = {"quant_method": PACKED.method, "weights": weights}
     config_path.write_text(json.dumps(entries, indent=1))
-    _save_aligned(dict(tensors), folder / WEIGHTS)
+    _save_aligned(tensors, folder / WEIGHTS)
 
 
 def _save_aligned(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -32,9 +32,6 @@ MIN_THREADED_WORK = 1 << 20
 TILE_BYTES = 1 << 22
 """Maximum size in bytes of a weight tile in float32. bfloat16 weights are converted tile by tile."""
 
-HEIGHT_UNIT = 16
-"""The height of weight tiles is a multiple of this, because packed weights interleave so many rows."""
-
 
 class _Call(ctypes.Structure):
     _fields_ = [
@@ -93,22 +90,26 @@ DENSE = DenseCPU()
 
 
 def product_by_tiles(
-    x: torch.Tensor, weights: Callable[[slice, torch.dtype], torch.Tensor], outs: int, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weights: Callable[[slice, torch.dtype], torch.Tensor],
+    outs: int,
+    bias: torch.Tensor | None,
+    unit: int = 1,
 ) -> torch.Tensor:
     """Multiply many rows `x` `[..., in]` by a weight `[outs, in]`, and add the bias. The result is `[..., outs]`.
 
     `x` is float32 or bfloat16. `weights(rows, dtype)` returns the rows `rows` of the weight in `dtype`. It is called
-    for one tile at a time.
+    for one tile at a time. A tile begins at a multiple of `unit` rows.
     """
     # Without bfloat16 instructions, torch multiplies bfloat16 slowly, so tiles of the weight are converted to float32.
     converts = x.dtype == torch.bfloat16 and not torch_multiplies_bfloat16()
     dtype, ins = torch.float32 if converts else x.dtype, x.shape[-1]
     rows = x.reshape(-1, ins).to(dtype)
     out = x.new_empty(len(rows), outs)
-    max_height = max(1, TILE_BYTES // (4 * ins))
+    max_height = max(1, TILE_BYTES // (4 * ins * unit)) * unit
     tile_count = max(-(-outs // max_height), min(team.threads(), outs))
     height = -(-outs // tile_count)
-    height += -height % HEIGHT_UNIT
+    height += -height % unit
 
     def compute(index: int) -> None:
         tile = slice(index * height, (index + 1) * height)

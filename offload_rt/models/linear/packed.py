@@ -13,7 +13,7 @@ from torch import nn
 
 from ...kernels import packed_products
 from ...kernels.dispatch import uses_triton
-from ...kernels.packed_format import PackedFormat
+from ...kernels.packed_format import TILE, PackedFormat
 from .backend import BackendLinear, LinearBackend
 from .dense import product_by_tiles
 
@@ -74,7 +74,7 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bia
         assert code is not None
         return code.unpack(packed[tile], form, dtype)
 
-    return product_by_tiles(x, weights, len(packed), bias)
+    return product_by_tiles(x, weights, len(packed), bias, TILE)
 
 
 def _linear_on_gpu(
@@ -212,7 +212,9 @@ class PackedExperts(nn.Module):
         """
         module: Any = self  # has `_apply_gate` of the original class
         # The loop below reads the chosen experts on the host, which a captured step cannot do.
-        pairs, batched = router_indices.numel(), uses_triton(hidden_states) and not torch.is_grad_enabled()
+        interleaved = self.gate_up_proj.form.interleaved or self.down_proj.form.interleaved
+        batched = uses_triton(hidden_states) and not torch.is_grad_enabled() and not interleaved
+        pairs = router_indices.numel()
         if pairs and batched and (pairs <= MAX_BATCHED_PAIRS or torch.cuda.is_current_stream_capturing()):
             experts, tokens = router_indices.flatten(), hidden_states.repeat_interleave(router_indices.shape[1], 0)
             gate_up = self.gate_up_proj.products(tokens, experts, self.gate_up_proj_bias)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_rt.errors import ConfigError
 from offload_rt.eval.core.model_under_test import Evaluation, ModelUnderTest
 from offload_rt.eval.core.variants import Variant
 from offload_rt.eval.quality.perplexity import PerplexityConfig, cut_windows
@@ -35,3 +36,5 @@ def test_report_has_a_row_for_each_size(tmp_path: Path) -> None:
     assert small["hit_rate"] < all_tokens["hit_rate"] < 1
     assert all_tokens["transferred"] == pytest.approx(all_tokens["selected"] * (1 - all_tokens["hit_rate"]))
     assert run_working_set(job, [Variant("infinigen", OPTIONS)], CONFIG, (0.02, 1.0)).rows == report.rows
+    with pytest.raises(ConfigError, match="full selects no tokens of a text this short: raise --context"):
+        run_working_set(job, [Variant("full")], CONFIG, (0.02,))

@@ -150,6 +150,7 @@ def test_rows_are_interleaved_only_for_a_cpu(tmp_path: Path) -> None:
         # the CPU also reads the layout for GPUs, but unpacks the weights for each product
         outputs.append(completed(models[-1].generate(tiny_prompt(150), GREEDY))[0].token_ids)
     assert outputs[0] == outputs[1]
+    assert models[0].runner.model.fingerprint == models[1].runner.model.fingerprint
     for own, other in zip(*(llm.runner.model.layers for llm in models), strict=True):
         tiled, plain = own.mlp.up_proj, other.mlp.up_proj
         assert tiled.form == plain.form.for_cpu() != plain.form

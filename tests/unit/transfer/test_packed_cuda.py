@@ -19,7 +19,7 @@ from torch import nn
 
 from offload_rt import LLM, EngineConfig, SamplingParams
 from offload_rt.kernels import triton_packed
-from offload_rt.kernels.packed_format import PackedFormat
+from offload_rt.kernels.packed_format import PackedFormat, interleave
 from offload_rt.models.linear import packed
 from offload_rt.models.linear.packed import use_packed_weights
 from offload_rt.models.shape import load_shape
@@ -103,6 +103,20 @@ def test_streamed_layers_are_planned_and_copied_as_packed_bytes(tmp_path: Path) 
         stream = llm.runner.weights and llm.runner.weights.stream
         assert stream and stream.bytes > 0 and stream.bytes % max(shape.sizes.layers) == 0
     assert found.token_ids == expected.token_ids
+
+
+def test_interleaved_weights_can_be_moved_to_a_device() -> None:
+    """A model that was loaded for a CPU keeps its interleaved rows."""
+    form = PackedFormat(192, 4, 32, True)
+    rows, weights = random_rows(form, 37)
+    x, ids = torch.randn(3, 192), torch.tensor([36, 3, 17])
+    with simulated(Late()), torch.inference_mode():
+        layer, table = nn.Linear(192, 37, bias=False), nn.Embedding(37, 192)
+        for module in (layer, table):
+            use_packed_weights(module, form.for_cpu(), torch.float32, interleave(rows))
+        product, embedded = layer.to("cuda")(x.to("cuda")).cpu(), table.to("cuda")(ids.to("cuda")).cpu()
+    torch.testing.assert_close(product.double(), x.double() @ weights.T, rtol=1e-5, atol=2e-3)
+    torch.testing.assert_close(embedded, weights[ids].float())
 
 
 def test_matrix_product_does_not_wait_for_the_device() -> None:
