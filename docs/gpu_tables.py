@@ -135,7 +135,7 @@ def predicted() -> str:
 
 
 def working_sets() -> str:
-    """Hit rates of working sets, and the PCIe times of a step of the 8B shape at 131,072 tokens with these rates."""
+    """Hit rates of working sets, and the PCIe time of a step of the 8B shape at 131,072 tokens without them."""
     machine = json.loads((RESULTS / "gpu/decode.json").read_text(encoding="utf-8"))["machine"]
     steps = _results("gpu/decode")["rows"]
     [kv] = [row["h2d_bytes_per_token"] for row in steps if (row["name"], row["context"]) == ("full", 131_072)]
@@ -147,11 +147,9 @@ def working_sets() -> str:
         found = load(f"{model}/working_set_{context}")
         for policy in dict.fromkeys(row["variant"] for row in found):
             own = [row for row in found if row["variant"] == policy]
-            times = [whole * share for share in (own[0]["selected"], *(row["transferred"] for row in own))]
             rates = [f"{row['hit_rate']:.0%}" for row in own]
             name = "default" if own[0]["options"].get("budget") is None else "5%, no approximate KV"
-            rows.append([NAMES[model], f"{context:,}", name, *rates, *(f"{time:.1f}" for time in times)])
+            rows.append([NAMES[model], f"{context:,}", name, *rates, f"{whole * own[0]['selected']:.1f}"])
     shares = ("2%", "4%", "8%")
     assert all(row["share"] in (0.02, 0.04, 0.08) for row in found)
-    head = (*(f"hits: {share}" for share in shares), "PCIe, ms: none", *(f"PCIe, ms: {share}" for share in shares))
-    return table(("model", "context", "setting", *head), rows)
+    return table(("model", "context", "setting", *(f"hits: {share}" for share in shares), "copy, ms"), rows)

@@ -60,45 +60,56 @@ The options give the size of the state and the number of layers of each kind, bu
 """
 
 
-def runs() -> str:
-    """One row for each kind of layer and state, with the classes of the tiny models that the tests run."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+def _classes(hybrid: bool) -> dict[tuple[str, ...], list[str]]:
+    """Return the classes of the tiny models that the tests run, by the other columns of their table."""
+    found: dict[tuple[str, ...], list[str]] = {}
     for name in RUNS:
         model = architecture(name)
         geometry = adapter_for(model).geometry
-        size = _size(name) if geometry.states else ("all", "—")
-        classes = found.setdefault((_layers(name, geometry), *size), [])
+        if bool(geometry.states) != hybrid:
+            continue
+        layers = _layers(name, geometry)
+        classes = found.setdefault(_size(name, layers) if hybrid else (layers,), [])
         if (shown := f"`{type(model).__name__}`") not in classes:
             classes.append(shown)
-    rows = [[kinds, *size, ", ".join(classes)] for (kinds, *size), classes in found.items()]
+    return found
+
+
+def runs() -> str:
+    """One row for each combination of layers, without hybrid models."""
+    return table(("layers", "classes"), [[*kinds, ", ".join(classes)] for kinds, classes in _classes(False).items()])
+
+
+def hybrids() -> str:
+    """One row for each number of layers and size of the state of hybrid models."""
+    rows = [[", ".join(classes), *cells] for cells, classes in _classes(True).items()]
     models = ", ".join(sorted(model for model, _ in PUBLISHED.values()))
     source = (
-        "Layers and state of hybrid models are computed from transformers' default configuration of the first class, "
+        "Layers and state follow from transformers' default configuration of the first class, "
         f"or from a published model: {models}."
     )
-    head = ("layers", "attention layers / layers", "state per sequence", "classes")
-    return f"{table(head, rows)}\n\n{textwrap.fill(source, 120)}"
+    return f"{table(('classes', 'attention layers', 'state per sequence'), rows)}\n\n{textwrap.fill(source, 140)}"
 
 
-def _size(name: str) -> tuple[str, str]:
-    """Return the columns for a hybrid model of real size: numbers of layers, and bytes of recurrent state."""
+def _size(name: str, layers: str) -> tuple[str, str]:
+    """Return the columns for a hybrid model of real size: share of attention layers, and bytes of recurrent state."""
     _, options = PUBLISHED.get(name, ("", {}))
     geometry = adapter_for(default_skeleton(name, **options)).geometry
-    layers = geometry.depth or geometry.layers
-    return f"{geometry.layers} / {layers}", format_size(geometry.state_bytes(torch.bfloat16))
+    share = f"{geometry.layers}/{geometry.depth or geometry.layers}"
+    kinds = "" if layers == "full" else f" ({layers})"
+    return share + kinds, format_size(geometry.state_bytes(torch.bfloat16))
 
 
 def _layers(name: str, geometry: ModelGeometry) -> str:
+    """Name the kinds of attention layers."""
     windows = len(geometry.sliding)
-    kinds = ["recurrent"] if geometry.states else []
+    kinds = []
     if windows < geometry.layers:
         full = "full, absolute positions" if geometry.absolute_positions else "full"
         kinds.append("latent" if name in LATENT else full)
     if windows:
         kinds.append("chunked" if geometry.chunked else "sliding")
-    if geometry.kv_from:
-        kinds.append("layers that use earlier KV")
-    return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+    return " and ".join(kinds)
 
 
 def refused() -> str:
@@ -108,7 +119,7 @@ def refused() -> str:
 
 
 def page() -> str:
-    return fill(PAGE.read_text(encoding="utf-8"), {"runs": runs(), "refused": refused()})
+    return fill(PAGE.read_text(encoding="utf-8"), {"runs": runs(), "hybrids": hybrids(), "refused": refused()})
 
 
 if __name__ == "__main__":
