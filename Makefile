@@ -98,7 +98,7 @@ STRESS_PARTS := disk sampled sessions composition requests architectures cuda gp
 STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/kv_cache/test_disk_resident.py
 # Every case of the tests of which `make test` runs a sample, and more examples of state machines.
 STRESS_sampled := tests/unit/kv_cache/test_pool_properties.py tests/unit/sessions/test_prompt_marks.py \
-	$(sort $(shell grep -rlE "mark.sampled|= examples\(|=examples\(" --include=*.py tests/unit))
+	$(sort $(shell grep -rlE "mark.sampled|support.sampling" --include=*.py tests/unit))
 # Kill 50 processes while they save sessions; flip 100 bits.
 STRESS_sessions := tests/unit/sessions/test_reliability.py tests/unit/sessions/test_hybrid_sessions.py
 # Each model with each policy, feature and beam search.
