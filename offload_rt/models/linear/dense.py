@@ -18,7 +18,7 @@ from ...utils.native_code import processor_level
 from .backend import BackendLinear, LinearBackend
 
 MAX_ROWS = 12
-"""Maximum number of input rows for which the C code is used, because it is then faster than torch."""
+"""The C code is used for up to this many input rows. For more rows, torch is faster."""
 
 PART_BYTES = 1 << 18
 """Size in bytes of the part of a weight matrix that a thread processes as one work item.
