@@ -26,7 +26,7 @@ MADE: list[Callable[[], Any]] = [
     lambda: {"input_ids": [1]}, lambda: {"input_ids": None}, lambda: {"input_ids": [1], "attention_mask": [[[1]]]},
     lambda: {"input_ids": [1, 2], "attention_mask": [1]}, lambda: {"role": "user", "content": "hi"},
 ]  # fmt: skip
-"""Mutable objects, created for each call."""
+"""Factories of mutable arguments, so that no test changes the argument of another."""
 
 PLAIN: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 198, 199, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.0, -0.0, 1.0, 0.5, -1.5,

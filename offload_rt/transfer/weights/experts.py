@@ -20,7 +20,9 @@ from ...models.weights import aligned, experts_of
 
 
 class ExpertCache(nn.Module):
-    """Replacement for the experts module of one layer. It calls the original module with slots instead of experts.
+    """Replacement for the experts module of one layer.
+
+    It calls the original module with slot indices instead of expert indices.
 
     Each parameter has the shape `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device.
     """

@@ -60,7 +60,7 @@ def test_loaded_file_equals_the_written_model(gguf_and_model: tuple[Path, Any], 
 
 
 def test_gguf_blocks_are_dequantised_with_a_warning(gguf_and_model: tuple[Path, Any], loaded_model: Any) -> None:
-    """transformers dequantises this architecture without warning about it."""
+    """transformers gives no warning when it dequantises this architecture."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
     path = gguf_and_model[0]
     gguf_config = transformers.GgufConfig(dequantize=False)
