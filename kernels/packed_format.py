@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -51,36 +52,36 @@ class PackedFormat:
     def __post_init__(self) -> None:
         assert self.fits(self.ins, self.bits, self.group), self
         assert not (self.has_zeros and (self.has_minima or self.has_factors)), self
-        assert not self.has_factors or self.ins % BLOCK == 0, self
+        assert not self.has_factors or (self.ins % BLOCK == 0 and self.group == (16 if self.bits == 6 else 32)), self
 
     @staticmethod
     def fits(ins: int, bits: int, group: int) -> bool:
         groups = (16,) if bits == 6 else GROUPS
         return bits in (4, 5, 6, 8) and group in groups and ins % max(group, 128 if bits == 6 else 64) == 0
 
-    @property
+    @cached_property
     def high_start(self) -> int:
         return self.ins if self.bits == 8 else self.ins // 2
 
-    @property
+    @cached_property
     def scales_start(self) -> int:
         return self.ins * self.bits // 8
 
-    @property
+    @cached_property
     def minima_start(self) -> int:
         return self.scales_start + _padded((1 if self.has_factors else 2) * self.ins // self.group)
 
-    @property
+    @cached_property
     def factors_start(self) -> int:
         if self.has_minima:
             return 2 * self.minima_start - self.scales_start
         return self.minima_start + (_padded(self.ins // self.group) if self.has_zeros else 0)
 
-    @property
+    @cached_property
     def minima_factors_start(self) -> int:
         return (self.factors_start + self.row_bytes) // 2 if self.has_minima else self.row_bytes
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return self.factors_start + (_padded(2 * self.ins // BLOCK) * (1 + self.has_minima) if self.has_factors else 0)
 

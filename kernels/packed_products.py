@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -48,16 +47,18 @@ class PackedProducts:
         """Multiply x `[..., in]` by interleaved weights `[out, in]` and add bias `[out]`. Return `[..., out]`."""
         assert form.interleaved and packed.is_contiguous()
         assert x.shape[-1] == form.ins and (bias is None or bias.dtype == x.dtype)
-        x, outs = x.contiguous(), len(packed)
+        x, outs = x.contiguous(), packed.shape[0]
         rows = x.numel() // form.ins
         out = x.new_empty(*x.shape[:-1], outs)
-        call = self._call(packed, form, out, x=x, bias=bias)
-        call.rows = rows
+        call = self._call(packed, form, out)
+        call.rows, call.x, call.bias = rows, x.data_ptr(), None if bias is None else bias.data_ptr()
         if x.dtype == torch.bfloat16:
-            units = form.ins // (16 if form.bits == 6 else 32)
-            integers, (factors, sums) = torch.empty(rows, form.ins, dtype=torch.int16), torch.empty(2, rows, units)
-            call.whole, call.factors, call.sums = integers.data_ptr(), factors.data_ptr(), sums.data_ptr()
-            call.units = units
+            # One buffer holds the integers, factors and sums of x, because each tensor costs 2 microseconds.
+            call.units = units = form.ins // (16 if form.bits == 6 else 32)
+            buffer = torch.empty(rows * (2 * form.ins + 8 * units), dtype=torch.uint8)
+            call.whole = start = buffer.data_ptr()
+            call.factors = start + 2 * rows * form.ins
+            call.sums = start + 2 * rows * form.ins + 4 * rows * units
             team.runner()(self.library.prepare, ctypes.byref(call), rows, 1)
         threads = team.threads() if packed.nbytes >= MIN_THREADED_WORK else 1
         team.runner()(self.library.linear, ctypes.byref(call), -(-outs // call.size), threads)
@@ -72,17 +73,17 @@ class PackedProducts:
         team.runner()(self.library.unpack, ctypes.byref(call), -(-len(packed) // call.size), 1)
         return out
 
-    def _call(self, packed: torch.Tensor, form: PackedFormat, out: torch.Tensor, **others: Any) -> _Call:
-        call = _Call(codes=packed.data_ptr(), out=out.data_ptr(), outs=len(packed), ins=form.ins)
-        for name, tensor in others.items():
-            setattr(call, name, None if tensor is None else tensor.data_ptr())
-        call.size, call.stride = max(1, PART_BYTES // (TILE * form.row_bytes)) * TILE, packed.stride(0)
-        call.bits, call.group, call.offset = form.bits, form.group, form.offset
-        call.high, call.scales, call.power = form.high_start, form.scales_start, 2.0**form.exponent
-        call.minima, call.zeros = (form.minima_start if has else -1 for has in (form.has_minima, form.has_zeros))
-        call.factors_of_scales = form.factors_start if form.has_factors else -1
-        call.factors_of_minima = form.minima_factors_start
-        return call
+    def _call(self, packed: torch.Tensor, form: PackedFormat, out: torch.Tensor) -> _Call:
+        return _Call(
+            codes=packed.data_ptr(), out=out.data_ptr(), outs=packed.shape[0], ins=form.ins,
+            size=max(1, PART_BYTES // (TILE * form.row_bytes)) * TILE, stride=packed.stride(0),
+            bits=form.bits, group=form.group, offset=form.offset, power=2.0**form.exponent,
+            high=form.high_start, scales=form.scales_start,
+            minima=form.minima_start if form.has_minima else -1,
+            zeros=form.minima_start if form.has_zeros else -1,
+            factors_of_scales=form.factors_start if form.has_factors else -1,
+            factors_of_minima=form.minima_factors_start,
+        )  # fmt: skip
 
 
 def compiled_for(dtype: torch.dtype) -> PackedProducts | None:

@@ -21,8 +21,8 @@ typedef uint8_t half_bytes __attribute__((vector_size(2 * LANES), may_alias));
 
 /* out [rows][outs] = x [rows][ins] * weight [outs][ins] + bias [outs] (or NULL). `codes` are rows of `stride` bytes.
 Offsets of parts that a row lacks are negative. Rows without minima have the minima -zero * scale, or -offset * scale
-if they have no zeros either. `power` is 2^exponent. `whole` [rows][ins] is x as integers, the numbers 0, 2, 1 and 3 of
-each four. Factors and sums are [rows][units], one for each unit of inputs. A part is the columns
+if they have no zeros either. `power` is 2^exponent. `whole` [rows][ins] is x as integers, in the order of
+`store_integers`. Factors and sums are [rows][units], one for each unit of inputs. A part is the columns
 [part * size, (part + 1) * size) of out; `size` is a multiple of TILE. In `unpack`, a part is these rows of weights,
 written to out [outs][ins]. If the rows are interleaved, `tile` has room for the rows of one tile. */
 typedef struct {

@@ -30,10 +30,10 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _real_speed_flags(parser: argparse.ArgumentParser) -> None:
-    from ..speed.competitors import COMPETITORS, FIRST, SpeedConfig
+    from ..speed.competitors import COMPETITORS, SpeedConfig
 
     def names(text: str) -> tuple[str, ...]:
-        return tuple(text.split(";")) if text != "all" else tuple(name for name in COMPETITORS if name != FIRST)
+        return tuple(text.split(";")) if text != "all" else tuple(COMPETITORS)
 
     _trained_model_flags(parser)
     add_options(parser, SpeedConfig)
@@ -42,7 +42,7 @@ def _real_speed_flags(parser: argparse.ArgumentParser) -> None:
         type=names,
         default=SpeedConfig.runtimes,
         metavar="A;B",
-        help=f"runtimes to compare: all, or some of {'; '.join(COMPETITORS)}",
+        help=f"runtimes to compare with the first of them: all, or some of {'; '.join(COMPETITORS)}",
     )
 
 

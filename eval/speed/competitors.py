@@ -16,9 +16,6 @@ from ...models.source import find_source
 from ...sampling_params import SamplingParams
 from ...utils.config_fields import check_choice, option
 
-FIRST = "transformers, DynamicCache"
-"""The competitor that all others are compared with."""
-
 FLOAT32 = "full, float32"
 """The competitor whose tokens serve as the reference."""
 
@@ -35,7 +32,10 @@ class SpeedConfig:
     repeats: int = option(3, help="prompts of each length, from different positions in the text", metavar="N")
     dtype: str = option("bfloat16", help="data type of the models", metavar="bfloat16|float32")
     threads: int = option(1, help="threads of each competitor", metavar="N")
-    runtimes: tuple[str, ...] = ("transformers, StaticCache", "full", "infinigen", "auto", FLOAT32)
+    # The others are compared with the first.
+    runtimes: tuple[str, ...] = (
+        "transformers, DynamicCache", "transformers, StaticCache", "full", "infinigen", "auto", FLOAT32,
+    )  # fmt: skip
     gguf: str | None = option(
         None, help="GGUF file for llama.cpp (llama-cpp-python) and packed weights", metavar="FILE"
     )
@@ -128,7 +128,7 @@ def _llama_cpp(bits: int, model: str, config: SpeedConfig) -> Ask:
 
 
 COMPETITORS: Mapping[str, Callable[[str, SpeedConfig], Ask]] = {
-    FIRST: partial(_theirs, "dynamic"),
+    "transformers, DynamicCache": partial(_theirs, "dynamic"),
     "transformers, StaticCache": partial(_theirs, "static"),
     "transformers, QuantizedCache": partial(_theirs, "quantized"),
     "kvpress": partial(_theirs, "kvpress"),

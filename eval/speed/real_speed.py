@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from ...errors import InputError
 from ...llm import LLM
 from ..core.report import Column, Report, Row, Say
-from .competitors import FIRST, FLOAT32, SpeedConfig
+from .competitors import FLOAT32, SpeedConfig
 from .worker import Result, SubprocessCompetitor
 
 COLUMNS = (
@@ -48,11 +48,11 @@ def run_real_speed(model: str, text: str, config: SpeedConfig, out: Path, say: S
         "dtype": config.dtype, "tokens decoded": config.tokens,
         "repeats": f"{config.repeats}, from different positions of the text",
         "tokens equal to float32": f"common prefix with '{FLOAT32}' in the first repeat",
-        "times as fast": f"relative to {FIRST}",
+        "times as fast": f"relative to {config.runtimes[0]}",
     }  # fmt: skip
     if config.gguf is not None:
         about["llama.cpp"] = f"weights of {Path(config.gguf).name}"
-    title = f"{Path(model).name}: prompt and decode times compared with transformers"
+    title = f"{Path(model).name}: prompt and decode times"
     report = Report("real_speed", title, about, COLUMNS, [])
     with ExitStack() as ends:
         workers = _started(model, config, say, ends)
@@ -65,11 +65,11 @@ def run_real_speed(model: str, text: str, config: SpeedConfig, out: Path, say: S
 
 def _started(model: str, config: SpeedConfig, say: Say, ends: ExitStack) -> dict[str, SubprocessCompetitor]:
     workers: dict[str, SubprocessCompetitor] = {}
-    for name in (FIRST, *config.runtimes):
+    for name in config.runtimes:
         try:
             workers[name] = SubprocessCompetitor(name, model, config)
         except InputError as error:
-            if name == FIRST:
+            if name == config.runtimes[0]:
                 raise
             say(f"left out: {error}")
         else:
@@ -94,8 +94,9 @@ def _asked(
 
 
 def _row(model: str, context: int, name: str, results: dict[str, list[Result]]) -> Row:
-    prefills, first_prefills = ([one.prefill for one in results[runtime]] for runtime in (name, FIRST))
-    steps, first_steps = ([step for one in results[runtime] for step in one.steps] for runtime in (name, FIRST))
+    first = next(iter(results))
+    prefills, first_prefills = ([one.prefill for one in results[runtime]] for runtime in (name, first))
+    steps, first_steps = ([step for one in results[runtime] for step in one.steps] for runtime in (name, first))
     low, middle, high = (1e3 * part for part in quantiles(steps, n=4, method="inclusive"))
     return {
         "model": model, "context": context, "runtime": name, "prefill": median(prefills),

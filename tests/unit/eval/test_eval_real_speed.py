@@ -15,12 +15,12 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.speed import real_speed, worker
-from offload_rt.eval.speed.competitors import COMPETITORS, FIRST, FLOAT32, SpeedConfig
+from offload_rt.eval.speed.competitors import COMPETITORS, FLOAT32, SpeedConfig
 from offload_rt.eval.speed.real_speed import run_real_speed
 from offload_rt.eval.speed.worker import Result, SubprocessCompetitor
 
 BOOK = (Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")[:4000]
-STATIC, LLAMA = "transformers, StaticCache", "llama.cpp, 16-bit KV"
+DYNAMIC, STATIC, LLAMA = "transformers, DynamicCache", "transformers, StaticCache", "llama.cpp, 16-bit KV"
 
 
 class ScriptedCompetitor:
@@ -52,20 +52,20 @@ CREATED: dict[str, ScriptedCompetitor] = {}
 def test_all_competitors_get_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The float32 reference runs once per prompt length. Competitors that cannot start are left out."""
     messages: list[str] = []
-    config = SpeedConfig((40, 64), 3, 2, "float32", 1, (STATIC, LLAMA, "full", FLOAT32))
+    config = SpeedConfig((40, 64), 3, 2, "float32", 1, (DYNAMIC, STATIC, LLAMA, "full", FLOAT32))
     monkeypatch.setattr(real_speed, "SubprocessCompetitor", ScriptedCompetitor)
     report = run_real_speed("reference", BOOK, config, tmp_path, messages.append)
     assert [line for line in messages if "left out" in line] == ["left out: no llama_cpp"]
     assert not any(one.open for one in CREATED.values())
-    assert CREATED["full"].prompts == CREATED[FIRST].prompts and [len(p) for p in CREATED[FIRST].prompts] == [
+    assert CREATED["full"].prompts == CREATED[DYNAMIC].prompts and [len(p) for p in CREATED[DYNAMIC].prompts] == [
         40,
         40,
         64,
         64,
     ]
-    assert CREATED[FLOAT32].prompts == CREATED[FIRST].prompts[::2]
+    assert CREATED[FLOAT32].prompts == CREATED[DYNAMIC].prompts[::2]
     assert [(row["context"], row["runtime"]) for row in report.rows] == [
-        (context, name) for context in (40, 64) for name in (FIRST, STATIC, "full", FLOAT32)
+        (context, name) for context in (40, 64) for name in (DYNAMIC, STATIC, "full", FLOAT32)
     ]
     assert {(row["prefill"], row["step"], row["peak"]) for row in report.rows[:4]} == {(1.0, 250.0, 40.0)}
     assert [row["same"] for row in report.rows[:4]] == ["4 of 4", "4 of 4", "2 of 4", "4 of 4"]
@@ -132,7 +132,7 @@ def test_all_competitors_generate_the_same_tokens() -> None:
     ids = LLM("reference", policy="full").encode(BOOK)[:50]
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     ours = [event.token_id for event in LLM("reference", policy="full").stream(ids, params)]
-    for name in (FIRST, STATIC, FLOAT32):
+    for name in (DYNAMIC, STATIC, FLOAT32):
         assert list(islice(COMPETITORS[name]("reference", config)(ids), 6)) == ours
 
 
