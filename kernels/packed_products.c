@@ -104,25 +104,24 @@ INLINE void prefetch_next(const Call *call, Tile tile, int64_t block, int64_t li
 }
 
 #if BFLOAT16
-/* Whether x is split into bytes. Otherwise 16-bit integers are multiplied. */
-INLINE int splits(int bits) {
+/* The largest number of bits of codes for which x is split into bytes. Without VNNI, the sum of two products with 8-bit
+codes would not fit 16 bits. */
 #if defined(WIDE_VECTORS) && defined(__AVX512VNNI__)
-    return 1;
+#define SPLIT_BITS 8
 #elif defined(__AVX2__)
-    return bits < 8; /* the sum of two products of 8-bit codes does not fit 16 bits */
+#define SPLIT_BITS 6
 #else
-    return 0;
+#define SPLIT_BITS 0
 #endif
-}
 
-/* The number of times that `add_products` can be called until `widened` must convert the sums to 32 bits, at most 8. */
-INLINE int most_sums(int bits) {
-#if defined(WIDE_VECTORS) && defined(__AVX512VNNI__)
-    return 8;
-#else
-    return bits == 4 || bits == 8 ? 8 : bits == 5 ? 4 : 2; /* 15 * 127 * 2 * 8, 31 * 127 * 2 * 4, 63 * 127 * 2 * 2 */
-#endif
-}
+INLINE int splits(int bits) { return bits <= SPLIT_BITS; }
+
+/* Whether sums of products are 16-bit integers. */
+INLINE int has_narrow_sums(int bits) { return SPLIT_BITS == 6 && splits(bits); }
+
+/* How often `add_products` can be called until `widened` must convert the sums: 128 * 2 * 15 * 8, 128 * 2 * 31 * 4 and
+128 * 2 * 63 * 2 fit 16 bits. */
+INLINE int most_sums(int bits) { return !has_narrow_sums(bits) || bits == 4 ? 8 : bits == 5 ? 4 : 2; }
 
 /* Add products of the four codes of each lane with `half` of four numbers of x to `sums`. The halves are the low and the
 high bytes of the numbers or, if they are not split, the numbers 0 and 2, and 1 and 3. */
@@ -151,12 +150,14 @@ INLINE i32 add_products(i32 sums, u32 codes, const int16_t *x, int half, int bit
 
 /* Convert sums of products to 32 bits: add the two 16-bit sums of each lane. */
 INLINE i32 widened(i32 sums, int bits) {
-#if defined(WIDE_VECTORS) && !defined(__AVX512VNNI__)
-    if (splits(bits)) return (i32)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
-#elif defined(__AVX2__) && !defined(WIDE_VECTORS)
-    if (splits(bits)) return (i32)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
-#endif
+    if (!has_narrow_sums(bits)) return sums;
+#if defined(WIDE_VECTORS)
+    return (i32)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    return (i32)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#else
     return sums;
+#endif
 }
 
 /* Add the products of a block of 64 inputs to the sums of `rows` rows of x, from row `first` on. */
