@@ -12,6 +12,7 @@ from offload_rt.kernels.low_bit import Layout
 from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
 from offload_rt.kernels.pointer_table import PointerTable
+from offload_rt.kernels.pool_rows import DeviceRows
 from offload_rt.policies.infinigen.scoring import row_width
 
 from .low_bit import table_of
@@ -58,7 +59,6 @@ def _gather(width: int, dtype: torch.dtype) -> None:
 def _gather_copies(width: int, dtype: torch.dtype) -> None:
     """Launch gathers from a pool whose blocks may have copies on the device."""
     from offload_rt.kernels import triton_gather
-    from offload_rt.kernels.pool_rows import DeviceRows
 
     rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(BATCH * KV_HEADS, 512, dtype=torch.int64)
     out, bases = rows.new_empty(2, *ids.shape, width), ids.new_empty(BATCH, TOKENS // 64)
@@ -135,6 +135,12 @@ def _attend(dtype: torch.dtype, shape: Shape = LLAMA) -> None:
         q, resident, _zero_bounds(shape), _zero_bounds(shape), k, v, _zero_bounds(shape), 0.1
     )
     triton_attention.attend_counted(q, k, v, _zero_bounds(shape), 0.1)
+    planes = torch.empty(shape.planes, shape.kv_heads, dtype=torch.int64)
+    copies, bases = DeviceRows(k.flatten(0, 1), TOKENS, planes), planes.new_empty(BATCH, TOKENS // 64)
+    triton_resident.attend_copies(
+        q, resident, _zero_bounds(shape), _zero_bounds(shape), copies, bases, _zero_bounds(shape), _zero_bounds(shape),
+        0.1,
+    )  # fmt: skip
 
 
 def _runs(dtype: torch.dtype, shape: Shape, sequences: int) -> None:
