@@ -7,8 +7,6 @@ sequence's resident KV. Each key and value vector is read once for all G query h
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,24 +26,25 @@ With eight lists, this is enough to occupy all multiprocessors. More pieces woul
 """
 
 
-@triton.jit(do_not_specialize=["lists", "heads", "resident_pieces", "k_list", "v_list", "blocks"])
+@triton.jit(do_not_specialize=["lists", "heads", "k_list", "v_list", "blocks"])
 def _attend(
     q: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, k: tl.tensor, v: tl.tensor,
     firsts: tl.tensor | None, counts: tl.tensor, bases: tl.tensor | None, planes: tl.tensor | None,
     outs: tl.tensor, lses: tl.tensor, scale: tl.tensor, lists: tl.tensor, heads: tl.tensor, resident_pieces: tl.tensor,
-    size: tl.tensor, k_list: tl.tensor, k_row: tl.tensor, v_list: tl.tensor, v_row: tl.tensor, blocks: tl.tensor,
+    size: tl.tensor | None, k_list: tl.tensor, k_row: tl.tensor, v_list: tl.tensor, v_row: tl.tensor, blocks: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
     PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (i, s) attends with a block of query heads to one piece of list p (one KV head of one sequence).
 
     If s < resident_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece
-    of `size` rows of the fetched KV or, if there are `bases`, of the tokens [firsts[p], counts[p]) in blocks. For the
-    query heads and part s, see `triton_attention._attend`. All strides and addresses are multiples of ALIGN elements.
-    If PLANES is 1, the resident values are the resident keys.
+    of the fetched KV or, if there are `bases`, `size` of the tokens [firsts[p], counts[p]) in blocks. For the query
+    heads and part s, see `triton_attention._attend`. All strides and addresses are multiples of ALIGN elements. If
+    PLANES is 1, the resident values are the resident keys.
     """
     p, head = query_heads(G, QUERIES)
     part = tl.program_id(1)
+    rows = PIECE if size is None else size
     if part < resident_pieces:
         fields = table + p // heads * _FIELDS
         step, begin = tl.load(fields + 1), tl.maximum(tl.load(starts + p), part * PIECE)
@@ -54,8 +53,8 @@ def _attend(
         from_v, k_at = from_k + (PLANES - 1) * heads * step, p % heads * step
         k_step, v_step, v_at = tl.load(fields + 2), tl.load(fields + 2), k_at
     else:
-        begin = (part - resident_pieces) * size
-        stop = tl.minimum(tl.load(counts + p), begin + size)
+        begin = (part - resident_pieces) * rows
+        stop = tl.minimum(tl.load(counts + p), begin + rows)
         from_k, from_v, k_at, v_at = k, v, p * k_list, p * v_list
         k_step, v_step = k_row.to(tl.int64), v_row.to(tl.int64)
         if bases is not None:
@@ -89,10 +88,8 @@ def attend_resident(
 
     All tensors must have the same dtype: float32, float16 or bfloat16.
     """
-    lists, _, d = q.shape
-    assert k.shape == v.shape == (lists, k.shape[1], d) and k.stride(2) == v.stride(2) == 1
-    pieces = _Pieces(k.shape[1], PIECE_ROWS, alignment(k, v))
-    return _launch(q, resident, starts, stops, k, v, None, counts, None, None, pieces, scale)
+    assert k.shape == v.shape == (len(q), k.shape[1], q.shape[2]) and k.stride(2) == v.stride(2) == 1
+    return _launch(q, resident, starts, stops, k, v, counts, scale)
 
 
 def attend_copies(
@@ -110,20 +107,10 @@ def attend_copies(
 
     All tensors must have the same dtype: float32, float16 or bfloat16.
     """
-    rows, tokens = copies.rows.unsqueeze(0), bases.shape[1] * BLOCK_SIZE
+    rows = copies.rows.unsqueeze(0)
     assert rows.is_contiguous() and rows.shape[2] == q.shape[2] and bases.is_contiguous() and firsts.shape == ends.shape
     assert copies.planes.is_contiguous() and copies.planes.shape[1] * len(bases) == len(q)
-    size = max(1, triton.cdiv(tokens, _COPIED_PIECES * PIECE_ROWS)) * PIECE_ROWS
-    pieces = _Pieces(tokens, size, alignment(rows))
-    return _launch(q, resident, starts, stops, rows, rows, firsts, ends, bases, copies.planes, pieces, scale)
-
-
-class _Pieces(NamedTuple):
-    """Division of KV that is not resident into pieces."""
-
-    rows: int  # maximum number of KV vectors per list
-    size: int  # number of KV vectors per piece
-    align: int  # see `triton_attention.alignment`
+    return _launch(q, resident, starts, stops, rows, rows, ends, scale, firsts, bases, copies.planes)
 
 
 def _launch(
@@ -133,27 +120,30 @@ def _launch(
     stops: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    firsts: torch.Tensor | None,
     counts: torch.Tensor,
-    bases: torch.Tensor | None,
-    planes_of: torch.Tensor | None,
-    pieces: _Pieces,
     scale: float,
+    firsts: torch.Tensor | None = None,
+    bases: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (lists, group, d), capacity = q.shape, resident.tensors[0].shape[1]
     planes = resident.lists // lists
     assert planes in (1, 2) and resident.dtype == q.dtype and starts.shape == stops.shape == counts.shape == (lists,)
     assert q.is_contiguous() and q.dtype == k.dtype == v.dtype
-    resident_pieces = triton.cdiv(capacity, PIECE_ROWS)
-    parts = resident_pieces + triton.cdiv(pieces.rows, pieces.size)
+    tiles = sizes(d, q.itemsize, group, same=planes == 1 and are_same(k, v))
+    resident_pieces, size, blocks = triton.cdiv(capacity, PIECE_ROWS), None, 0
+    parts = resident_pieces + triton.cdiv(k.shape[1], PIECE_ROWS)
+    if bases is not None:
+        blocks = bases.shape[1]
+        size = max(1, triton.cdiv(blocks * BLOCK_SIZE, _COPIED_PIECES * PIECE_ROWS)) * PIECE_ROWS
+        parts = resident_pieces + triton.cdiv(blocks * BLOCK_SIZE, size)
+        tiles["num_stages"] = 2 * tiles["num_stages"] - 1  # half of the stages load the bases of blocks
     outs = torch.empty(parts, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(parts, lists * group, dtype=torch.float32, device=q.device)
-    tiles = sizes(d, q.itemsize, group, same=planes == 1 and are_same(k, v))
     _attend[(lists * triton.cdiv(group, tiles["QUERIES"]), parts)](
-        q, resident.table, starts, stops, k, v, firsts, counts, bases, planes_of, outs, lses, scale, lists,
-        resident.heads // planes, resident_pieces, pieces.size, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        0 if bases is None else bases.shape[1],
-        d=d, G=group, **tiles, PIECE=PIECE_ROWS, ALIGN=pieces.align if resident.aligned else 1,
+        q, resident.table, starts, stops, k, v, firsts, counts, bases, offsets, outs, lses, scale, lists,
+        resident.heads // planes, resident_pieces, size, k.stride(0), k.stride(1), v.stride(0), v.stride(1), blocks,
+        d=d, G=group, **tiles, PIECE=PIECE_ROWS, ALIGN=alignment(k, v) if resident.aligned else 1,
         WIDEN=not q.is_cuda or q.dtype == torch.float32, PLANES=planes,
     )  # fmt: skip
     out, lse = merge_parts(outs, lses)
