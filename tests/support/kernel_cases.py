@@ -135,12 +135,18 @@ def _attend(dtype: torch.dtype, shape: Shape = LLAMA) -> None:
         q, resident, _zero_bounds(shape), _zero_bounds(shape), k, v, _zero_bounds(shape), 0.1
     )
     triton_attention.attend_counted(q, k, v, _zero_bounds(shape), 0.1)
-    planes = torch.empty(shape.planes, shape.kv_heads, dtype=torch.int64)
-    copies, bases = DeviceRows(k.flatten(0, 1), TOKENS, planes), planes.new_empty(BATCH, TOKENS // 64)
-    triton_resident.attend_copies(
-        q, resident, _zero_bounds(shape), _zero_bounds(shape), copies, bases, _zero_bounds(shape), _zero_bounds(shape),
-        0.1,
-    )  # fmt: skip
+
+
+def _attend_copies(dtype: torch.dtype, shape: Shape = LLAMA) -> None:
+    from offload_rt.kernels import triton_resident
+
+    resident = PointerTable.of(
+        [torch.empty(shape.planes * shape.kv_heads, 1, shape.d, dtype=dtype) for _ in range(BATCH)]
+    )
+    q, rows = (torch.empty(*size, shape.d, dtype=dtype) for size in ((shape.lists, shape.group), (TOKENS,)))
+    planes, bounds = torch.empty(shape.planes, shape.kv_heads, dtype=torch.int64), _zero_bounds(shape)
+    copies, bases = DeviceRows(rows, TOKENS, planes), planes.new_empty(BATCH, TOKENS // 64)
+    triton_resident.attend_copies(q, resident, bounds, bounds, copies, bases, bounds, bounds, 0.1)
 
 
 def _runs(dtype: torch.dtype, shape: Shape, sequences: int) -> None:
@@ -245,6 +251,10 @@ CASES: dict[str, Callable[[], None]] = {
     "attend, bf16, d 256": lambda: _attend(torch.bfloat16, Shape(d=256)),
     "attend, fp32, d 256": lambda: _attend(torch.float32, Shape(d=256)),
     "attend, fp32, d 512": lambda: _attend(torch.float32, Shape(d=512)),
+    "attend copies, bf16": lambda: _attend_copies(torch.bfloat16),
+    "attend copies, bf16, groups of 1": lambda: _attend_copies(torch.bfloat16, Shape(group=1)),
+    "attend copies, fp32, d 256": lambda: _attend_copies(torch.float32, Shape(d=256)),
+    "attend copies, latent": lambda: _attend_copies(torch.bfloat16, Shape(1, 128, 576, planes=1)),
     "runs, bf16": lambda: _runs(torch.bfloat16, LLAMA, 32),
     "runs, fp32, d 256": lambda: _runs(torch.float32, Shape(d=256), 4),
     "tail, int4": lambda: _low_bit(4, LLAMA),
