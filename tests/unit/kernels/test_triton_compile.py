@@ -25,7 +25,7 @@ REGISTERS = {
     ("attend, bf16", "triton_resident._attend"): 96,
     ("attend, bf16, groups of 1", "triton_resident._attend"): 80,
     ("attend, fp32, d 256", "triton_resident._attend"): 64,
-    ("attend copies, bf16", "triton_resident._attend"): 112,
+    ("attend copies, bf16", "triton_resident._attend"): 120,
     ("attend copies, fp32, d 256", "triton_resident._attend"): 64,
     ("int8 keys", "triton_scores._packed"): 80,
     ("int4 keys", "triton_scores._packed"): 80,
