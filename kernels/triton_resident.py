@@ -126,6 +126,7 @@ def _launch(
     bases: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch `_attend` and merge the parts. If there are `bases`, k and v are copies of blocks, and not fetched KV."""
     (lists, group, d), capacity = q.shape, resident.tensors[0].shape[1]
     planes = resident.lists // lists
     assert planes in (1, 2) and resident.dtype == q.dtype and starts.shape == stops.shape == counts.shape == (lists,)
@@ -134,6 +135,7 @@ def _launch(
     resident_pieces, size, blocks = triton.cdiv(capacity, PIECE_ROWS), None, 0
     parts = resident_pieces + triton.cdiv(k.shape[1], PIECE_ROWS)
     if bases is not None:
+        assert BLOCK_SIZE % tiles["BLOCK"] == 0 == PIECE_ROWS % BLOCK_SIZE  # each tile lies in one block
         blocks = bases.shape[1]
         size = max(1, triton.cdiv(blocks * BLOCK_SIZE, _COPIED_PIECES * PIECE_ROWS)) * PIECE_ROWS
         parts = resident_pieces + triton.cdiv(blocks * BLOCK_SIZE, size)

@@ -106,12 +106,12 @@ class StepInputs:
         # group (`rows_of`).
         self.tokens, self.positions, self.state_slots, *parts = self._newest.split(numbers)
         self.newest_rows = dict(zip(self._by_group, parts[:groups], strict=True))
-        newest = parts[groups : groups + windows]
         # Range of the candidates of each list in layers that have no sliding window, int32 `[P]`.
         self.starts, self.stops, *spans = self._bounds.split(bounds)
+        newest, firsts, stops = parts[groups : groups + windows], spans[: 2 * windows : 2], spans[1 : 2 * windows : 2]
         self.resident = {
             window: ResidentSpans(own, first, stop, torch.zeros_like(stop))
-            for window, own, first, stop in zip(self._by_window, newest, spans[::2], spans[1::2], strict=False)
+            for window, own, first, stop in zip(self._by_window, newest, firsts, stops, strict=True)
         }
         self.selection: SelectionInputs | None = None
         if rule is not None:
