@@ -26,6 +26,7 @@ from support.cuda_cells import (
     joining,
     padded_states,
     replayed,
+    shared,
     sliding_replayed,
 )
 from support.cuda_simulator import Late, Lazy, simulated
@@ -57,6 +58,7 @@ CELLS = [
     Cell("full", "full", replayed, daily="late write-back"),
     Cell("batch sizes", "full", joining),
     Cell("leaving", "full", leaving, settings={"missed_mass_every": 1}, daily="seed 1"),
+    Cell("shared", "full", shared, settings={"enable_prefix_caching": True}),
     Cell("a window", "full", sliding_replayed, model="qwen2", daily="seed 0"),
     Cell("gpt-oss", "full", sliding_replayed, model="gpt_oss"),
     Cell("hybrid", "full", padded_states, model="qwen3_5"),
