@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core import BLOCK_SIZE
 from .pointer_table import PointerTable
+from .pool_rows import DeviceRows, gather_tokens
 from .reference import merge_lse
 from .selection import pack, quantise, select_tokens_reference, skew, unpack
 from .selection import quantised_scores as packed_scores
@@ -242,13 +244,47 @@ def attend_resident(
         counts: Number of valid fetched entries of each list, int32 `[P]`.
         scale: Factor by which the scores q·k are multiplied.
     """
+    parts = [_attend_in_range(q, resident, starts, stops, scale), attend_counted(q, k, v, counts, scale)]
+    outs, lses = zip(*parts, strict=True)
+    return merge_lse(outs, lses)
+
+
+def attend_copies(
+    q: torch.Tensor,
+    resident: PointerTable,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    copies: DeviceRows,
+    bases: torch.Tensor,
+    firsts: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to resident KV and to KV in copies of blocks in one softmax, like `attend_resident`.
+
+    Args:
+        copies: Copies of all blocks in device memory.
+        bases: Id of the first row of each block, int64 `[B, blocks]` (see `pool_rows.gather_tokens`).
+        firsts, ends: Range of the tokens in blocks that each list attends to, int32 `[P]`.
+    """
+    lists, token = len(q), torch.arange(bases.shape[1] * BLOCK_SIZE, device=q.device)
+    out_of_range = (token < firsts[:, None]) | (token >= ends[:, None])
+    kv = q.new_zeros(len(copies.planes), lists, len(token), q.shape[2])
+    tally = bases.new_zeros(len(bases), 2)
+    gather_tokens(copies.rows, token.expand(lists, -1), None, bases, copies.planes, kv, copies, tally)
+    parts = [_attend_in_range(q, resident, starts, stops, scale), _attend(q, kv[0], kv[-1], out_of_range, scale)]
+    outs, lses = zip(*parts, strict=True)
+    return merge_lse(outs, lses)
+
+
+def _attend_in_range(
+    q: torch.Tensor, resident: PointerTable, starts: torch.Tensor, stops: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     planes = torch.stack(resident.tensors).unflatten(1, (resident.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
     keys, values = planes[0], planes[-1]
     column = torch.arange(keys.shape[1], device=q.device)
     hidden = (column < starts[:, None]) | (column >= stops[:, None])
-    parts = [_attend(q, keys, values, hidden, scale), attend_counted(q, k, v, counts, scale)]
-    outs, lses = zip(*parts, strict=True)
-    return merge_lse(outs, lses)
+    return _attend(q, keys, values, hidden, scale)
 
 
 def _attend(

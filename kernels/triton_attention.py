@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core import BLOCK_SIZE
 from .pointer_table import ALIGNED
 from .triton_columns import load_columns, split_columns
 
@@ -32,6 +33,8 @@ Queries and KV together fit in the shared memory of a consumer card.
 
 PIECE_ROWS = 256
 """Number of KV vectors per piece. One program computes one piece."""
+
+_BLOCK_SIZE = tl.constexpr(BLOCK_SIZE)
 
 _PARTS, LISTED = 16, 256
 """Number of outputs, and number of log-sum-exps, that the merge reads at a time."""
@@ -53,13 +56,15 @@ def attend_rows(
     q: tl.tensor, query_start: tl.tensor, query_mask: tl.tensor, k: tl.tensor, v: tl.tensor, k_row: tl.tensor,
     v_row: tl.tensor, begin: tl.tensor, stop: tl.tensor, scale: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
-    WIDEN: tl.constexpr, SAME: tl.constexpr,
+    WIDEN: tl.constexpr, SAME: tl.constexpr, bases: tl.tensor | None = None, paged: tl.tensor | None = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Attend with QUERIES queries to rows [begin, stop) of K and V, with an online softmax.
 
     The queries begin at elements `query_start` `[QUERIES]` of q. `k` and `v` are the addresses of row 0. Successive
     rows are `k_row` and `v_row` elements apart. If SAME is true, the values are the keys. For D and REST, see
     `split_columns`.
+
+    If there are `bases` and `paged` is true, row t is at index `bases[t // BLOCK_SIZE] + t % BLOCK_SIZE` instead of t.
 
     Returns:
         The largest score of each query `[QUERIES]` (-inf if there are no rows), its sum of exp(score - largest)
@@ -77,20 +82,28 @@ def attend_rows(
         if WIDEN:
             query_rest = query_rest.to(tl.float32)
         acc_rest = tl.zeros((QUERIES, REST), tl.float32)
-    for first in range(begin, stop, BLOCK):
+    start = begin
+    if bases is not None:  # Each tile begins at a multiple of BLOCK, so that it is in one block.
+        start = tl.where(begin < stop, begin // BLOCK * BLOCK, stop)
+    for first in range(start, stop, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        keys = load_columns(k, row.to(tl.int64) * k_row, row < stop, d, 0, D)
-        values = keys if SAME else load_columns(v, row.to(tl.int64) * v_row, row < stop, d, 0, D)
+        valid, index = row < stop, row.to(tl.int64)
+        if bases is not None:
+            block = first // _BLOCK_SIZE
+            valid = valid & (row >= begin)
+            index += tl.load(bases + block, mask=paged, other=block * _BLOCK_SIZE) - block * _BLOCK_SIZE
+        keys = load_columns(k, index * k_row, valid, d, 0, D)
+        values = keys if SAME else load_columns(v, index * v_row, valid, d, 0, D)
         if WIDEN:
             keys, values = keys.to(tl.float32), values.to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if REST:
-            keys_rest = load_columns(k, row.to(tl.int64) * k_row, row < stop, d, D, REST)
-            values_rest = keys_rest if SAME else load_columns(v, row.to(tl.int64) * v_row, row < stop, d, D, REST)
+            keys_rest = load_columns(k, index * k_row, valid, d, D, REST)
+            values_rest = keys_rest if SAME else load_columns(v, index * v_row, valid, d, D, REST)
             if WIDEN:
                 keys_rest, values_rest = keys_rest.to(tl.float32), values_rest.to(tl.float32)
             scores = tl.dot(query_rest, tl.trans(keys_rest), scores, input_precision="ieee")
-        scores = tl.where((row < stop)[None, :], scores * scale, float("-inf"))
+        scores = tl.where(valid[None, :], scores * scale, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp(scores - new_peak[:, None])
         rescale = tl.exp(peak - new_peak)

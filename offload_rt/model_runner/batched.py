@@ -17,23 +17,22 @@ import torch
 
 from ..core import KVPart, bucket
 from ..kernels.decode_attention import apply_sinks, scores_lse
-from ..kernels.dispatch import attend_resident
+from ..kernels.dispatch import attend_copies, attend_resident
 from ..models.recurrent import RecurrentState
 from ..transfer.residency import resident_range
 from ..transfer.row_lists import PendingBatchFetch
 from .batch import Attend, DecodeBatch
 from .decode import DecodeStep
 from .per_sequence import PerSequenceMode
-from .step_inputs import StepInputs, StepShape
+from .step_inputs import SelectionInputs, StepInputs, StepShape
 from .trace import TransferUse
 
 
-def supports_batched_selection(batch: DecodeBatch) -> bool:
-    # Soft-capped scores are not supported, and all sequences must be long enough to select tokens.
+def supports_batched_steps(batch: DecodeBatch, *, on_device: bool) -> bool:
+    """Return whether `BatchedMode` can compute a step. For `on_device`, see `StepShape`."""
     geometry, policy = batch.geometry, batch.policy
-    if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):
-        return False
-    if not all(s.position > 0 and s.state.scoring_keys for s in batch.sequences):
+    attends_on_device = on_device and not batch.policy_layers
+    if geometry.softcap is not None or not (attends_on_device or _selects(batch)):
         return False
     sliding = [layer for window, layer in geometry.layer_of_window.items() if window is not None]
     # In sliding-window layers, the resident KV must be contiguous.
@@ -41,6 +40,13 @@ def supports_batched_selection(batch: DecodeBatch) -> bool:
     return all(
         resident_range(visible, *sizes[layer]) is not None for layer in sliding for visible in batch.visible[layer]
     )
+
+
+def _selects(batch: DecodeBatch) -> bool:
+    # All sequences must be long enough to select tokens.
+    if batch.policy.rule is None or not batch.selecting or any(batch.dense):
+        return False
+    return all(s.position > 0 and s.state.scoring_keys for s in batch.sequences)
 
 
 class BatchedMode(PerSequenceMode):
@@ -78,12 +84,17 @@ class BatchedMode(PerSequenceMode):
             self._newest[group] = inputs.newest_rows[group].clone()
         inputs.rows.append(layer, newest, inputs.resident[window].newest, self._newest[group])
         if layer in self._batch.selecting:
-            inputs.keys.append(layer, newest.k, newest.v, inputs.slots_by_head)
+            self._selection.keys.append(layer, newest.k, newest.v, self._selection.slots)
+
+    @property
+    def _selection(self) -> SelectionInputs:
+        assert self._inputs.selection is not None, "only layers that select tokens need these inputs"
+        return self._inputs.selection
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
-        inputs = self._inputs
+        inputs, selection = self._inputs, self._selection
         kv_layer = self._batch.geometry.kv_layer(layer)
-        tokens, counts = inputs.keys.select(kv_layer, q, inputs.candidates)
+        tokens, counts = selection.keys.select(kv_layer, q, selection.candidates)
         fetch = inputs.rows.fetch(kv_layer, tokens, counts, overlapping=inputs.shape.overlapping)
         self.selections.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
         return partial(self._attend_batch, layer, counts, fetch, tokens)
@@ -93,12 +104,14 @@ class BatchedMode(PerSequenceMode):
         if self._batch.geometry.windows[layer] is not None:  # In sliding-window layers, all visible KV is resident.
             zero_counts = inputs.resident[self._batch.geometry.windows[layer]].zero_counts
             return partial(self._attend_batch, layer, zero_counts, None, None)
+        if inputs.shape.on_device:
+            return partial(self._attend_on_device, layer)
         if not self._dense:
             return super().fetch_all(layer)
-        candidates = inputs.candidates  # padded to the capacity, because the host does not know the counts
-        slots = torch.arange(inputs.capacity, device=candidates.starts.device)
-        tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
-        counts = candidates.stops - candidates.starts
+        # Lists are padded to the capacity, because the host does not know the counts.
+        slots = torch.arange(inputs.capacity, device=inputs.starts.device)
+        tokens = (slots + inputs.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
+        counts = inputs.stops - inputs.starts
         kv_layer = self._batch.geometry.kv_layer(layer)
         fetch = inputs.rows.fetch(kv_layer, tokens, counts, overlapping=inputs.shape.has_shared_runs, cached=False)
         if fetch.tally is not None:
@@ -116,9 +129,14 @@ class BatchedMode(PerSequenceMode):
             self._record_selection(selection)
         recorded = {selection.layer for selection in self.selections}
         for layer in batch.policy.dense_layers - recorded if self._dense else batch.geometry.sliding:
+            copied = self._inputs.shape.on_device and batch.geometry.windows[layer] is None
             for sequence, visible in zip(batch.sequences, batch.visible[layer], strict=True):
-                sequence.trace.bytes_requested += len(visible.candidates) * rows.token_bytes(layer)
-                sequence.trace.record_fetch(layer, visible, len(visible.candidates))
+                fetched = len(visible.candidates)
+                sequence.trace.record_fetch(layer, visible, fetched)
+                if copied:
+                    sequence.trace.record_copies(layer, visible, fetched, fetched, rows.heads)
+                else:
+                    sequence.trace.bytes_requested += fetched * rows.token_bytes(layer)
 
     def _record_selection(self, selection: LayerSelection) -> None:
         batch, layer, rows = self._batch, selection.layer, self._inputs.rows
@@ -153,9 +171,7 @@ class BatchedMode(PerSequenceMode):
             q: True queries of this layer.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
-        kv_layer = geometry.kv_layer(layer)
-        # If there is only one KV head, `reshape` returns a view, but kernels need contiguous queries.
-        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2]).contiguous()
+        kv_layer, grouped = geometry.kv_layer(layer), self._grouped(layer, q)
         fetched = KVPart.of(grouped.new_empty(1, len(grouped), 0, q.shape[2])) if fetch is None else fetch.wait()
         spans, resident = inputs.resident[geometry.windows[layer]], inputs.rows.resident(kv_layer)
         scale = geometry.scales[layer]
@@ -163,14 +179,35 @@ class BatchedMode(PerSequenceMode):
         if layer in batch.selecting:
             self._measure_attention_mass(layer, q, lse)
         if selected is not None:
+            keys, candidates = self._selection.keys, self._selection.candidates
             if batch.policy.wants_weights and kv_layer == layer:
                 scaled, counted = grouped.to(lse.dtype) * scale, replace(fetched, counts=counts)
                 attended = inputs.attention_weights(scaled, resident, counted, selected, lse)
-                inputs.keys.on_attended(kv_layer, inputs.candidates, *attended)
-            out, lse = inputs.keys.merge_approximate(kv_layer, q, inputs.candidates, (selected, counts), (out, lse))
-        if (sinks := batch.adapter.sinks[layer]) is not None:
-            out = apply_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
-        return out.view(inputs.size, -1).to(q.dtype)
+                keys.on_attended(kv_layer, candidates, *attended)
+            out, lse = keys.merge_approximate(kv_layer, q, candidates, (selected, counts), (out, lse))
+        return self._with_sinks(layer, out, lse).to(q.dtype)
+
+    def _attend_on_device(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Return the attention output `[B, H * d]` of q `[H, B, d]` over all tokens, reading copies of blocks."""
+        inputs, geometry = self._inputs, self._batch.geometry
+        kv_layer, spans = geometry.kv_layer(layer), inputs.resident[None]
+        out, lse = attend_copies(
+            self._grouped(layer, q), inputs.rows.resident(kv_layer), spans.starts, spans.stops,
+            *inputs.rows.copies(kv_layer), inputs.starts, inputs.stops, geometry.scales[layer],
+        )  # fmt: skip
+        return self._with_sinks(layer, out, lse).to(q.dtype)
+
+    def _grouped(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Return the queries `[P, G, d]` of each list."""
+        lists = self._inputs.size * self._batch.geometry.rows(layer).kv_heads
+        # If there is only one KV head, `reshape` returns a view, but kernels need contiguous queries.
+        return q.transpose(0, 1).reshape(lists, -1, q.shape[2]).contiguous()
+
+    def _with_sinks(self, layer: int, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Add the attention sinks of the layer to out `[P, G, d]`, and return `[B, H * d]`."""
+        if (sinks := self._batch.adapter.sinks[layer]) is not None:
+            out = apply_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(self._inputs.size, 1))
+        return out.view(self._inputs.size, -1)
 
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         """Record the missed attention mass of the sequences that have requested it.
@@ -192,7 +229,7 @@ class LayerSelection:
     layer: int
     tokens: torch.Tensor  # token indices with padding, int64 `[P, n]`
     counts: torch.Tensor  # number of valid indices per sequence, `[B]`
-    tally: torch.Tensor | None  # see `PendingBatchFetch.tally`
+    tally: torch.Tensor | None = None  # see `PendingBatchFetch.tally`
 
 
 MAX_CACHED = 8  # maximum number of (batch size, bucket) combinations for which inputs and graphs are kept
@@ -213,19 +250,21 @@ class EagerSteps:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Return `StepInputs` with the values of the batch, or None if each sequence must select separately.
+        """Return `StepInputs` with the values of the batch, or None if each sequence must be computed separately.
 
-        `size` is the number of sequences including padding. None means no padding.
+        `size` is the number of sequences including padding. None means that the step is not captured and not padded.
         """
-        rule, transfer = batch.policy.rule, batch.transfer.batched
-        if rule is None or transfer is None or not supports_batched_selection(batch):
+        if (transfer := batch.transfer.batched) is None:
+            return None
+        on_device = size is not None and transfer.on_device(batch.block_tables)
+        if not supports_batched_steps(batch, on_device=on_device):
             return None
         size = len(batch.sequences) if size is None else size
         capacity, sharing = bucket(max(s.slots.context for s in batch.sequences)), batch.sharing
-        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.runs))
+        overlapping = sharing.overlapping and bool(batch.selecting)
+        shape = StepShape(size, capacity, overlapping, bool(sharing.runs) and not on_device, on_device)
         if shape not in self.inputs:
-            rows = transfer.row_lists(size, capacity)
-            self.inputs[shape] = StepInputs(batch.policy, rows, rule, batch.geometry, shape)
+            self.inputs[shape] = StepInputs(batch.policy, transfer.row_lists(size, capacity), batch.geometry, shape)
         self.inputs[shape] = self.inputs.pop(shape)
         while len(self.inputs) > MAX_CACHED:
             self.inputs.pop(next(iter(self.inputs)))

@@ -9,8 +9,8 @@ In hybrid models, each recurrent layer copies the states of the batch from their
 
 A step runs eagerly, which means without a graph, in these cases:
 
-* A launch depends on more than the inputs. This is so for policies without a `rule`, columns chosen from the prompt,
-eviction, and streamed weights.
+* A launch depends on more than the inputs. This is so for columns chosen from the prompt, eviction, streamed weights,
+and policies without a `rule`, except `full` with copies of all KV on the device.
 * The host must read values during the step, for recorders or to measure the missed attention mass.
 * It is the first step with its batch size, in which kernels are compiled.
 * A capture has failed. If it failed because memory was exhausted, other graphs are dropped first.
@@ -68,14 +68,17 @@ class CudaGraph:
 
 
 class _Captured:
-    """A captured step. Its results are the logits `[B, V]` and the numbers of selected tokens."""
+    """A captured step.
+
+    Its results are the logits `[B, V]` and, if layers select tokens, how many they have selected.
+    """
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
         self._layers: list[int] = []
         self._recurrent_layers: list[int] = []
         with inputs.rows.capturing():
-            self._logits, self._selected_counts, *self._tallies = graph.capture(lambda: self._launch(batch, inputs))
+            self._logits, *self._selected = graph.capture(lambda: self._launch(batch, inputs))
 
     def _launch(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         mode = BatchedMode(batch, inputs, dense=True)
@@ -83,24 +86,21 @@ class _Captured:
         inputs.rows.join()  # All streams must join the compute stream before the capture ends.
         self._layers = [selection.layer for selection in mode.selections]
         self._recurrent_layers = mode.recurrent_layers
+        counts = [selection.counts for selection in mode.selections]
         tallies = [selection.tally for selection in mode.selections if selection.tally is not None]
-        counts = torch.stack([selection.counts for selection in mode.selections])
-        return (logits, counts, torch.stack(tallies)) if tallies else (logits, counts)
+        return logits, *(torch.stack(each) for each in (counts, tallies) if each)
 
     def replay(self, mode: BatchedMode, inputs: StepInputs) -> torch.Tensor:
         """Replay the step with the values in `inputs`, and set the attributes of `mode`.
 
         Return float32 logits `[size, V]`.
         """
-        inputs.rows.join()
         self._graph.replay()
         inputs.rows.replayed()
         # Copy the results, because the next replay overwrites them.
-        counts = self._selected_counts.clone().unbind()
-        tallies = [tally for stacked in self._tallies for tally in stacked.clone().unbind()]
-        per_layer = zip(self._layers, counts, tallies or len(counts) * [None], strict=True)
+        per_layer = zip(self._layers, *(stacked.clone().unbind() for stacked in self._selected), strict=True)
         mode.recurrent_layers = self._recurrent_layers
-        mode.selections = [LayerSelection(layer, stacked[:0], stacked, tally) for layer, stacked, tally in per_layer]
+        mode.selections = [LayerSelection(layer, counts[:0], counts, *tally) for layer, counts, *tally in per_layer]
         return self._logits.clone()
 
 
@@ -123,18 +123,23 @@ class GraphSteps:
         if inputs is None or not inputs.capturable:
             return self._eager.run(batch)
         mode = BatchedMode(batch, inputs, dense=True)
+        step = DecodeStep(batch, mode)
+        step.begin()
+        self._drop_outdated(batch)
+        inputs.rows.join()  # The compute stream reads copies of blocks, and a graph cannot wait for earlier transfers.
+        captured = self._find(batch, inputs)
+        logits = step.compute() if captured is None else captured.replay(mode, inputs)
+        mode.finish()
+        return logits[:sequences]
+
+    def _find(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
+        """Return the captured step, or None if the step must run eagerly."""
         shape = inputs.shape._replace(capacity=0)  # Shapes that differ only in their capacity use the same kernels.
         if shape not in self._compiled or inputs in self._too_large:
             self._compiled.add(shape)
             self._ran_eagerly.add(inputs)
-            return DecodeStep(batch, mode).run()[:sequences]
-        step = DecodeStep(batch, mode)
-        step.begin()
-        self._drop_outdated(batch)
-        captured = self._captured.get(inputs) or self._try_capture(batch, inputs)
-        logits = step.compute() if captured is None else captured.replay(mode, inputs)
-        mode.finish()
-        return logits[:sequences]
+            return None
+        return self._captured.get(inputs) or self._try_capture(batch, inputs)
 
     def _drop_outdated(self, batch: DecodeBatch) -> None:
         """Drop all graphs if the recurrent states have moved to other addresses."""
@@ -195,10 +200,9 @@ def _out_of_memory(error: BaseException | None) -> bool:
 def _capturable(batch: DecodeBatch) -> bool:
     # Launches must depend only on the inputs, and the host must not read any values during the step.
     per_sequence_bases = batch.policy.rule is not None and batch.policy.rule.per_sequence_bases
-    read_by_host = any(
-        s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences
-    )
-    return not (per_sequence_bases or read_by_host)
+    measures_missed = bool(batch.selecting) and any(s.trace.measures_missed_next for s in batch.sequences)
+    read_by_host = any(s.slots.records_selected or s.trace.recorder for s in batch.sequences)
+    return not (per_sequence_bases or measures_missed or read_by_host)
 
 
 def steps_for(

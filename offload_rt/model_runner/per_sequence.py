@@ -117,8 +117,9 @@ class PerSequenceMode:
         return fetches
 
     def _record_copies(self, layer: int, b: int, fetch: PendingFetch, tokens: int) -> None:
-        heads, seen = self._batch.geometry.rows(layer).kv_heads, self._batch.visible[layer][b]
-        self._batch.sequences[b].trace.record_copies(layer, seen, fetch, tokens, heads)
+        if fetch.copied_tokens is not None:
+            heads, seen = self._batch.geometry.rows(layer).kv_heads, self._batch.visible[layer][b]
+            self._batch.sequences[b].trace.record_copies(layer, seen, fetch.copied_tokens, tokens, heads)
 
     def _attend_each(
         self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch], q: torch.Tensor

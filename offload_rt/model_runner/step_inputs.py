@@ -15,10 +15,11 @@ from ..kernels.h2d_copy import copy_into
 from ..kernels.pointer_table import PointerTable
 from ..policies.base import Policy
 from ..policies.infinigen.key_lists import KeyLists
-from ..policies.rule import CandidateSpans, Rule
+from ..policies.rule import CandidateSpans, Rule, candidate_ranges
 from ..transfer.residency import resident_index, resident_range
 from ..transfer.row_lists import RowLists
 from .batch import DecodeBatch
+from .sequence import Sequence
 
 # Slot and visible range of padding rows, which do not belong to a sequence.
 NO_SLOT = -1
@@ -34,6 +35,8 @@ class StepShape(NamedTuple):
     overlapping: bool = False
     # Whether there are shared runs. If so, layers that attend to all tokens fetch shared tokens only once.
     has_shared_runs: bool = False
+    # Whether the device has copies of all blocks. If so, layers that attend to all tokens read these copies in place.
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,76 +49,103 @@ class ResidentSpans:
     zero_counts: torch.Tensor  # zeros, used as counts by layers that fetch no tokens, int32 `[P]`
 
 
+@dataclass(frozen=True)
+class SelectionInputs:
+    """Inputs of the layers that select tokens."""
+
+    rule: Rule
+    keys: KeyLists
+    slots: torch.Tensor  # slot of the newest token for each list, int64 `[P]`
+    candidates: CandidateSpans
+
+    def load(
+        self, sequences: Seq[Sequence], newest: Seq[int], visible: Seq[VisibleTokens]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Set the scoring keys of the batch. Return the values of `slots`, and those of the limits in `candidates`.
+
+        `newest` contains the slot of the newest token of each sequence, or `NO_SLOT` for padding.
+        """
+        keys = [s.state.scoring_keys for s in sequences]
+        own_slots = [s.slots.newest for s in sequences]
+        new_tables = self.keys.load([scoring_keys for scoring_keys in keys if scoring_keys is not None], own_slots)
+        if new_tables is not None:
+            copy_into(new_tables, self.keys.pointer_tables)
+        heads = len(self.slots) // len(sequences)
+        return [slot for slot in newest for _ in range(heads)], CandidateSpans.bounds(visible, heads, self.rule)[2:]
+
+
 class StepInputs:
     """Inputs for all decode steps with the same `StepShape`, at fixed addresses. `load` writes them before each step.
 
-    Smaller batches are padded with sequences that cannot see any tokens and whose KV is not stored.
+    Smaller batches are padded with sequences that cannot see any tokens and whose KV is not stored. `selection` is None
+    if all layers attend to all tokens.
     """
 
-    def __init__(self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, shape: StepShape) -> None:
+    def __init__(self, policy: Policy, rows: RowLists, geometry: ModelGeometry, shape: StepShape) -> None:
         device, size, capacity = rows.device, shape.size, shape.capacity
         self.rows, self.shape, self.size, self.capacity = rows, shape, size, capacity
-        self._rule, self._heads = rule, geometry.kv_heads
+        self._heads, self._full_layer = geometry.kv_heads, geometry.layer_of_window[None]
         layers = range(geometry.layers)
         selecting = [layer for layer in geometry.kv_layers if layer not in policy.dense_layers]
-        self._selecting = selecting[0]
         # One layer for each window size, and one for each group of layers whose KV is in the same blocks.
         self._by_window = geometry.layer_of_window
         self._by_group = {rows.group(layer): layer for layer in layers}
-        self._layers = {self._selecting, *self._by_window.values(), *self._by_group.values()}
+        self._layers = {*self._by_window.values(), *self._by_group.values()}
         self._sizes = {w: geometry.resident(layer, policy.sinks, policy.recent) for w, layer in self._by_window.items()}
-        self.keys = KeyLists(rule, selecting, size, capacity, device)
         rows.keep_working_sets(selecting)
         lists, windows, groups = size * geometry.kv_heads, len(self._by_window), len(self._by_group)
         self._heads_of = {window: geometry.rows(layer).kv_heads for window, layer in self._by_window.items()}
         resident_sizes = [size * heads for heads in self._heads_of.values() for _ in ("starts", "stops")]
         written = [rows.row_count(group) for group in self._by_group]
-        numbers = [size, size, size if geometry.states else 0, lists, *written, *[size] * windows]
-        bounds = [lists, lists, size, size, *resident_sizes]
+        rule = policy.rule if selecting else None
+        numbers = [size, size, size if geometry.states else 0, *written, *[size] * windows, *([lists] if rule else [])]
+        bounds = [lists, lists, *resident_sizes, *([size, size] if rule else [])]
         self._newest = torch.zeros(sum(numbers), dtype=torch.int64, device=device)
         self._bounds = torch.zeros(sum(bounds), dtype=torch.int32, device=device)
-        # For the newest tokens: ids, positions and slots of recurrent state, all int64 `[B]`, slots per list `[P]`, and
-        # row ids per layer group (`rows_of`).
-        self.tokens, self.positions, self.state_slots, self.slots_by_head, *parts = self._newest.split(numbers)
+        # For the newest tokens: ids, positions and slots of recurrent state, all int64 `[B]`, and row ids per layer
+        # group (`rows_of`).
+        self.tokens, self.positions, self.state_slots, *parts = self._newest.split(numbers)
         self.newest_rows = dict(zip(self._by_group, parts[:groups], strict=True))
-        starts, stops, limits, contexts, *spans = self._bounds.split(bounds)
-        # Candidates in layers that have no sliding window.
-        self.candidates = CandidateSpans(starts, stops, limits, contexts, capacity, rule.max_limit(capacity))
-        parts_by_window = zip(self._by_window, parts[groups:], spans[::2], spans[1::2], strict=True)
+        # Range of the candidates of each list in layers that have no sliding window, int32 `[P]`.
+        self.starts, self.stops, *spans = self._bounds.split(bounds)
+        newest, firsts, stops = parts[groups : groups + windows], spans[: 2 * windows : 2], spans[1 : 2 * windows : 2]
         self.resident = {
-            window: ResidentSpans(newest, first, stop, torch.zeros_like(stop))
-            for window, newest, first, stop in parts_by_window
+            window: ResidentSpans(own, first, stop, torch.zeros_like(stop))
+            for window, own, first, stop in zip(self._by_window, newest, firsts, stops, strict=True)
         }
+        self.selection: SelectionInputs | None = None
+        if rule is not None:
+            (slots,), (limits, contexts) = parts[groups + windows :], spans[2 * windows :]
+            candidates = CandidateSpans(self.starts, self.stops, limits, contexts, capacity, rule.max_limit(capacity))
+            keys = KeyLists(rule, selecting, size, capacity, device)
+            self.selection = SelectionInputs(rule, keys, slots, candidates)
 
     def load(self, batch: DecodeBatch) -> None:
         """Write the tokens, positions and visible ranges of a batch, and the addresses of its KV and scoring keys."""
-        padding, heads = self.size - len(batch.sequences), self._heads
+        padding = self.size - len(batch.sequences)
         padded = [*batch.sequences, *[batch.sequences[0]] * padding]
-        slots = [s.slots.newest for s in padded]
-        keys = [s.state.scoring_keys for s in padded]
         self.rows.hold([s.blocks for s in padded], padding)
-        new_tables = self.keys.load([scoring_keys for scoring_keys in keys if scoring_keys is not None], slots)
-        if new_tables is not None:
-            copy_into(new_tables, self.keys.pointer_tables)
         newest = {layer: batch.slots[layer] + padding * [NO_SLOT] for layer in self._layers}
         numbers = [values + padding * [0] for values in (batch.tokens, batch.positions)]
         spare = None if batch.states is None else batch.states.spare
         numbers.append(batch.state_slots + ([] if spare is None else padding * [spare]))
-        numbers.append([slot for slot in newest[self._selecting] for _ in range(heads)])
         numbers += [self.rows.rows_of(group, newest[layer]) for group, layer in self._by_group.items()]
-        visible = batch.visible[self._selecting] + padding * [NO_TOKENS]
-        bounds = CandidateSpans.bounds(visible, heads, self._rule)
+        visible = batch.visible[self._full_layer] + padding * [NO_TOKENS]
+        bounds = candidate_ranges(visible, self._heads)
         for window, layer in self._by_window.items():
             layer_visible = batch.visible[layer] + padding * [NO_TOKENS]
             sizes = self._sizes[window]
             numbers.append([NO_SLOT if slot == NO_SLOT else resident_index(slot, *sizes) for slot in newest[layer]])
             bounds += self._resident_bounds(layer_visible, *sizes, self._heads_of[window])
+        if self.selection is not None:
+            slots, limits = self.selection.load(padded, newest[self._full_layer], visible)
+            numbers, bounds = [*numbers, slots], bounds + limits
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
     def _resident_bounds(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
         spans = [span for tokens in visible if (span := resident_range(tokens, sinks, recent)) is not None]
-        assert len(spans) == len(visible), "see `supports_batched_selection`"
+        assert len(spans) == len(visible), "see `supports_batched_steps`"
         per_head = [span for span in spans for _ in range(heads)]
         return [[span.start for span in per_head], [span.stop for span in per_head]]
 
@@ -135,7 +165,8 @@ class StepInputs:
         first, stop = spans.starts.unsqueeze(1), spans.stops.unsqueeze(1)
         resident_kv = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
         slot = torch.arange(resident_kv.shape[1], device=q.device)
-        newest = self.slots_by_head.unsqueeze(1)
+        assert self.selection is not None
+        newest = self.selection.slots.unsqueeze(1)
         # Each slot of the ring buffer contains the last token t <= newest for which t = slot (mod recent).
         resident_tokens = torch.where(slot < sinks, slot, newest - (newest - slot) % recent)
         fetched_index = torch.arange(tokens.shape[1], device=q.device)
@@ -150,7 +181,8 @@ class StepInputs:
 
     def release(self) -> None:
         self.rows.release()
-        self.keys.release()
+        if self.selection is not None:
+            self.selection.keys.release()
 
     @property
     def capturable(self) -> bool:

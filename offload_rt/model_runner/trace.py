@@ -11,7 +11,7 @@ import torch
 
 from ..core import VisibleTokens
 from ..kv_cache.disk.requests import DiskUse
-from ..transfer.base import PendingFetch, Savings
+from ..transfer.base import Savings
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 
 # Number of counts that may stay on the device before they are read, enough for about a hundred steps of a large model.
@@ -220,13 +220,11 @@ class Trace:
         self.fetched[step][layer] += fetched / context
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
-    def record_copies(self, layer: int, visible: VisibleTokens, fetch: PendingFetch, tokens: int, heads: int) -> None:
-        """Record how many of the `tokens` that full attention has fetched were in copies of blocks on the device."""
-        if fetch.copied_tokens is not None:
-            share = fetch.copied_tokens / len(visible.all)
-            self.copied_shares[layer] = self.copied_shares.get(layer, 0.0) + share
-            self.copied_entries += fetch.copied_tokens * heads
-            self.read_entries += tokens * heads
+    def record_copies(self, layer: int, visible: VisibleTokens, copied: int, tokens: int, heads: int) -> None:
+        """Record how many of the `tokens` that full attention has read were in copies of blocks on the device."""
+        self.copied_shares[layer] = self.copied_shares.get(layer, 0.0) + copied / len(visible.all)
+        self.copied_entries += copied * heads
+        self.read_entries += tokens * heads
 
     def record_savings(self, layer: int, visible: VisibleTokens, rows: int, savings: Savings, size: int) -> None:
         """Record how much of a fetch with `rows` tokens per KV head and `size` bytes did not need a transfer."""

@@ -74,6 +74,11 @@ class CandidateSpans:
     @staticmethod
     def bounds(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
         """Return the values of `starts`, `stops`, `limits` and `contexts`. `visible` has one element per sequence."""
-        candidates = [tokens.candidates for tokens in visible for _ in range(kv_heads)]
         limits, contexts = [rule.limit(tokens) for tokens in visible], [tokens.all.stop for tokens in visible]
-        return [[c.start for c in candidates], [c.stop for c in candidates], limits, contexts]
+        return [*candidate_ranges(visible, kv_heads), limits, contexts]
+
+
+def candidate_ranges(visible: Sequence[VisibleTokens], kv_heads: int) -> list[list[int]]:
+    """Return the first candidate of each list, and the end (exclusive) of its candidates."""
+    candidates = [tokens.candidates for tokens in visible for _ in range(kv_heads)]
+    return [[c.start for c in candidates], [c.stop for c in candidates]]

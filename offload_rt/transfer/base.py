@@ -208,6 +208,13 @@ class BatchedRows(Protocol):
 
     def row_lists(self, batch: int, tokens: int) -> RowLists: ...
 
+    def on_device(self, block_tables: Sequence[BlockTable]) -> bool:
+        """Return whether all blocks have copies on the device, in the model's dtype.
+
+        `RowLists.hold` loads layers that copies lack.
+        """
+        ...
+
 
 class Transfer(Protocol):
     """Transfers the KV of any number of sequences. Not thread-safe."""

@@ -61,6 +61,10 @@ class CudaBatches(BatchedRows):
     def row_lists(self, batch: int, tokens: int) -> RowLists:
         return RowLists(self._state, batch, tokens)
 
+    def on_device(self, block_tables: Sequence[BlockTable]) -> bool:
+        copies = self._state.copies
+        return copies is not None and self._state.format.exact and all(copies.covers(own) for own in block_tables)
+
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
         """Return the `RowLists` for these sequences, from the cache if the capacity is sufficient."""
         key, capacity = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)

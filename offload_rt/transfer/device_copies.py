@@ -20,7 +20,8 @@ class DeviceCopies:
 
     KV that is in a copy need not be transferred. New KV is written both to the pool and to the copy, in the write-back
     stream. A copy is therefore bit-identical to its block, and can be dropped at any time. Layers that are missing from
-    a copy are loaded from the pool in the prefetch stream, which also reads the copies.
+    a copy are loaded from the pool in the prefetch stream. The prefetch stream reads the copies, and if they contain
+    all KV of a batch, the compute stream does.
 
     The row ids of copies begin after those of the pool (`kernels.pool_rows`), so kernels know from a row id whether to
     read the pool or a copy.
@@ -42,6 +43,7 @@ class DeviceCopies:
         }
         self._blocks = DeviceBlocks(slots, self.layers)
         self._loaded: dict[int, int] = {}  # `loaded_bytes` of each sequence
+        self._covered: dict[int, tuple[int, bool]] = {}  # `version` of each sequence, and the result of `covers`
         pool.on_free.append(self._blocks.freed)
 
     @property
@@ -61,6 +63,7 @@ class DeviceCopies:
     def close(self, blocks: BlockTable) -> None:
         self._blocks.close(id(blocks))
         self._loaded.pop(id(blocks), None)
+        self._covered.pop(id(blocks), None)
 
     def version(self, blocks: BlockTable) -> int:
         """Return a number that changes whenever the sequence's `row_base` changes. Numbers are never reused."""
@@ -116,6 +119,15 @@ class DeviceCopies:
             event = self._prefetch.record_event()
         self._write_back.wait_for(event)
         return loaded
+
+    def covers(self, blocks: BlockTable) -> bool:
+        """Return whether all blocks of an open sequence have copies, some of which may lack layers."""
+        self.update(blocks)
+        version, covered = self._covered.get(id(blocks), (-1, False))
+        if version != self.version(blocks):
+            covered = all(self._blocks.slot(block) >= 0 for block in blocks.ids)
+            self._covered[id(blocks)] = self.version(blocks), covered
+        return covered
 
     def load_all(self, blocks: BlockTable, written: Event | None) -> None:
         """Start copying all missing layers before a step. The copied bytes are added to `loaded_bytes`."""

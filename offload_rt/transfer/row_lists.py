@@ -17,6 +17,7 @@ from ..core import BLOCK_SIZE, BlockTable, KVPart
 from ..kernels import dispatch, pool_rows
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
+from ..kernels.pool_rows import DeviceRows
 from .open_sequences import DeviceState, OpenSequence
 from .plan import BLOCK_BITS, first_occurrences
 from .residency import resident_index
@@ -131,8 +132,10 @@ class RowLists:
 
     def join(self) -> None:
         """Make the compute stream wait for all write-backs and fetches queued so far."""
-        self._prefetch.hold_compute(self._prefetch.record_event())
-        self._write_back.hold_compute(self._write_back.record_event())
+        for stream in (self._prefetch, self._write_back):
+            with stream.behind_compute():  # During a capture, this adds streams that the step does not use.
+                event = stream.record_event()
+            stream.hold_compute(event)
         self._state.pending_writes.clear()
 
     @contextmanager
@@ -179,6 +182,12 @@ class RowLists:
     def resident(self, layer: int) -> PointerTable:
         """Return the resident KV `[planes * Hkv, s + w, d]` of each sequence."""
         return self._resident[layer]
+
+    def copies(self, layer: int) -> tuple[DeviceRows, torch.Tensor]:
+        """Return the copies of blocks on the device, and the first row id of each block `[B, blocks]`."""
+        rows = self._state.device_rows(layer)
+        assert rows is not None, "see `BatchedRows.on_device`"
+        return rows, self._bases
 
     def token_bytes(self, layer: int) -> int:
         return self._pool.token_bytes(layer)

@@ -90,7 +90,7 @@ def shared_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
     llm, stem = make(), tiny_prompt(118)
     found = answers(llm, [stem + tiny_prompt(n, seed=n) for n in (6, 7, 8)], 7)
     if isinstance(llm.runner.steps, GraphSteps):
-        shapes = [inputs.shape for inputs, one in llm.runner.steps._captured.items() if one is not None]
+        shapes = [inputs.shape[:4] for inputs, one in llm.runner.steps._captured.items() if one is not None]
         assert {(4, 128, True, False), (4, 192, True, False)} <= set(shapes), shapes
     return found
 

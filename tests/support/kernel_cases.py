@@ -12,6 +12,7 @@ from offload_rt.kernels.low_bit import Layout
 from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
 from offload_rt.kernels.pointer_table import PointerTable
+from offload_rt.kernels.pool_rows import DeviceRows
 from offload_rt.policies.infinigen.scoring import row_width
 
 from .low_bit import table_of
@@ -58,7 +59,6 @@ def _gather(width: int, dtype: torch.dtype) -> None:
 def _gather_copies(width: int, dtype: torch.dtype) -> None:
     """Launch gathers from a pool whose blocks may have copies on the device."""
     from offload_rt.kernels import triton_gather
-    from offload_rt.kernels.pool_rows import DeviceRows
 
     rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(BATCH * KV_HEADS, 512, dtype=torch.int64)
     out, bases = rows.new_empty(2, *ids.shape, width), ids.new_empty(BATCH, TOKENS // 64)
@@ -135,6 +135,18 @@ def _attend(dtype: torch.dtype, shape: Shape = LLAMA) -> None:
         q, resident, _zero_bounds(shape), _zero_bounds(shape), k, v, _zero_bounds(shape), 0.1
     )
     triton_attention.attend_counted(q, k, v, _zero_bounds(shape), 0.1)
+
+
+def _attend_copies(dtype: torch.dtype, shape: Shape = LLAMA) -> None:
+    from offload_rt.kernels import triton_resident
+
+    resident = PointerTable.of(
+        [torch.empty(shape.planes * shape.kv_heads, 1, shape.d, dtype=dtype) for _ in range(BATCH)]
+    )
+    q, rows = (torch.empty(*size, shape.d, dtype=dtype) for size in ((shape.lists, shape.group), (TOKENS,)))
+    planes, bounds = torch.empty(shape.planes, shape.kv_heads, dtype=torch.int64), _zero_bounds(shape)
+    copies, bases = DeviceRows(rows, TOKENS, planes), planes.new_empty(BATCH, TOKENS // 64)
+    triton_resident.attend_copies(q, resident, bounds, bounds, copies, bases, bounds, bounds, 0.1)
 
 
 def _runs(dtype: torch.dtype, shape: Shape, sequences: int) -> None:
@@ -239,6 +251,10 @@ CASES: dict[str, Callable[[], None]] = {
     "attend, bf16, d 256": lambda: _attend(torch.bfloat16, Shape(d=256)),
     "attend, fp32, d 256": lambda: _attend(torch.float32, Shape(d=256)),
     "attend, fp32, d 512": lambda: _attend(torch.float32, Shape(d=512)),
+    "attend copies, bf16": lambda: _attend_copies(torch.bfloat16),
+    "attend copies, bf16, groups of 1": lambda: _attend_copies(torch.bfloat16, Shape(group=1)),
+    "attend copies, fp32, d 256": lambda: _attend_copies(torch.float32, Shape(d=256)),
+    "attend copies, latent": lambda: _attend_copies(torch.bfloat16, Shape(1, 128, 576, planes=1)),
     "runs, bf16": lambda: _runs(torch.bfloat16, LLAMA, 32),
     "runs, fp32, d 256": lambda: _runs(torch.float32, Shape(d=256), 4),
     "tail, int4": lambda: _low_bit(4, LLAMA),

@@ -28,6 +28,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- step counts: begin (written by tests/support/step_counts.py) -->", "<!-- step counts: end -->"
 VOCAB = 97
+ON_DEVICE: dict[str, Any] = {"policy": "full", "policy_options": {}, "device_kv_memory": "1MiB"}
 WARM = 2
 """Number of steps before the counted one: one eager step, and one that captures the graph."""
 
@@ -95,6 +96,7 @@ CASES = [
     Case("experts (Mixtral)", mixtral),
     Case("experts (gpt-oss)", gpt_oss, 2),
     Case("working set", settings={"working_set": 9}),
+    Case("full attention, KV on the device", settings=ON_DEVICE),
     Case("lossless mode", settings={"exact": DRAFTS}),
     Case("batch of 8", lengths=tuple(range(70, 78))),
     Case("gated delta rule (Qwen 3.5)", qwen3_5, 2),
@@ -124,10 +126,8 @@ class StepCounts:
 def _measure(case: Case, layers: int) -> StepCounts:
     """Return the counts for one engine step. `nodes` is the sum over all layers."""
     with simulated(Late()) as sim:
-        llm = LLM(
-            case.model(layers).to("cuda"), policy_options=LOW_BITS, device="cuda", host_memory="4MiB",
-            missed_mass_every=0, **case.settings,
-        )  # fmt: skip
+        settings = {"policy_options": LOW_BITS} | case.settings
+        llm = LLM(case.model(layers).to("cuda"), device="cuda", host_memory="4MiB", missed_mass_every=0, **settings)
         engine = llm.make_engine()
         for prompt in case.prompts:
             engine.add(prompt, SamplingParams(max_tokens=40, temperature=0))

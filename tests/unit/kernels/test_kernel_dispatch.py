@@ -21,7 +21,7 @@ OPERATIONS = {
         "triton_scores": ["partial_scores", "quantised_scores"],
         "triton_select": ["select_tokens"],
         "triton_attention": ["attend_counted"],
-        "triton_resident": ["attend_resident"],
+        "triton_resident": ["attend_resident", "attend_copies"],
         "triton_skew": ["skew_queries"],
     },
     kv_runs: {"triton_kv_runs": ["attend_runs"]},

@@ -25,6 +25,8 @@ REGISTERS = {
     ("attend, bf16", "triton_resident._attend"): 96,
     ("attend, bf16, groups of 1", "triton_resident._attend"): 80,
     ("attend, fp32, d 256", "triton_resident._attend"): 64,
+    ("attend copies, bf16", "triton_resident._attend"): 120,
+    ("attend copies, fp32, d 256", "triton_resident._attend"): 64,
     ("int8 keys", "triton_scores._packed"): 80,
     ("int4 keys", "triton_scores._packed"): 80,
     ("partial keys", "triton_scores._partial"): 96,
@@ -44,6 +46,7 @@ AT_RISK = [
     "gather, copies",
     "int8 keys",
     "attend, bf16",
+    "attend copies, bf16",
     "tail, int4",
     "packed, 4 bits",
 ]

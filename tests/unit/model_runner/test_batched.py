@@ -195,7 +195,8 @@ def test_lists_are_rebuilt_only_for_a_new_batch_size_or_bucket() -> None:
     assert list(runner.eager.inputs) == [StepShape(2, 64), StepShape(2, 128), StepShape(1, 128)]
     runner.free(batch[0])
     for lists in runner.eager.inputs.values():  # otherwise the KV of a finished sequence stays
-        assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
+        assert not lists.rows._open and not lists.rows._resident
+        assert lists.selection is not None and not lists.selection.keys._storages
 
 
 def test_sliding_and_selecting_layers_are_batched() -> None:

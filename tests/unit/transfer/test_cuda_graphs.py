@@ -164,15 +164,23 @@ def test_graphs_need_a_cuda_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"dense_layers": (0,)}, {"scorer": "partial", "dense_layers": ()}])
-def test_graphs_on_a_device_generate_tokens_of_eager_steps(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"policy_options": OPTIONS | {"dense_layers": (0,)}},
+        {"policy_options": OPTIONS | {"scorer": "partial", "dense_layers": ()}},
+        {"policy": "full", "device_kv_memory": "4MiB"},
+    ],
+    ids=["dense layer", "partial keys", "full"],
+)
+def test_graphs_on_a_device_generate_tokens_of_eager_steps(own: dict[str, Any]) -> None:
     # a ragged batch that passes through two length buckets
     prompts = [tiny_prompt(length, seed=length) for length in (30, 61)]
     tokens = []
     for graphs in (False, True):
         settings: dict[str, Any] = {"missed_mass_every": 0, "enable_prefix_caching": False, "cuda_graphs": graphs}
         model = tiny_model("llama", num_hidden_layers=2).to("cuda")
-        llm = LLM(model, policy_options=OPTIONS | options, device="cuda", host_memory="8MiB", **settings)
+        llm = LLM(model, device="cuda", host_memory="8MiB", **settings, **own)
         tokens.append(
             [c.token_ids for c in completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))]
         )

@@ -9,7 +9,7 @@ import pytest
 from support.step_counts import CASES, PAGE, Case, count_step, documented_counts
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
-DAILY = ("default", "working set")
+DAILY = ("default", "working set", "full attention, KV on the device")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if ALL or case.name in DAILY], ids=str)
