@@ -88,7 +88,8 @@ def decode_with_gap(*, graphs: bool, together: bool) -> list[torch.Tensor]:
     batch = prefilled_batch(runner, 4)
     runner.free(batch.pop(1))
     batches = [batch] if together else [[sequence] for sequence in batch]
-    logits = torch.stack([torch.cat([runner.decode(one).cpu() for one in batches]) for _ in range(STEPS)])
+    steps = [[runner.decode(one) for one in batches] for _ in range(STEPS)]
+    logits = torch.stack([torch.cat(step) for step in steps]).cpu()  # a replay must not change earlier logits
     assert isinstance(runner.steps, GraphSteps) is graphs and (not graphs or captured_shapes(runner) == {PADDED: 1})
     runner.check_integrity()
     states = runner.states
