@@ -111,7 +111,7 @@ def sliding(make: Callable[..., LLM], folder: Path) -> Answers:
 
 def sliding_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
     """Decode past a sliding window and across a block boundary, with CUDA graphs."""
-    return answer_joining_prompts(make(), [59, 60], 7, {(2, 64), (2, 128)})
+    return answer_joining_prompts(make(), [60, 61], 5, {(2, 64), (2, 128)})
 
 
 def padded_states(make: Callable[..., LLM], folder: Path) -> Answers:
@@ -119,8 +119,8 @@ def padded_states(make: Callable[..., LLM], folder: Path) -> Answers:
 
     Its slot of recurrent state is then used for padding.
     """
-    llm, prompts = make(), [tiny_prompt(n, seed=n) for n in (57, 40, 30, 58)]
-    params = [SamplingParams(most, temperature=0, ignore_eos=True) for most in (11, 4, 9, 8)]
+    llm, prompts = make(), [tiny_prompt(n, seed=n) for n in (59, 40, 30, 60)]
+    params = [SamplingParams(most, temperature=0, ignore_eos=True) for most in (9, 4, 8, 8)]
     completions = completed(llm.generate(prompts, params))
     llm.runner.check_integrity()
     if (graphs := captured_graphs(llm)) is not None:

@@ -1,8 +1,8 @@
 """Run all programs of a launch at once in Triton's interpreter: arrays get a leading axis for the programs.
 
 Values that depend on the program are `Lanes`. If programs take different branches, they are split into groups, and each
-group runs the kernel from the start. Stores before the branch are then repeated with the same values. The programs of
-kernels with atomic operations run one by one.
+group runs the kernel from the start. Stores before the branch are then repeated with the same values. Atomic operations
+run at the end of the kernel, so that they are not repeated, and their results cannot be used.
 """
 
 from __future__ import annotations
@@ -131,11 +131,15 @@ def run_programs(builder: Any, function: Any, arguments: dict[str, Any], program
     """
     indices = (column if (column == column[0]).all() else column[:, None].view(Lanes) for column in program_ids.T)
     builder.grid_idx = tuple(x if isinstance(x, Lanes) else int(x[0]) for x in indices)
+    builder.atomics = []
     try:
         function(**arguments)
     except Diverged as parted:
         for group in (parted.first, ~parted.first):
             run_programs(builder, function, arguments, program_ids[group])
+    else:
+        for run in builder.atomics:
+            run()
 
 
 def lane_range(*arguments: Any) -> Iterable[Any]:
@@ -154,6 +158,7 @@ def _lane_range(start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
 def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
     load, store, splat = builder.create_masked_load, builder.create_masked_store, builder.create_splat
+    atomic, histogram = builder.create_atomic_rmw, builder.create_histogram
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
     interface, to_tensor = interpreter.ReduceScanOpInterface, interpreter.ReduceScanOpInterface.to_tensor
 
@@ -174,6 +179,23 @@ def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         if lanes_of(pointers, value, mask):
             pointers, value, mask = broadcast_handles(pointers, value, mask)
         return store(self, pointers, value, mask, *rest)
+
+    def create_atomic_rmw(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        if not lanes_of(pointers, value, mask):
+            if any(isinstance(at, Lanes) for at in self.grid_idx):  # the same operands in all programs
+                raise OneByOne
+            return atomic(self, operation, pointers, value, mask, *rest)
+        # the interpreter reads them as if they were contiguous
+        operands = [handle(np.ascontiguousarray(x.data), x.dtype) for x in broadcast_handles(pointers, value, mask)]
+        self.atomics.append(lambda: atomic(self, operation, *operands, *rest))
+        return object.__new__(handle)  # without data, so that its use is an error
+
+    def create_histogram(self: Any, values: Any, bins: int, mask: Any) -> Any:
+        if mask is None or not lanes_of(values, mask):
+            return histogram(self, values, bins, mask)
+        data, seen = broadcast(values.data, mask.data)
+        counts = [np.bincount(own[mine.astype(bool)], minlength=bins) for own, mine in zip(data, seen, strict=True)]
+        return handle(np.stack(counts).astype(np.int32).view(Lanes), tl.int32)
 
     def create_splat(self: Any, kind: Any, value: Any) -> Any:
         if not lanes_of(value):
@@ -223,8 +245,10 @@ def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(builder, "create_masked_load", create_masked_load)
     patch.setattr(builder, "create_masked_store", create_masked_store)
     patch.setattr(builder, "create_splat", create_splat)
+    patch.setattr(builder, "create_atomic_rmw", create_atomic_rmw)
+    patch.setattr(builder, "create_histogram", create_histogram)
     patch.setattr(builder, "create_get_program_id", create_get_program_id)
-    for name in ("create_atomic_rmw", "create_atomic_cas", "create_histogram", "create_unsplat"):
+    for name in ("create_atomic_cas", "create_unsplat"):
         patch.setattr(builder, name, one_by_one(getattr(builder, name)))
     patch.setattr(interface, "to_tensor", reduced_to_tensor)
     patch.setattr(interpreter.ReduceOps, "generic_reduce", one_by_one(interpreter.ReduceOps.generic_reduce))

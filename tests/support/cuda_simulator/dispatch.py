@@ -61,21 +61,27 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def find_tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if isinstance(tree, (tuple, list)):
-        return [x for each in tree for x in find_tensors(each)]
-    if isinstance(tree, dict):
-        return [x for each in tree.values() for x in find_tensors(each)]
-    return []
+    found: list[torch.Tensor] = []
+    if isinstance(tree, (tuple, list, dict)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(each, torch.Tensor):  # without a call, because most arguments are tensors or numbers
+                found.append(each)
+            elif isinstance(each, (tuple, list, dict)):
+                found += find_tensors(each)
+    return found
 
 
 def map_tensors(tree: Any, change: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(each, change) for each in tree)
+        return type(tree)([map_tensors(x, change) if isinstance(x, _NESTED) else x for x in tree])
     if isinstance(tree, dict):
-        return {name: map_tensors(each, change) for name, each in tree.items()}
+        return {name: map_tensors(x, change) if isinstance(x, _NESTED) else x for name, x in tree.items()}
     return tree
+
+
+_NESTED = (torch.Tensor, tuple, list, dict)
 
 
 def _signature(tree: Any) -> Any:

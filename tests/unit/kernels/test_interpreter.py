@@ -106,3 +106,24 @@ def test_each_program_takes_its_own_branch(rows: int) -> None:
     assert 0 < (a[:, 0] < 0).sum() < rows
     _signed_row_sums[(3,)](a, out, rows)  # with 8 rows, programs process different numbers of rows
     torch.testing.assert_close(out, torch.where(a[:, 0] < 0, -a.sum(1), a.sum(1)))
+
+
+@triton.jit
+def _count_and_branch(values, sums, largest, found) -> None:
+    p, at = tl.program_id(0), tl.arange(0, 8)
+    row = tl.load(values + p * 8 + at)
+    tl.atomic_add(sums + row, row, mask=row > 0)
+    tl.atomic_add(found + p // 2, 1)
+    bins = tl.histogram(row, 4, mask=row > 0)
+    if tl.load(values + p * 8) > 1:  # the programs that take this branch run the kernel from the start
+        tl.store(largest + p, tl.max(bins, 0))
+
+
+def test_programs_that_diverge_repeat_no_atomic_operation() -> None:
+    values = torch.randint(0, 4, (5, 8), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    assert 0 < (values[:, 0] > 1).sum() < 5
+    sums, largest, found = (torch.zeros(size, dtype=torch.int32) for size in (4, 5, 3))
+    _count_and_branch[(5,)](values, sums, largest, found)
+    assert sums.tolist() == [int(values[values == n].sum()) for n in range(4)] and found.tolist() == [2, 2, 1]
+    most = [max(row.tolist().count(n) for n in range(1, 4)) for row in values]
+    assert largest.tolist() == [most[p] if values[p, 0] > 1 else 0 for p in range(5)]

@@ -182,6 +182,7 @@ def compare_with_model(folder: Path, steps: list[Any]) -> None:
     for place in range(LAYOUT.layers):
         model.gather(place, 0, LAYOUT.blocks * 2 * BLOCK_SIZE)
     file_arena.discard(range(LAYOUT.blocks))
+    assert not file_arena.host_bytes, "buffers and cached KV entries of freed blocks are freed"
     assert not len(file_arena._extents) and file_arena.file.files.handles.max() == file_arena.file.handle, (
         "unused files are closed"
     )

@@ -26,6 +26,7 @@ from offload_rt.eval import cli as measures
 from offload_rt.eval.speed import kernels
 from offload_rt.eval.suites import gpu, gpu_parts, gpu_trace, gpu_trained, programs
 from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize, PrefillPoint, TracePoint
+from offload_rt.models import loading
 
 CPU = torch.device("cpu")
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
@@ -120,6 +121,8 @@ def run_all_parts(out: Path, data: Path) -> Path:
             patch.setattr(
                 gpu_trained, "_beside_transformers", lambda *given: compare(*given) if torch.float32 in given else []
             )
+        # test_verification.py tests the comparison with transformers when a model is loaded
+        patch.setattr(loading, "verify_once", lambda *given: None)
         # The profiler sees no simulated device.
         patch.setattr(gpu_trace, "profile", lambda activities: nullcontext(SimpleNamespace(events=list)))
         # shutil itself is not patched, because the simulator's build would find a compiler wrapper that does not exist
@@ -257,6 +260,9 @@ def test_nvidia_smi_is_used_with_torch_as_fallback(tmp_path: Path, monkeypatch: 
         assert gpu._nvidia_smi() == {"name": "simulated"}
 
 
-def test_kernels_part_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_kernels_part_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ALL:  # tests of models multiply weights of every format
+        monkeypatch.setattr(kernels, "FORMATS", {"Q4_K": kernels.FORMATS["Q4_K"]})
+        monkeypatch.setattr(kernels, "WARM_UP", 0)
     assert main(["eval", "gpu", "--part", "kernels", "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
     assert all(row["error"] <= 1 for row in read(tmp_path, "kernels")["results"]["rows"])

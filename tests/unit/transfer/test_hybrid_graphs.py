@@ -26,6 +26,7 @@ from offload_rt.planning.device_plan import costs_for
 # Tiny models have one or two attention layers. Steps are captured only if a layer selects tokens.
 OPTIONS: dict[str, Any] = SPARSE | {"source": "attention_input", "dense_layers": ()}
 PADDED, EXACT = (4, 64), (3, 64)
+STEPS = 3  # an eager step, one that captures a graph, and one that only replays it
 
 
 def make_llm(name: str, device: str, *, overrides: dict[str, Any] | None = None, **settings: Any) -> LLM:
@@ -49,11 +50,12 @@ def prefilled_batch(runner: Runner, sequences: int) -> list[RunningSequence]:
     return batch
 
 
-@pytest.mark.sampled(7)
+# Other tests of this file run the gated delta rule (qwen3_5) and short convolutions (lfm2), so one Mamba-2 is enough.
+@pytest.mark.sampled(features=lambda name: {name} & {"falcon_h1"})
 @pytest.mark.parametrize("name", FAMILIES)
 def test_replayed_steps_give_the_tokens_of_a_cpu(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The second of four requests ends first. Its slot is then used for padding, and the other slots have a gap."""
-    most_tokens = (8, 4, 6, 5)
+    most_tokens = (6, 3, 5, 5)  # after two steps of four sequences, two steps of three
     expected = generate(make_llm(name, "cpu"), most_tokens)
     with simulated(Late()) as sim:
         llm = make_llm(name, "cuda")
@@ -86,7 +88,8 @@ def decode_with_gap(*, graphs: bool, together: bool) -> list[torch.Tensor]:
     batch = prefilled_batch(runner, 4)
     runner.free(batch.pop(1))
     batches = [batch] if together else [[sequence] for sequence in batch]
-    logits = torch.stack([torch.cat([runner.decode(one).cpu() for one in batches]) for _ in range(5)])
+    steps = [[runner.decode(one) for one in batches] for _ in range(STEPS)]
+    logits = torch.stack([torch.cat(step) for step in steps]).cpu()  # a replay must not change earlier logits
     assert isinstance(runner.steps, GraphSteps) is graphs and (not graphs or captured_shapes(runner) == {PADDED: 1})
     runner.check_integrity()
     states = runner.states

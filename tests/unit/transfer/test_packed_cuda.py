@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda_cells import LOW_BITS, captured_graphs, ragged, replayed
+from support.cuda_cells import LOW_BITS, Answers, answers, captured_graphs, ragged
 from support.cuda_simulator import Late, Lazy, simulated
 from support.outputs import completed
 from support.packed_rows import random_rows
@@ -56,6 +56,14 @@ def tokens_of_scene(
         return llm
 
     return [tokens for *tokens, _ in scene(make, model)]
+
+
+def replayed(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Decode two short prompts together in three steps: one is eager, one captures a graph, and one replays it."""
+    llm = make()
+    found = answers(llm, [tiny_prompt(20), tiny_prompt(21, seed=1)], 5)
+    assert (graphs := captured_graphs(llm)) is None or graphs[2, 64] == 1
+    return found
 
 
 def test_tokens_with_graphs_equal_the_cpu_path(gguf_file: Path, small_tiles: None) -> None:
