@@ -5,8 +5,8 @@ of a vector computes one output, and neither scales nor sums are moved between l
 
 Rows of x in bfloat16 are converted to 16-bit integers with one scale per 32 numbers. The products of a group are then
 exact integer sums. On x86, each integer is split into two signed bytes if one instruction can multiply codes and bytes
-without overflow. The error of x is 2^-16 of the largest of 32 numbers, less than the error of bfloat16. Minima are
-multiplied with the sums of x. */
+without overflow. The error of x is about 2^-16 of the largest of 32 numbers, less than the error of bfloat16. Minima
+are multiplied with the sums of x. */
 
 #include "packed_rows.h"
 
@@ -247,8 +247,12 @@ INLINE void multiply_rows(const Call *call, Tile tile, int64_t first, int rows, 
         return;
     }
     tile.height = TILE; /* a constant */
-    switch (call->rows == 1 ? 0 : rows) {
-    case 0: multiply(call, tile, first, 1, VECTORS, bits, found); return;
+    if (call->rows == 1) {
+        multiply(call, tile, first, 1, VECTORS, bits, found);
+        return;
+    }
+    switch (rows) {
+    case 1: multiply(call, tile, first, 1, 1, bits, found); return;
     case 2: multiply(call, tile, first, 2, 1, bits, found); return;
     case 3: multiply(call, tile, first, 3, 1, bits, found); return;
     default: multiply(call, tile, first, 4, 1, bits, found);

@@ -135,12 +135,12 @@ INLINE void read_numbers(const Call *call, const uint8_t *row, int64_t at, int64
         read_halves(row + at + 2 * first, count, call->power, found);
         return;
     }
-    const int64_t each = BLOCK / call->group; /* 2, 4, 8 or 16 */
+    const int64_t each = BLOCK / call->group; /* 8 or 16 */
     float blocks[SPAN / BLOCK + LANES] = {0};
     read_halves(row + factors + 2 * (first / each), count / each, call->power, blocks);
     for (int64_t g = 0; g < count; g += LANES) {
         f32 whole = __builtin_convertvector((i32)(read_bytes(row + at + first, g, count) << 24) >> 24, f32);
-        const int shift = each == 16 ? 4 : each == 8 ? 3 : each == 4 ? 2 : 1;
+        const int shift = each == 16 ? 4 : 3;
         f32 factor = each >= LANES ? all(blocks[g / each])
                                    : __builtin_shuffle(load(blocks + g / each), lane_numbers() >> shift);
         store(found + g, whole * factor);

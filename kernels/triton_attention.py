@@ -72,15 +72,13 @@ def attend_rows(
         `[QUERIES, REST]`.
     """
     query = load_columns(q, query_start, query_mask, d, 0, D)
-    if WIDEN:
-        query = query.to(tl.float32)
+    query = query.to(tl.float32) if WIDEN else query
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     acc, acc_rest = tl.zeros((QUERIES, D), tl.float32), peak
     if REST:
         query_rest = load_columns(q, query_start, query_mask, d, D, REST)
-        if WIDEN:
-            query_rest = query_rest.to(tl.float32)
+        query_rest = query_rest.to(tl.float32) if WIDEN else query_rest
         acc_rest = tl.zeros((QUERIES, REST), tl.float32)
     start = begin
     if bases is not None:  # Each tile begins at a multiple of BLOCK, so that it is in one block.
@@ -90,7 +88,7 @@ def attend_rows(
         valid, index = row < stop, row.to(tl.int64)
         if bases is not None:
             block = first // _BLOCK_SIZE
-            valid = valid & (row >= begin)
+            valid &= row >= begin
             index += tl.load(bases + block, mask=paged, other=block * _BLOCK_SIZE) - block * _BLOCK_SIZE
         keys = load_columns(k, index * k_row, valid, d, 0, D)
         values = keys if SAME else load_columns(v, index * v_row, valid, d, 0, D)

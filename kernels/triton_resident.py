@@ -18,11 +18,10 @@ from .triton_attention import PIECE_ROWS, alignment, are_same, attend_rows, merg
 
 _FIELDS = tl.constexpr(FIELDS)
 
-
 _COPIED_PIECES = 128
 """Maximum number of pieces per list of KV in copies of blocks.
 
-With eight lists, this is enough to occupy all multiprocessors. More pieces would make the merge slower.
+With eight lists, these are 1,024 programs, more than the multiprocessors of a GPU. The merge reads every piece.
 """
 
 

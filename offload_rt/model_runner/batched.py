@@ -256,7 +256,10 @@ class EagerSteps:
         """
         if (transfer := batch.transfer.batched) is None:
             return None
-        on_device = size is not None and transfer.on_device(batch.block_tables)
+        dense = any(
+            window is None and layer not in batch.selecting for layer, window in enumerate(batch.geometry.windows)
+        )
+        on_device = size is not None and dense and transfer.on_device(batch.block_tables)
         if not supports_batched_steps(batch, on_device=on_device):
             return None
         size = len(batch.sequences) if size is None else size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,19 @@ def test_all_competitors_get_the_same_prompts(tmp_path: Path, monkeypatch: pytes
     assert {(row["prefill"], row["step"], row["peak"]) for row in report.rows[:4]} == {(1.0, 250.0, 40.0)}
     assert [row["same"] for row in report.rows[:4]] == ["4 of 4", "4 of 4", "2 of 4", "4 of 4"]
     assert (tmp_path / "real_speed.md").is_file()
+
+
+def test_times_are_relative_to_the_first_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"full": 0.5, "infinigen": 0.125}
+
+    class TimedCompetitor(ScriptedCompetitor):
+        def ask(self, prompt: list[int]) -> Result:
+            return replace(super().ask(prompt), prefill=2 * times[self.name], steps=[times[self.name]] * self.tokens)
+
+    monkeypatch.setattr(real_speed, "SubprocessCompetitor", TimedCompetitor)
+    config = SpeedConfig((40,), 3, 1, "float32", 1, ("full", "infinigen"))
+    rows = run_real_speed("reference", BOOK, config, tmp_path, print).rows
+    assert [(row["prefill_ratio"], row["step_ratio"]) for row in rows] == [(1, 1), (4, 4)]
 
 
 def test_prompt_and_tokens_are_timed_separately(monkeypatch: pytest.MonkeyPatch) -> None:

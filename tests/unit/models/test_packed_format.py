@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from itertools import cycle
 from typing import Any
 
@@ -81,6 +83,25 @@ def test_products_equal_float64(form: PackedFormat, bias: bool, dtype: torch.dty
     assert ((many.double() - expected).abs() <= error * expected.abs() + 2 * error * size).all()
     # up to MAX_ROWS rows, a row's result does not depend on the number of rows
     assert all(few[: len(rows)].equal(rows) for rows in fewer)
+
+
+@needs_code
+@of_each_code
+@pytest.mark.parametrize("count", [1, 13])  # 13 rows are split into 4, 4, 4 and 1
+def test_products_do_not_read_beyond_the_inputs(count: int, dtype: torch.dtype, level: str) -> None:
+    """After the inputs follows a page that must not be read. A wrong product ends the process."""
+    form, page = FORMATS[0].for_cpu(), mmap.PAGESIZE
+    size = count * form.ins * dtype.itemsize
+    memory = mmap.mmap(-1, -(-size // page) * page + page)
+    x = torch.frombuffer(memory, dtype=dtype, offset=len(memory) - page - size, count=count * form.ins)
+    x.view(count, -1).copy_(torch.randn(count, form.ins))
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(x.data_ptr() + size), ctypes.c_size_t(page), 0) == 0
+    code = packed_products.compiled_for(dtype)
+    assert code is not None
+    rows = random_rows(FORMATS[0], 32)[0]
+    found = code.linear(x.view(count, -1), interleave(rows), form, None)
+    assert found.equal(code.linear(x.clone().view(count, -1), interleave(rows), form, None))
 
 
 def test_inputs_get_gradients() -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ from support.cuda_cells import (
     Cell,
     answers,
     captured_graphs,
+    forked,
     joining,
     padded_states,
     replayed,
+    session,
     shared,
     sliding_replayed,
 )
@@ -34,6 +37,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.model_runner import batched
 from offload_rt.model_runner.cuda_graphs import GraphSteps
 
 MANY, FEW = 60 * BLOCK_BYTES, 2 * BLOCK_BYTES
@@ -59,6 +63,8 @@ CELLS = [
     Cell("batch sizes", "full", joining),
     Cell("leaving", "full", leaving, settings={"missed_mass_every": 1}, daily="seed 1"),
     Cell("shared", "full", shared, settings={"enable_prefix_caching": True}),
+    Cell("forked", "full", forked),
+    Cell("session", "full", session, daily="seed 0"),
     Cell("a window", "full", sliding_replayed, model="qwen2", daily="seed 0"),
     Cell("gpt-oss", "full", sliding_replayed, model="gpt_oss"),
     Cell("hybrid", "full", padded_states, model="qwen3_5"),
@@ -72,11 +78,17 @@ RUNS = [(one, name) for one in CELLS for name in (SCHEDULES if ALL else filter(N
 
 
 @pytest.mark.parametrize(("cell", "schedule"), RUNS, ids=str)
-def test_captured_steps_with_copies_generate_the_tokens_of_a_cpu(cell: Cell, schedule: str, tmp_path: Path) -> None:
+def test_captured_steps_with_copies_generate_the_tokens_of_a_cpu(
+    cell: Cell, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Mock(side_effect=batched.attend_copies)
+    monkeypatch.setattr(batched, "attend_copies", reads)
     expected = cell.run("cpu", tmp_path)
+    assert not reads.called
     with simulated(SCHEDULES[schedule]()):
         found = replace(cell, settings=GRAPHS | cell.settings | {"device_kv_memory": MANY}).run("cuda", tmp_path)
     assert [tokens for *tokens, _ in found] == [tokens for *tokens, _ in expected]
+    assert reads.called
     assert cell.policy != "full" or [transferred for *_, transferred in found] == [0] * len(found)
 
 
