@@ -87,9 +87,12 @@ def test_captured_steps_with_copies_generate_the_tokens_of_a_cpu(
     assert not reads.called
     with simulated(SCHEDULES[schedule]()):
         found = replace(cell, settings=GRAPHS | cell.settings | {"device_kv_memory": MANY}).run("cuda", tmp_path)
-    assert [tokens for *tokens, _ in found] == [tokens for *tokens, _ in expected]
     assert reads.called
-    assert cell.policy != "full" or [transferred for *_, transferred in found] == [0] * len(found)
+    if cell.scene in (forked, session):
+        assert found == expected
+    else:
+        assert [tokens for *tokens, _ in found] == [tokens for *tokens, _ in expected]
+        assert cell.policy != "full" or [transferred for *_, transferred in found] == [0] * len(found)
 
 
 def test_replay_waits_for_the_write_backs_of_eager_steps() -> None:
