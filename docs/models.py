@@ -85,8 +85,8 @@ def hybrids() -> str:
     rows = [[", ".join(classes), *cells] for cells, classes in _classes(True).items()]
     models = ", ".join(sorted(model for model, _ in PUBLISHED.values()))
     source = (
-        "Layers and state are those of the first class with transformers' default configuration, "
-        f"or of a published model: {models}."
+        "In the first row, 12 of 48 layers have attention. The numbers are for the first class of each row "
+        f"in transformers' default configuration, or for a published model: {models}."
     )
     return f"{table(('classes', 'attention layers', 'state per sequence'), rows)}\n\n{textwrap.fill(source, 140)}"
 
