@@ -100,14 +100,18 @@ def _fastest(row: Any, machine: Any) -> float:
     return 1e3 * max(times)
 
 
+def _machines() -> list[Any]:
+    """Return the descriptions of the H100 and the H200."""
+    files = (RESULTS / f"{name}.json" for name in ("gpu/decode", "gpu_h200/trace"))
+    return [json.loads(file.read_text(encoding="utf-8"))["machine"] for file in files]
+
+
 def predicted_parts() -> tuple[dict[str, list[float]], list[float]]:
     """Return times in ms on an H100 (predicted) and an H200 (predicted, measured), for each part and for the step.
 
     The copy of selected KV overlaps with all other parts. The measured time of the launch gaps is the rest of the step.
     """
-    found = _results("gpu/predicted")
-    machines = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["machine"]
-                for name in ("gpu/decode", "gpu_h200/trace")]  # fmt: skip
+    found, machines = _results("gpu/predicted"), _machines()
     wanted = ("infinigen-default", found["tokens"], 1)
     steps = _results("gpu_h200/trace")["rows"]
     [traced] = [row for row in steps if (row["baselines"], row["context"], row["batch"]) == wanted]
@@ -122,7 +126,10 @@ def predicted_parts() -> tuple[dict[str, list[float]], list[float]]:
 
 
 def predicted() -> str:
-    """Times of the default's decode step at 131,072 tokens from bytes and instructions, and measured times."""
+    """Times of the default's decode step at 131,072 tokens from bytes and instructions, and measured times.
+
+    The last row is a step of `full` with all KV on the device.
+    """
     counts = {row["name"]: row for row in _results("gpu/predicted")["rows"]}
     parts, step = predicted_parts()
     rows = []
@@ -130,6 +137,10 @@ def predicted() -> str:
         row = counts.get(name.partition(", overlapped")[0])
         work = ["", ""] if row is None else [f"{row[key] / 1e9:.2f}" for key in ("device_bytes", "instructions")]
         rows.append([name, *work, *(f"{time:.2f}" for time in times)])
+    full = _results("gpu/predicted")["full"]
+    work = [f"{sum(row[key] for row in full['rows']) / 1e9:.2f}" for key in ("device_bytes", "instructions")]
+    times = [LAUNCH_GAP_MS * full["nodes"] + sum(_fastest(row, one) for row in full["rows"]) for one in _machines()]
+    rows.append(["step of `full`, KV on the device", *work, *(f"{time:.2f}" for time in times), ""])
     head = ("H100, predicted", "H200, predicted", "H200, measured")
     return table(("part", "device memory, GB", "instructions, billions", *head), rows)
 

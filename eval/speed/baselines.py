@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
 
 from ...config import EngineConfig
-from ...core import BlockTable, KVPart
-from ...engine.build import build_policy
+from ...core import BLOCK_SIZE, BlockTable, KVPart
+from ...engine.build import build_policy, build_transfer
 from ...engine.runner import Runner
 from ...engine.stats import Fractions
 from ...kv_cache.pool import HostPool
@@ -30,6 +30,7 @@ from ...policies.base import Policy
 from ...policies.full import Full
 from ...policies.options import InfiniGenOptions
 from ...transfer.base import Transfer
+from ...transfer.device_copies import copy_bytes
 from .resident import Resident
 from .synthetic_kv import SyntheticAdapter, SyntheticKV
 
@@ -156,17 +157,25 @@ class OffloadBaseline:
     """This runtime with one policy. A step is one call of `Runner.decode` and does not sample."""
 
     def __init__(
-        self, name: str, model: LoadedModel, policy: Policy, context: SyntheticContext, block_tables: list[BlockTable]
+        self,
+        name: str,
+        model: LoadedModel,
+        policy: Policy,
+        context: SyntheticContext,
+        block_tables: list[BlockTable],
+        transfer: Transfer | None = None,
     ) -> None:
+        """Open `block_tables`. If `transfer` is None, use the transfer of `context`."""
         self.name = name
         self._policy = policy
         config = EngineConfig(missed_mass_every=0)
-        self.runner = Runner(model, policy, context.pool, context.transfer, config)
+        self.runner = Runner(model, policy, context.pool, transfer or context.transfer, config)
         self._batch = [self._sequence(model, context, blocks) for blocks in block_tables]
 
     def _sequence(self, model: LoadedModel, context: SyntheticContext, blocks: BlockTable) -> Decoded:
-        context.transfer.storage.open(blocks, self._policy.sinks, self._policy.recent)
-        keys = key_reader(context.pool, context.transfer.storage, blocks)
+        storage = self.runner.transfer.storage
+        storage.open(blocks, self._policy.sinks, self._policy.recent)
+        keys = key_reader(context.pool, storage, blocks)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
         state, slots = self._policy.new_state(keys), SlotTable(context.pool)
         return Decoded(
@@ -290,6 +299,17 @@ def _full(inputs: BenchInputs) -> Baseline:
     return inputs.offload("full", "full", {})
 
 
+def _full_device(inputs: BenchInputs) -> Baseline:
+    device, context = inputs.model.device, inputs.context
+    if device.type != "cuda":
+        raise Skipped("keeps copies of KV on a CUDA device, and this is a CPU")
+    torch.cuda.empty_cache()  # memory that earlier baselines have freed
+    geometry, blocks = inputs.synthetic.geometry, inputs.batch * -(-inputs.room // BLOCK_SIZE)
+    transfer = build_transfer(context.pool, geometry, device, kv_memory=blocks * copy_bytes(context.pool))
+    name, policy = "full, KV on the device", inputs.policy("full", {})
+    return OffloadBaseline(name, inputs.loaded, policy, context, context.forks(), transfer)
+
+
 def _floor_peer(inputs: BenchInputs) -> Baseline:
     cache = DynamicCache(config=inputs.model.config)
     return _WithoutContext("floor: transformers", inputs.model, cache, 0, inputs.tokens)
@@ -311,6 +331,7 @@ MAKERS: dict[str, Callable[[BenchInputs], Baseline]] = {
     "offloaded": _offloaded,
     "quantized": _quantized,
     "full": _full,
+    "full-device": _full_device,
     "infinigen": _infinigen(),
     "infinigen-default": _default,
     "infinigen-paper": _infinigen("paper", preset="paper"),

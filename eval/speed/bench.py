@@ -14,7 +14,7 @@ import torch
 
 from ...core import BLOCK_SIZE
 from ...engine.build import build_transfer
-from ...errors import ConfigError
+from ...errors import ConfigError, MemoryLimitError
 from ...kv_cache.pool import HostPool
 from ...models.linear import use_backends
 from ...models.registry import adapter_for
@@ -162,7 +162,7 @@ def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: li
     for names in [(name,) for name in config.baselines] if _is_cuda(model) else [config.baselines]:
         try:
             rows += _interleaved(config, inputs, point, names, say, skipped)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryLimitError) as error:
             line = f"{', '.join(names)} at {point}: the device has no room for it ({str(error).splitlines()[0]})"
             _skip(line, say, skipped)
     medians = {row["name"]: row["median"] for row in rows}

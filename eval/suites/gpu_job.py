@@ -53,8 +53,8 @@ PREFILLS = (
 )
 
 POINTS = (
-    TracePoint(131_072, 1, 0.05, ("infinigen-default", "infinigen", "resident", "full")),
-    TracePoint(8_192, 1, 0.05, ("infinigen-default", "infinigen", "resident")),
+    TracePoint(131_072, 1, 0.05, ("infinigen-default", "infinigen", "resident", "full-device", "full")),
+    TracePoint(8_192, 1, 0.05, ("infinigen-default", "infinigen", "resident", "full-device")),
     TracePoint(32_768, 8, 0.05, ("infinigen-default", "infinigen")),
 )
 
@@ -108,7 +108,7 @@ SMALL = GpuSize(
     policies=(),
     perplexity=("--context", "256", "--windows", "1"),
     needles=("--lengths", "256", "--passages", "1"),
-    traced=(TracePoint(512, 2, 0.1, ("infinigen-default", "resident")),),
+    traced=(TracePoint(512, 2, 0.1, ("infinigen-default", "resident", "full-device")),),
     traced_steps=1,
     trained=GpuSize.models[:1],
     trained_prompts=(256,),

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..speed.baselines import MAKERS, SHAPES, BenchInputs
+from ...errors import MemoryLimitError
+from ..speed.baselines import MAKERS, SHAPES, BenchInputs, Skipped
 from ..speed.bench import make_inputs
 from .gpu_job import GpuJob, Results
 
@@ -42,7 +43,7 @@ def run_trace(job: GpuJob) -> Iterator[Results]:
             row: dict[str, Any] = asdict(point) | {"baselines": name, "seconds_to_make_the_context": made}
             try:
                 row |= _measured(job, inputs, name)
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, MemoryLimitError, Skipped) as error:
                 row["failed"] = str(error).splitlines()[0]
             rows.append(row)
             print({key: value for key, value in row.items() if key != "trace"}, flush=True)

@@ -2,16 +2,17 @@
 
     python tests/support/predicted_step.py [--print]
 
-The step is that of an 8B Llama with a context of 131,072 tokens and the default policy. Its Triton kernels are compiled
-for sm_90, and the counts are written to `eval/results/gpu/predicted.json` (or printed). `docs/gpu_tables.py` computes
-times from them. Kernels of other libraries are counted by their bytes only.
+The steps are those of an 8B Llama with a context of 131,072 tokens: with the default policy, and with policy `full` and
+all KV on the device. Their Triton kernels are compiled for sm_90, and the counts are written to
+`eval/results/gpu/predicted.json` (or printed). `docs/gpu_tables.py` computes times from them. Kernels of other
+libraries are counted by their bytes only.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.eval.core.report import environment, write_text
 from offload_rt.kernels import (
     triton_append,
@@ -37,6 +39,7 @@ from offload_rt.kernels import (
 from offload_rt.kernels.low_bit import Layout
 from offload_rt.kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
 from offload_rt.kernels.pointer_table import PointerTable
+from offload_rt.kernels.pool_rows import DeviceRows
 from support.compiled_kernels import compiling, disassemble, instructions_and_loops
 from support.low_bit import table_of
 from support.step_counts import documented_counts
@@ -46,7 +49,9 @@ LAYERS, HIDDEN, MLP, VOCAB, HEADS, GROUP, D = 32, 4096, 14336, 128256, 8, 4, 128
 TOKENS, SELECTED, RESIDENT = 131_072, 2_621, 68
 BF16, FLOAT = torch.bfloat16.itemsize, torch.float32.itemsize
 
-TRIPS = {
+Trips = Mapping[str, tuple[int, ...]]
+
+TRIPS: Trips = {
     "triton_skew._skew": (GROUP,),
     "triton_select._peaks_and_logs": (4, 4),
     "triton_select._mark": (2, 0, 2, 0),  # two loops over heads, each with a part for the heads left by unrolling
@@ -56,6 +61,11 @@ TRIPS = {
     "triton_low_bit._merge": (1, 1, 4),
 }
 """Trips of each loop of a kernel, in order. All other loops run once."""
+
+FULL_TRIPS: Trips = {
+    "triton_resident._attend": (16,),  # pieces of 1,024 tokens, tiles of 64
+    "triton_attention._merge": (1, 1, 9),  # 129 parts, 16 at a time
+}
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,34 @@ def predict_parts() -> list[Part]:
              ("_rms_norm", "_rotate", "_skew"), 2 * bases),
         Part("copy of selected KV", ("triton_gather._gather_tokens",), ("_gather_tokens",), fetched, fetched),
     ]  # fmt: skip
+
+
+def predict_full_parts() -> list[Part]:
+    weights, *_ = predict_parts()
+    kv = TOKENS * HEADS * 2 * D * BF16 * LAYERS
+    own = weights.device_bytes - (LAYERS - 1) * HIDDEN * HEADS * GROUP * D * BF16  # without predicted queries
+    return [
+        Part("weights", device_bytes=own),
+        Part("new KV", ("triton_append", "triton_gather._write")),
+        Part("attention", ("triton_resident", "triton_attention"), device_bytes=kv),
+        Part("norms, rotary embeddings", ("triton_norm", "triton_rotary")),
+    ]
+
+
+def _launch_full_layer() -> None:
+    """Launch the Triton kernels of one layer with all KV on the device."""
+    hidden, turns = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.empty(1, 1, D)
+    q, k = hidden.new_empty(HEADS, GROUP, D), hidden.new_empty(HEADS, D)
+    slots, bounds = torch.zeros(2, dtype=torch.int64), torch.zeros(HEADS, dtype=torch.int32)
+    rows, planes = hidden.new_empty(TOKENS, D), slots.new_empty(2, HEADS)
+    resident, copies = PointerTable.of([hidden.new_empty(2 * HEADS, 1, D)]), DeviceRows(rows, TOKENS, planes)
+    for _ in range(2):
+        triton_norm.rms_norm(hidden, hidden[0], 1e-5)
+        triton_rotary.rotate_halves(hidden.view(1, -1, D).transpose(0, 1), turns, turns)  # queries, keys
+    triton_append.store_resident(k, k, resident, slots[:1])
+    triton_gather.write_rows(rows, k, k, slots, planes, copies)
+    bases = slots.new_empty(1, TOKENS // BLOCK_SIZE)
+    triton_resident.attend_copies(q, resident, bounds, bounds, copies, bases, bounds, bounds, 0.1)
 
 
 def _launch_layer() -> None:
@@ -143,23 +181,28 @@ def executed(code: str, trips: Sequence[int]) -> int:
     return sum(counts.values())
 
 
-def _instructions() -> Iterator[tuple[str, int]]:
+def _instructions(launch_layer: Callable[[], None], trips: Trips) -> Iterator[tuple[str, int]]:
     """Yield the kernel and the executed warp instructions of each launch in a layer."""
     with compiling("sm_90") as launches:
-        _launch_layer()
+        launch_layer()
     for each in launches:
-        count = executed(disassemble(each.binary), TRIPS.get(each.kernel, ()))
+        count = executed(disassemble(each.binary), trips.get(each.kernel, ()))
         yield each.kernel, count * each.programs * each.binary.metadata.num_warps
 
 
-def predict() -> dict[str, Any]:
-    counted = list(_instructions())
-    rows = []
-    for part in predict_parts():
+def _predict(step: str, parts: Sequence[Part], launch_layer: Callable[[], None], trips: Trips) -> dict[str, Any]:
+    """Return the counts of a step. `step` is its name in `CONTRIBUTING.md`."""
+    counted, rows = list(_instructions(launch_layer, trips)), []
+    for part in parts:
         own = [n for kernel, n in counted if kernel in part.kernels or kernel.partition(".")[0] in part.kernels]
         rows.append(asdict(part) | {"instructions": LAYERS * sum(own), "launches": LAYERS * len(own)})
     assert sum(row["launches"] for row in rows) == LAYERS * len(counted)
-    return {"tokens": TOKENS, "nodes": LAYERS * documented_counts()["default"].nodes, "rows": rows}
+    return {"tokens": TOKENS, "nodes": LAYERS * documented_counts()[step].nodes, "rows": rows}
+
+
+def predict() -> dict[str, Any]:
+    full = _predict("full attention, KV on the device", predict_full_parts(), _launch_full_layer, FULL_TRIPS)
+    return _predict("default", predict_parts(), _launch_layer, TRIPS) | {"full": full}
 
 
 def main() -> None:

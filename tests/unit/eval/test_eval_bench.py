@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import architecture
+from support.cuda_simulator import Late, simulated
 
 from offload_rt.cli import main
 from offload_rt.core import VisibleTokens
@@ -20,6 +21,7 @@ from offload_rt.eval.speed.baselines import MAKERS, TOKEN, BenchInputs, OffloadB
 from offload_rt.eval.speed.bench import BenchConfig, make_inputs, run_bench
 from offload_rt.eval.speed.synthetic_kv import RESIDENT, SyntheticKV
 from offload_rt.kernels import low_bit_sequence, native
+from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.models.registry import adapter_for
 from offload_rt.utils.native_code import LEVEL_VARIABLE, available_levels
 
@@ -177,6 +179,39 @@ def test_transformers_cache_grows_by_one_token_per_step(inputs: BenchInputs, nam
         assert int(peer._cache.get_seq_length()) == LENGTH + steps
 
 
+def test_full_with_kv_on_the_device_replays_a_graph_and_transfers_nothing() -> None:
+    with simulated(Late((1,))) as sim:
+        model = SHAPES["gqa"].model(512, torch.device("cuda"))
+        inputs = make_inputs(model, 192, 192 + 64, FRACTION, batch=2)
+        logits, facts, before = {}, {}, sim.memory.usage.allocated
+        for name in ("full", "full-device"):
+            baseline = make_filled(inputs, name)
+            for _ in range(3):
+                baseline.step()
+            replayed = sim.launched["graph"]
+            logits[name], facts[name] = decode_logits(baseline).cpu(), baseline.facts()
+        assert isinstance(baseline.runner.steps, GraphSteps) and sim.launched["graph"] == replayed + 1
+        inputs.context.pool.check_integrity()
+        baseline.runner.transfer.check_integrity()
+        copied = baseline.runner.transfer.device_bytes
+        del baseline
+        assert sim.memory.usage.allocated < before + copied  # the next baseline can use the memory
+    assert facts["full"]["h2d_bytes_per_token"] > facts["full-device"]["h2d_bytes_per_token"] == 0
+    assert facts["full"]["exact_fraction"] == facts["full-device"]["exact_fraction"] == 1
+    torch.testing.assert_close(logits["full-device"], logits["full"], rtol=1e-4, atol=1e-4)
+
+
+def test_full_without_memory_for_copies_is_skipped_with_a_reason() -> None:
+    said: list[str] = []
+    skipped: list[str] = []
+    config = BenchConfig(contexts=(192,), repeats=1, baselines=("full-device",))
+    with simulated(Late(), limit=1 << 20):
+        model = SHAPES["gqa"].model(192 + 4096, torch.device("cuda"))
+        assert bench.measure(config, model, bench.Point("gqa", 6, 192), said.append, skipped) == []
+    [line] = skipped
+    assert line.startswith("full-device at gqa, 192 tokens, 6 sequences: the device has no room for it (device_kv_mem")
+
+
 def test_baselines_on_one_pool_are_independent(inputs: BenchInputs) -> None:
     undisturbed, other = make_filled(inputs, "full"), make_filled(inputs, "full")
     expected = [decode_logits(undisturbed) for _ in range(3)]
@@ -199,10 +234,13 @@ def test_unavailable_baselines_are_skipped_with_a_reason(inputs: BenchInputs) ->
     said: list[str] = []
     skipped: list[str] = []
     for _ in range(2):  # each reason is reported once
-        made = bench._baselines(("static", "offloaded"), inputs, said.append, skipped)
+        made = bench._baselines(("static", "offloaded", "full-device"), inputs, said.append, skipped)
     assert [c.name for c in made] == ["StaticCache"]
-    assert skipped == ["offloaded: it offloads from a CUDA device, and this is a CPU"]
-    assert said == [f"skipped {skipped[0]}"]
+    assert skipped == [
+        "offloaded: it offloads from a CUDA device, and this is a CPU",
+        "full-device: it keeps copies of KV on a CUDA device, and this is a CPU",
+    ]
+    assert said == [f"skipped {line}" for line in skipped]
 
 
 # ------------------------------------------------------------------------------------------------------------- command

@@ -37,7 +37,7 @@ TINY = replace(
     kernels=kernels.KernelSize(1 << 12, 128, 0.05, 2, 32, 16, 1, programs=(8,), outs=40),
     decode=replace(SMALL.decode, shape=("tiny",), layers=None if ALL else 1, contexts=(128, 192) if ALL else (128,)),
     prefills=(PrefillPoint("tiny", 96, ("transformers", "full", "infinigen"), 1),),
-    traced=(TracePoint(128, 1, 0.1, ("infinigen-default", "resident")),),
+    traced=(TracePoint(128, 1, 0.1, ("infinigen-default", "resident", "full-device")),),
     trained_prompts=(64,),
     trained_tokens=4,
     histories=(80,),
@@ -152,6 +152,12 @@ def test_all_baselines_are_timed(results: Path) -> None:
     assert {row["context"] for row in found["rows"]} == set(TINY.decode.contexts)
     assert len({row["name"] for row in found["rows"]}) + len(skipped) == len(TINY.decode.baselines)
     assert all("optimum-quanto" in line for line in skipped)
+
+
+def test_steps_are_traced_with_all_kv_on_the_device(results: Path) -> None:
+    rows = {row["baselines"]: row for row in read(results, "trace")["results"]["rows"]}
+    assert list(rows) == list(TINY.traced[0].baselines) and all(row["median_ms"] > 0 for row in rows.values())
+    assert rows["infinigen-default"]["h2d_bytes_per_token"] > rows["full-device"]["h2d_bytes_per_token"] == 0
 
 
 def test_accuracy_is_measured_for_every_policy(results: Path) -> None:
