@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from result_rows import NAMES, RESULTS, Row, load
 from tables import table
@@ -59,8 +60,23 @@ def packed_weights() -> str:
 
 
 def packed_without_bfloat16() -> str:
-    """Like `packed_weights`, but on a processor without bfloat16 instructions."""
-    return _packed(dict.fromkeys((512, 2048), "qwen15/packed/real_speed_avx512"))
+    """Like `packed_weights`, but on a processor without bfloat16 instructions, and also with AVX2 only."""
+    files = {512: "", 2048: "", 8192: "_8k", 16384: "_16k"}
+    found = {context: _by_runtime(f"qwen15/packed/real_speed_avx512{part}", context) for context, part in files.items()}
+    avx2 = _by_runtime("qwen15/packed/real_speed_avx2", 2048)
+    rows = []
+    for runtime, cells in PACKED.items():
+        steps = [by_runtime.get(runtime, {}).get("step") for by_runtime in (*found.values(), avx2)]
+        longest = found[8192][runtime]
+        times = ["" if step is None else f"{step:.0f}" for step in steps]
+        rows.append([*cells, *times, f"{longest['prefill']:.0f}", f"{longest['peak'] / 1024:.1f}"])
+    lengths = [f"{context:,}: ms per token" for context in found]
+    head = ("runtime", "weights", *lengths, "AVX2, 2,048", "8,192: prompt, s", "8,192: memory, GiB")
+    return table(head, rows)
+
+
+def _by_runtime(name: str, context: int) -> dict[str, Any]:
+    return {row["runtime"]: row for row in load(name) if row["context"] == context}
 
 
 def _packed(files: Mapping[int, str]) -> str:
@@ -68,9 +84,7 @@ def _packed(files: Mapping[int, str]) -> str:
 
     `files` maps context lengths to names of result files.
     """
-    by_context = [
-        {row["runtime"]: row for row in load(name) if row["context"] == context} for context, name in files.items()
-    ]
+    by_context = [_by_runtime(name, context) for context, name in files.items()]
     rows = []
     for runtime, cells in PACKED.items():
         found = [by_runtime[runtime] for by_runtime in by_context]
