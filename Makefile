@@ -99,8 +99,9 @@ STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_fa
 # Every case of the tests of which `make test` runs a sample, and more examples of state machines.
 STRESS_sampled := tests/unit/kv_cache/test_pool_properties.py tests/unit/sessions/test_prompt_marks.py \
 	$(sort $(shell grep -rlE "mark.sampled|support.sampling" --include=*.py tests/unit))
-# Kill 50 processes while they save sessions; flip 100 bits.
-STRESS_sessions := tests/unit/sessions/test_reliability.py tests/unit/sessions/test_hybrid_sessions.py
+# Kill 50 processes while they save sessions; flip 100 bits; continue in other processes.
+STRESS_sessions := tests/unit/sessions/test_reliability.py tests/unit/sessions/test_hybrid_sessions.py \
+	tests/unit/sessions/test_portability.py tests/unit/cli/test_processes.py
 # Each model with each policy, feature and beam search.
 STRESS_composition := tests/unit/model_runner/test_sparse_decode.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
 	tests/unit/model_runner/test_in_place.py tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_real_speed.py

@@ -193,6 +193,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
 HYBRIDS = ("qwen3_5", "falcon_h1", "lfm2")
 """Models with recurrent state: the gated delta rule, Mamba-2 beside attention, and short convolutions."""
 
+SHORT_QWEN: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+"""Options for a model of qwen3_5 with one recurrent layer and one attention layer."""
+
 LATENT = "youtu"
 """A model whose keys contain the values, so that only keys are stored."""
 
@@ -276,7 +279,7 @@ def _model(name: str) -> PreTrainedModel:
     if name == USES_EARLIER_KV:
         return architecture(name, vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB)
     if name in (*HYBRIDS, LATENT):
-        return architecture(name, vocab_size=VOCAB)
+        return architecture(name, vocab_size=VOCAB, **(SHORT_QWEN if name == "qwen3_5" else {}))
     if name in EXPERTS:
         return architecture(name, num_hidden_layers=LAYERS, vocab_size=VOCAB, **EXPERTS[name])
     return tiny_model(name, num_hidden_layers=LAYERS, **WINDOWS.get(name, {}))
@@ -302,6 +305,7 @@ TAIL: dict[str, Any] = WINDOW | {"approximate_kv": "int4", "budget": 0.4, "dense
 
 LOW_BITS: dict[str, Any] = WINDOW | {"alpha": 2.0, "max_fraction": 0.1}
 """Options of the default preset, adapted to short contexts. Approximate KV is computed in batches."""
+ALL_LOW_BITS: dict[str, Any] = LOW_BITS | {"dense_layers": ()}
 
 DRAFTS: dict[str, Any] = {"tokens": 2, "adaptive": False}
 GRAPHS: dict[str, Any] = {"cuda_graphs": True, "enable_prefix_caching": False}
@@ -385,18 +389,18 @@ _CELLS = [
     Cell("exact, graphs", "infinigen", drafted, SPARSE, GRAPHS | {"exact": DRAFTS}),
     Cell("hybrid, full", "full", ragged, model="falcon_h1"),
     Cell("hybrid", "infinigen", ragged, SPARSE, model="lfm2"),
-    Cell("hybrid, default", "infinigen", ragged, LOW_BITS, model="qwen3_5"),
+    Cell("hybrid, default", "infinigen", ragged, ALL_LOW_BITS, model="qwen3_5"),
     Cell("hybrid, shared", "full", shared, model="qwen3_5"),
     Cell("hybrid, forks", "full", forked, model="falcon_h1"),
     Cell("hybrid, sessions", "full", session, model="qwen3_5"),
     Cell("hybrid, sessions, sparse", "infinigen", session, SPARSE, model="falcon_h1"),
     Cell("hybrid, prompts", "full", stored, model="qwen3_5"),
-    Cell("hybrid, graphs", "infinigen", padded_states, SPARSE, GRAPHS, model="qwen3_5"),
-    Cell("hybrid, default, graphs", "infinigen", padded_states, LOW_BITS, GRAPHS, model="qwen3_5"),
+    Cell("hybrid, graphs", "infinigen", padded_states, ALL_SPARSE, GRAPHS, model="qwen3_5"),
+    Cell("hybrid, default, graphs", "infinigen", padded_states, ALL_LOW_BITS, GRAPHS, model="qwen3_5"),
     Cell("hybrid, forks, graphs", "infinigen", forked, ALL_SPARSE, {"cuda_graphs": True}, model="falcon_h1"),
     Cell("hybrid, exact, graphs", "infinigen", ragged, ALL_SPARSE, GRAPHS | {"exact": DRAFTS}, model="lfm2"),
     Cell("hybrid, exact", "infinigen", ragged, SPARSE, {"exact": DRAFTS}, model="lfm2"),
-    Cell("hybrid, exact, default", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}, model="qwen3_5"),
+    Cell("hybrid, exact, default", "infinigen", ragged, ALL_LOW_BITS, {"exact": DRAFTS}, model="qwen3_5"),
     Cell("hybrid, exact, sessions", "infinigen", session, SPARSE, {"exact": DRAFTS}, model="falcon_h1"),
     Cell("latent, full", "full", shared, model=LATENT),
     Cell("latent, working set", "infinigen", ragged, SPARSE, {"working_set": 9}, model=LATENT),

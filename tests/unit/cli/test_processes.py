@@ -70,7 +70,7 @@ main(write)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="needs a process: make stress PART=sessions")
 def test_ctrl_c_ends_an_answer_ctrl_d_a_chat_and_a_document_is_continued_after_sigkill(
     tmp_path: Path, cli: Cli
 ) -> None:

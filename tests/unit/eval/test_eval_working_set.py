@@ -14,7 +14,7 @@ from offload_rt.eval.quality.working_set import measure, run_working_set
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
 TEXT = BOOK.read_text(encoding="utf-8")[:40_000]
-CONFIG = PerplexityConfig(512, 1, 496)
+CONFIG = PerplexityConfig(384, 1, 372)
 OPTIONS = {"recent": 16, "budget": 0.1, "dense_layers": (0,)}
 
 

@@ -72,6 +72,12 @@ def test_approximate_attention_without_tokens_is_zero(kernel_device: torch.devic
     assert out.eq(0).all() and lse.isneginf().all()
 
 
+def properties(d: int, group: int, value_bits: int, **other: Any) -> set[Any]:
+    """Return the properties of a shape for which the kernel has code of its own."""
+    return {("bits", value_bits), ("split", d > 128), ("padded", d % 16 > 0), ("programs", group > 16), group == 1}
+
+
+@pytest.mark.sampled(features=properties)
 @pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
 def test_batch_is_merged_with_exact_attention(kernel_device: torch.device, d: int, group: int, value_bits: int) -> None:
     from offload_rt.kernels.triton_low_bit import merge_approximate

@@ -154,8 +154,8 @@ def test_preempted_sequences_are_restored_from_disk(kind: str, tmp_path: Path) -
     swap = Swap(llm.runner, tmp_path)
     swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
     engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
-    prompts = [tiny_prompt(60, seed=seed) for seed in range(4)]
-    requests = [engine.add(prompt, greedy(72)) for prompt in prompts]
+    prompts = [tiny_prompt(118, seed=seed) for seed in range(4)]
+    requests = [engine.add(prompt, greedy(14)) for prompt in prompts]
     while not engine.idle:
         engine.step()
         swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0

@@ -28,7 +28,7 @@ from offload_rt.storage.disk_store import DiskStore
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 LONG = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "16")) // 4
+KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "8")) // 4
 
 
 @pytest.mark.sampled(5)

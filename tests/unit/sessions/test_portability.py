@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.compilers import unoptimised_compiler
+from support.levels import unload
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt import LLM, SamplingParams
@@ -47,24 +48,50 @@ def take_turn_in_subprocess(folder: Path, level: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
-def test_session_continues_at_lower_and_higher_instruction_set_level(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
-    if (compiler := find_compiler()) is not None:
-        monkeypatch.setenv("CC", str(unoptimised_compiler(compiler, tmp_path / "quick")))
-    highest = processor_level()
-    below = available_levels()[: available_levels().index(highest)]
-    if not below:
-        pytest.skip("no level is lower than that of this process")
-    lower = "avx2" if "avx2" in below else below[0]
-    tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2, dtype=torch.bfloat16)
-    run_high, run_low = partial(take_turn, str(tmp_path)), partial(take_turn_in_subprocess, tmp_path, lower)
-    turns = [run_high(), run_low(), run_high()]
-    assert [turn["level"] for turn in turns] == [highest, lower, highest]
-    [artifact] = (tmp_path / "cache").rglob("*.safetensors")
-    assert artifact.parent.name == "skew"
+def assert_turns_continue(turns: list[dict[str, Any]]) -> None:
     for earlier, later in pairwise(turns):
         assert later["before"] == earlier["tokens"] and later["lineage"] == earlier["lineage"]
         assert later["loaded"] == len(earlier["tokens"]) - 1 and len(later["new"]) == 8
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2, dtype=torch.bfloat16)
+    return tmp_path
+
+
+@pytest.fixture
+def lower_level() -> str:
+    below = available_levels()[: available_levels().index(processor_level())]
+    if not below:
+        pytest.skip("no level is lower than that of this process")
+    return "avx2" if "avx2" in below else below[0]
+
+
+def test_session_continues_with_c_code_of_another_level(
+    folder: Path, lower_level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = []
+    for level in (processor_level(), lower_level, processor_level()):
+        monkeypatch.setenv(LEVEL_VARIABLE, level)
+        unload()
+        turns.append(take_turn(str(folder)))
+        assert turns[-1]["level"] == level
+    unload()
+    assert_turns_continue(turns)
+
+
+@pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="needs a process: make stress PART=sessions")
+def test_session_continues_at_lower_and_higher_instruction_set_level(
+    folder: Path, lower_level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(folder / "cache"))
+    if (compiler := find_compiler()) is not None:
+        monkeypatch.setenv("CC", str(unoptimised_compiler(compiler, folder / "quick")))
+    highest = processor_level()
+    run_high, run_low = partial(take_turn, str(folder)), partial(take_turn_in_subprocess, folder, lower_level)
+    turns = [run_high(), run_low(), run_high()]
+    assert [turn["level"] for turn in turns] == [highest, lower_level, highest]
+    [artifact] = (folder / "cache").rglob("*.safetensors")
+    assert artifact.parent.name == "skew"
+    assert_turns_continue(turns)

@@ -27,7 +27,7 @@ from offload_rt.transfer.weights.streamed import BUFFERS
 from offload_rt.utils.units import format_size
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
-LAYERS, CONTEXT, DECODED = 4, 320, 4
+LAYERS, CONTEXT, DECODED = 3, 320, 3
 WINDOW = {"sinks": 4, "recent": 16}
 
 

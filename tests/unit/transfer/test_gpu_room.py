@@ -23,7 +23,7 @@ from support.tiny_models import tiny_checkpoint
 from offload_rt.cli import main
 from offload_rt.errors import MemoryLimitError
 from offload_rt.eval import cli as measures
-from offload_rt.eval.speed import kernels
+from offload_rt.eval.speed import bench, kernels
 from offload_rt.eval.suites import gpu, gpu_parts, gpu_trace, gpu_trained, programs
 from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize, PrefillPoint, TracePoint
 from offload_rt.models import loading
@@ -34,15 +34,15 @@ pytestmark = pytest.mark.slow
 
 TINY = replace(
     SMALL,
-    kernels=kernels.KernelSize(1 << 12, 128, 0.05, 2, 32, 16, 1, programs=(8,), outs=40),
+    kernels=kernels.KernelSize(1 << 12, 64, 0.05, 2, 32, 16, 1, programs=(8,), outs=16),
     decode=replace(SMALL.decode, shape=("tiny",), layers=None if ALL else 1, contexts=(128, 192) if ALL else (128,)),
-    prefills=(PrefillPoint("tiny", 96, ("transformers", "full", "infinigen"), 1),),
+    prefills=(PrefillPoint("tiny", 64, ("transformers", "full", "infinigen"), 1),),
     traced=(TracePoint(128, 1, 0.1, ("infinigen-default", "resident", "full-device")),),
-    trained_prompts=(64,),
-    trained_tokens=4,
+    trained_prompts=(16,),
+    trained_tokens=2,
     histories=(80,),
     policies=("--policies", "infinigen,h2o,quest,streaming" if ALL else "infinigen", "--budgets", "0.2"),
-    perplexity=("--context", "24", "--windows", "1", "--set", "sinks=1", "--set", "recent=2"),
+    perplexity=("--context", "12", "--windows", "1", "--set", "sinks=1", "--set", "recent=2"),
     needles=("--lengths", "160", "--passages", "1", "--kinds", "single"),
 )
 
@@ -109,6 +109,7 @@ def run_all_parts(out: Path, data: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_DATA", str(data))
         patch.setattr(gpu_trace, "WARM_UP", 1)
+        patch.setattr(bench, "WARM_UP", 1)
         patch.setattr(kernels, "WARM_UP", 0)
         patch.setattr(kernels, "REPLAYED", 2 if ALL else 1)
         if not ALL:  # test_triton_packed.py multiplies weights of every format

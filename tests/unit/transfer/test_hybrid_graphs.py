@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import architecture
-from support.cuda_cells import SPARSE, captured_graphs
+from support.cuda_cells import SHORT_QWEN, SPARSE, captured_graphs
 from support.cuda_simulator import Late, Lazy, Schedule, simulated
 from support.hybrids import FAMILIES, random_prompt
 from support.outputs import completed
@@ -26,11 +26,14 @@ from offload_rt.planning.device_plan import costs_for
 # Tiny models have one or two attention layers. Steps are captured only if a layer selects tokens.
 OPTIONS: dict[str, Any] = SPARSE | {"source": "attention_input", "dense_layers": ()}
 PADDED, EXACT = (4, 64), (3, 64)
+SHORT: dict[str, dict[str, Any]] = {"qwen3_5": SHORT_QWEN, "falcon_h1": {"num_hidden_layers": 1}}
+"""Options for models with few layers, of which one has recurrent state and one has attention."""
+
 STEPS = 3  # an eager step, one that captures a graph, and one that only replays it
 
 
 def make_llm(name: str, device: str, *, overrides: dict[str, Any] | None = None, **settings: Any) -> LLM:
-    model: Any = architecture(name, **overrides or {}).to(device)
+    model: Any = architecture(name, **overrides or SHORT.get(name, {})).to(device)
     settings = {"missed_mass_every": 0, "enable_prefix_caching": False} | settings
     return LLM(model, policy_options=OPTIONS, device=device, host_memory="8MiB", verify="off", **settings)
 

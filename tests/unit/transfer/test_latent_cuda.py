@@ -17,14 +17,14 @@ from offload_rt import LLM, SamplingParams
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "default": ("infinigen", LOW_BITS | {"source": "attention_input"}),
-    "rows": ("infinigen", SPARSE | {"source": "attention_input"}),
+    "rows": ("infinigen", SPARSE | {"source": "attention_input", "dense_layers": ()}),
 }
 REAL: dict[str, Any] = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "num_attention_heads": 20,
     "num_key_value_heads": 20,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
 }
 """Options for keys with 576 elements, as in all large latent models. Kernels split these keys and the 20 heads."""
 

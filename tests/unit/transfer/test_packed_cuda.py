@@ -26,7 +26,7 @@ from offload_rt.models.shape import load_shape
 from offload_rt.planning.device_plan import plan_for
 
 pytest.importorskip("triton", reason="triton is not installed")
-SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128, "num_hidden_layers": 2}
+SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128, "num_hidden_layers": 1}
 GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
 
@@ -95,7 +95,7 @@ def test_checkpoint_is_quantised_for_the_device(tmp_path: Path) -> None:
 
 def test_streamed_layers_are_planned_and_copied_as_packed_bytes(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
-    write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE | {"num_hidden_layers": 6})
+    write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE | {"num_hidden_layers": 5})
     config = EngineConfig(
         "full", max_model_len=128, host_memory="4MiB", dtype="float32", verify="off", prefill_chunk_size=512
     )
