@@ -28,7 +28,7 @@ WARM_UP = 4
 """Number of untimed steps. The first steps compile kernels and capture CUDA graphs."""
 
 ROOM = 192
-"""Number of new tokens for which each baseline has slots."""
+"""Number of slots for new tokens in each baseline."""
 
 
 def run_trace(job: GpuJob) -> Iterator[Results]:

@@ -73,7 +73,7 @@ def test_approximate_attention_without_tokens_is_zero(kernel_device: torch.devic
 
 
 def properties(d: int, group: int, value_bits: int, **other: Any) -> set[Any]:
-    """Return the properties of a shape for which the kernel has code of its own."""
+    """Return the properties of a shape that select specialised code in the kernel."""
     return {("bits", value_bits), ("split", d > 128), ("padded", d % 16 > 0), ("programs", group > 16), group == 1}
 
 
