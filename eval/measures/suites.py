@@ -59,7 +59,12 @@ def _real_flags(parser: argparse.ArgumentParser) -> None:
     from ..suites.real import RealSize
 
     data = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data"))
-    parser.add_argument("--models", nargs="+", default=["smollm2", "qwen"], help="folders, or below $OFFLOAD_RT_MODELS")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["smollm2", "qwen"],
+        help="folders or GGUF files, or names below $OFFLOAD_RT_MODELS",
+    )
     parser.add_argument(
         "--parts", type=words, metavar="A,B", help="perplexity,divergence,needles,tasks,ruler,extraction"
     )

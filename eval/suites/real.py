@@ -230,18 +230,18 @@ COLUMNS = (
 )
 
 
-def model_folders(names: Sequence[str]) -> list[Path]:
-    """Return the folders of the models `names`.
+def model_paths(names: Sequence[str]) -> list[Path]:
+    """Return the paths of the models `names`.
 
-    Each name is an existing path, or the name of a folder below $OFFLOAD_RT_MODELS.
+    Each name is an existing path, or the name of a folder or GGUF file below $OFFLOAD_RT_MODELS.
 
     Raises InputError if a model does not exist.
     """
     place = Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
-    found = [Path(name) if Path(name).is_dir() else place / name for name in names]
+    found = [Path(name) if Path(name).exists() else place / name for name in names]
     for path in found:
-        if not (path / "config.json").is_file():
-            raise InputError(f"there is no model in {str(path)!r}: run `make real` to fetch it, or name another folder")
+        if not (path.is_file() and path.suffix == ".gguf") and not (path / "config.json").is_file():
+            raise InputError(f"there is no model in {str(path)!r}: run `make real` to fetch it, or name another model")
     return found
 
 
@@ -265,9 +265,9 @@ def run_real(
     """
     for part in parts:
         check_choice("part", part, PARTS)
-    for folder in model_folders(names):
-        tested = ModelUnderTest(str(folder), dtype=cast(DType, size.dtype), batch=4)
+    for path in model_paths(names):
+        tested = ModelUnderTest(str(path), dtype=cast(DType, size.dtype), batch=4)
         for part in parts:
             until = time.monotonic() + 60 * minutes
-            say(f"{folder.name}: {part}")
-            PARTS[part](Real(tested, size, out / folder.name, data, until, say, chosen))
+            say(f"{path.name}: {part}")
+            PARTS[part](Real(tested, size, out / path.name, data, until, say, chosen))
