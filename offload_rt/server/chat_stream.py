@@ -42,12 +42,12 @@ async def prepare(
     Args:
         max_tokens: Maximum number of new tokens that the client requested.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Required format of the response. It takes precedence over a required tool call.
+        structured: Required format of the response. If a tool call is required, it is ignored, as in OpenAI's API.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
-    forced = {} if structured else forced_call(conversation)
+    forced = forced_call(conversation)
     tokens = service.limits.max_new_tokens(len(ids), max_tokens)
-    guided = structured or forced
+    guided = forced or structured or {}
     fields = {**sampling, **guided}
     if not guided and needs_special_tokens(service.tools, service.reasoning, offered=conversation.offered is not None):
         fields["skip_special_tokens"] = False

@@ -66,7 +66,8 @@ def check(condition: bool, message: str) -> None:
 def check_types(config: Any) -> None:
     """Check those fields of a frozen dataclass whose type is bool, int, float, str, None or a union of these.
 
-    Numbers from other libraries, such as numpy, are converted. Fields of other types are not checked.
+    Numbers from other libraries, such as numpy, are converted, and so are integers in fields of type float. Fields of
+    other types are not checked.
 
     Raises:
         ConfigError: A field has a value of another type.
@@ -92,7 +93,9 @@ def _number(value: Any, kinds: set[type]) -> int | float | None:
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
             number = index(value)
-            return number if abs(number) < LARGEST or float not in kinds else None
+            if int in kinds:
+                return number if abs(number) < LARGEST or float not in kinds else None
+            return float(number) if abs(number) < LARGEST else None  # transformers refuses an int temperature
         if float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
             return float(value)
     # for example because `value` is an array with several elements

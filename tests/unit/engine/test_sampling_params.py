@@ -137,6 +137,12 @@ def test_a_stop_token_ends_an_answer_after_min_tokens() -> None:
     )
 
 
+def test_whole_numbers_may_be_integers() -> None:
+    free = {"max_tokens": 3, "seed": 1, "repetition_penalty": 2, "temperature": 2, "min_p": 0, "top_p": 1}
+    as_floats = {name: float(free[name]) for name in ("repetition_penalty", "temperature", "min_p", "top_p")}
+    assert generate(**free).token_ids == generate(**free | as_floats).token_ids
+
+
 class CountingProcessor(LogitsProcessor):
     """Processor that forces token ids 10, 11 and so on, one per call. It raises an error when it reaches `last`."""
 

@@ -160,7 +160,9 @@ def test_required_tool_calls_follow_their_schema(url: str) -> None:
             assert got.finish_reason == "tool_calls" and 1 <= len(calls) <= (MAX_CALLS if choice == "required" else 1)
             for call in calls:
                 assert call.function.name in names and json.loads(call.function.arguments)["who"] in ("Dick", "Joan")
-        once = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
+        once = client.chat.completions.create(
+            **asked, tool_choice="required", parallel_tool_calls=False, response_format={"type": "json_object"}
+        )
         assert len(once.choices[0].message.tool_calls or ()) == 1
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
         with pytest.raises(openai.BadRequestError):
