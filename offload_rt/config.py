@@ -127,9 +127,9 @@ class EngineConfig:
             device, or as many as fit in `device_memory`.
         embedding_on_host: Keep the embedding in host memory and copy only the rows of the tokens. Not available if the
             output head shares the embedding's weights.
-        max_model_len: Maximum number of tokens of a sequence. The use of `device_memory` is planned for this length,
-            and length-dependent RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the
-            KV cache.
+        max_model_len: Maximum number of tokens of a sequence. Longer sequences are refused. The use of `device_memory`
+            is planned for this length, and length-dependent RoPE scaling (longrope, dynamic) uses it. None uses the
+            model's maximum, limited by the KV cache.
         host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
         snapshot_memory: Part of `host_memory`, in bytes, for snapshots of recurrent state (hybrid models). None uses an
             eighth of `host_memory`. If not even one snapshot fits, prefixes are not shared.

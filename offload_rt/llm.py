@@ -157,8 +157,8 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum total length of prompt and output in tokens. It is limited by the model and by memory."""
-        return max_length(self.geometry.max_positions, self.runner.check_fits)
+        """Maximum length of prompt and output in tokens, limited by the model, by memory and by the configuration."""
+        return max_length(self.runner.max_positions, self.runner.check_fits)
 
     @property
     def last_stats(self) -> Stats | None:

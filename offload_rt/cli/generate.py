@@ -138,12 +138,12 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
     Raise InputError if the prompt does not fit in the context and `--truncate` is not set.
     """
     ids, wanted = llm.encode(text), args.prompt_tokens
-    available = llm.geometry.max_positions - max_tokens
+    available = llm.runner.max_positions - max_tokens
     if wanted is None:
         if available < 1:
             raise InputError(
                 f"--max-new-tokens {max_tokens} leaves no tokens for a prompt: the context "
-                f"length of {llm.name} is {llm.geometry.max_positions:,} tokens"
+                f"length of {llm.name} is {llm.runner.max_positions:,} tokens"
             )
         return shortened(ids, available, args.truncate, args.prompt_file or "the prompt")
     if not 1 <= wanted <= len(ids):
@@ -154,7 +154,7 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
 def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     _, ids = llm.chat_prompt([*system, {"role": "user", "content": text}])
-    available = llm.geometry.max_positions - max_tokens
+    available = llm.runner.max_positions - max_tokens
     if len(ids) <= available:
         return ids
     message_ids = llm.encode(text, special_tokens=False)

@@ -158,7 +158,7 @@ def _report(llm: LLM, document: Document, console: Console) -> None:
     if document.removed_tokens:
         context += (
             f"; the oldest {document.removed_tokens:,} but the first were removed, because the context length of "
-            f"{llm.name} is {llm.geometry.max_positions:,}"
+            f"{llm.name} is {llm.runner.max_positions:,}"
         )
     lines.append(context)
     if document.stats is not None:

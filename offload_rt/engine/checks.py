@@ -42,11 +42,16 @@ def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
         raise InputError(f"token id {wrong} is not in the vocabulary of {model.name} (0-{vocab - 1})")
 
 
-def check_positions(tokens: int, model: LoadedModel) -> None:
-    """Raise ModelError if the model has no position embeddings for `tokens` tokens.
+def check_positions(tokens: int, model: LoadedModel, max_model_len: int | None) -> None:
+    """Raise ModelError if the model has no position embeddings for `tokens` tokens, or if `max_model_len` is less.
 
     Warn if `tokens` exceeds the context length that the model was trained for.
     """
+    if max_model_len is not None and tokens > max_model_len:
+        raise ModelError(
+            f"prompt and new tokens need {tokens} positions, and max_model_len={max_model_len}: shorten the prompt, "
+            "lower max_tokens, or raise max_model_len"
+        )
     geometry = model.adapter.geometry
     if tokens <= geometry.max_positions:
         return

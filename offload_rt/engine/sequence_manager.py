@@ -100,10 +100,16 @@ class SequenceManager:
             self.snapshots.note_shared_tokens(sequence, reuse if diverged_at is None else diverged_at)
         return sequence
 
+    @property
+    def max_positions(self) -> int:
+        """Context length of the model, or the option `max_model_len` if it is lower."""
+        trained = self.adapter.geometry.max_positions
+        return min(trained, self.config.max_model_len or trained)
+
     def check_fits(self, tokens: int) -> None:
-        check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
+        check_positions(tokens, self.model, self.config.max_model_len)
         if not self.cache_manager.evicts:
             self.pool.check_fits(tokens)
 

@@ -62,7 +62,7 @@ class Service:
         self.names = options.served_model_names or (_default_name(engine.llm.name),)
         self.name = self.names[0]
         self.created = int(time.time())
-        self.limits = limits = TokenLimits(engine.llm.geometry.max_positions, engine.llm.max_model_len, options)
+        self.limits = limits = TokenLimits(engine.llm.runner.max_positions, engine.llm.max_model_len, options)
         self.prompts = Prompts(engine.llm.tokenizer, limits)
         self.metrics = Metrics(self.engines, self.name)
         self.tools = tool_parser(options.tool_parser, self.prompts.template)

@@ -89,7 +89,7 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
 def tokens_after(kv: SessionKV, new: int) -> int:
     """Return how many tokens `truncate_for` leaves in the session."""
     geometry, tokens = kv.runner.adapter.geometry, len(kv.history.tokens)
-    kept = last_kept(tokens, new, geometry.max_positions)
+    kept = last_kept(tokens, new, kv.runner.max_positions)
     return tokens if kept == tokens or geometry.absolute_positions else kept + SINKS
 
 

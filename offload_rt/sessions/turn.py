@@ -71,7 +71,7 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
 
 
 def _check_overflow(kv: SessionKV, new: int) -> None:
-    most, tokens = kv.runner.adapter.geometry.max_positions, len(kv.history.tokens)
+    most, tokens = kv.runner.max_positions, len(kv.history.tokens)
     if kv.context.options.overflow == "error" and tokens + new > most:
         raise ModelError(
             f"session {kv.history.name!r} has {tokens:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
@@ -143,7 +143,7 @@ class Turn(StoredRequest):
             return
         self._computed = history.computed
         self.prompt = Prompt(self.prompt.id, (*self._kept, *self._tokens.added))
-        most = self.kv.runner.adapter.geometry.max_positions
+        most = self.kv.runner.max_positions
         warnings.warn(
             f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
             "tokens, except the first ones, were removed (overflow='error' raises an error instead)",

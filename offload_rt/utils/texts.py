@@ -47,7 +47,7 @@ def read_file(path: str) -> str:
     if "\0" in text:
         raise InputError(f"{path!r} is a binary file: it contains NUL bytes; use a plain text file in UTF-8")
     if not text.strip():
-        raise InputError(f"{path!r} is empty: it needs text to continue")
+        raise InputError(f"{path!r} is empty: pass a file that contains text")
     return text
 
 

@@ -134,7 +134,7 @@ class _Writer:
         self._params = draft.params()
         eos = frozenset() if self._params.ignore_eos else llm.runner.model.eos_token_ids
         self._ends = eos.union(self._params.stop_token_ids)
-        self._positions = llm.geometry.max_positions
+        self._positions = llm.runner.max_positions
         self._times: deque[float] = deque(maxlen=RATE_TOKENS)
         self._unfinished: list[int] = []  # generated tokens of the current turn
         self._headings: dict[int, list[int]] = {}

@@ -79,7 +79,7 @@ class ScriptedEngine:
             name="scripted",
             geometry=geometry,
             max_model_len=4096,
-            runner=SimpleNamespace(policy=policy),
+            runner=SimpleNamespace(policy=policy, max_positions=4096),
             get_default_sampling_params=lambda **fields: SamplingParams(**({"top_k": 11} | fields)),
         )
 

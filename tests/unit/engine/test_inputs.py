@@ -209,6 +209,21 @@ def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
             call([1, beyond])  # type: ignore[operator]
 
 
+def test_sequences_longer_than_max_model_len_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
+    with LLM(model, policy="full", max_model_len=70, host_memory="4MiB") as llm:
+        assert llm.max_model_len == 70
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        assert len(llm.generate(tiny_prompt(64), params)[0].outputs[0].token_ids) == 6
+        with pytest.raises(ModelError, match="need 71 positions, and max_model_len=70: shorten"):
+            llm.generate(tiny_prompt(65), params)
+        session = llm.session("long", tmp_path)
+        list(session.send(tiny_prompt(60), params))
+        with pytest.warns(UserWarning, match="would outgrow the 70 positions"):
+            list(session.send(tiny_prompt(20), params))
+        assert len(session.tokens) <= 70
+
+
 def test_a_closed_runtime_computes_nothing() -> None:
     llm = LLM(tiny_model("llama"), host_memory="4MiB", policy="full")
     events = llm.stream([1, 2, 3], SamplingParams(max_tokens=5))

@@ -190,7 +190,7 @@ def test_prompts_that_can_never_fit_are_not_tokenized(monkeypatch: pytest.Monkey
 def test_a_long_prompt_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TokenizationRecorder(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
-    engine.llm.geometry.max_positions = engine.llm.max_model_len = 10**7
+    engine.llm.runner.max_positions = engine.llm.max_model_len = 10**7
     long = {"prompt": "It was a dark night. " * 15_000, "max_tokens": 2}
     with run_server(engine) as url, ThreadPoolExecutor(2) as threads:
         leaving = httpx2.Client(base_url=url, timeout=0.5)
