@@ -92,10 +92,12 @@ def _load(
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     placement: Placement = ON_DEVICE,
 ) -> LoadedModel:
+    # Keys of a given skew artifact are not scaled.
+    quantised_kv = config.kv_cache_dtype != "auto" and config.skew is None
     loaded = load_model(
         model, tokenizer=config.tokenizer if tokenizer is None else tokenizer, device=config.device,
         dtype=config.dtype, placement=placement, verify=config.verify, hub=hub_of(config),
-        max_model_len=config.max_model_len, quantize=config.quantize,
+        max_model_len=config.max_model_len, quantize=config.quantize, quantised_kv=quantised_kv,
     )  # fmt: skip
     check_kernels(loaded.adapter.geometry.head_dim, loaded.adapter.device, loaded.name)
     if loaded.host_table is not None and reads_host_addresses():

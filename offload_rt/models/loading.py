@@ -33,6 +33,7 @@ from .checkpoint import (
 from .checkpoint_cache import CheckpointCache
 from .fingerprint import WeightChangeDetector, cached_fingerprint, fingerprint
 from .importing import conversion_of, packed_source
+from .key_balance import balance_keys, balanced_fingerprint, has_unbalanced_keys
 from .linear import GGUF_NOTE, backend_of, packing, packing_of, use_backends
 from .linear.quantize import quantize_layers
 from .multimodal import is_multimodal, text_config
@@ -125,6 +126,7 @@ def load_model(
     hub: Hub = DEFAULT_HUB,
     max_model_len: int | None = None,
     quantize: Quantize = "auto",
+    quantised_kv: bool = False,
 ) -> LoadedModel:
     """Load a model, or prepare a loaded transformers model. For `device`, `dtype` and `quantize`, see `EngineConfig`.
 
@@ -137,6 +139,8 @@ def load_model(
         verify: See `EngineConfig`. If any weights stay in host memory, the model is verified on the CPU.
         hub: Options for downloading the checkpoint, and the tokenizer if it is given by name.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
+        quantised_kv: Whether the KV cache will be quantised. The keys of some checkpoints are then scaled
+            (`key_balance.py`).
 
     Raises:
         ModelError: The model is unsupported, missing, incomplete or damaged, or fails verification.
@@ -150,8 +154,11 @@ def load_model(
         source = find_source(model, hub)
         if (conversion := conversion_of(source, quantize, target)) is not None:
             source = packed_source(conversion)
-        identify = partial(cached_fingerprint, cache=CheckpointCache(source))
-        model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len, quantize)
+        model, balanced = _read_checkpoint(
+            source, target, dtype, placement, verify, max_model_len, quantize, quantised_kv
+        )
+        cached = balanced_fingerprint if balanced else cached_fingerprint
+        identify = partial(cached, cache=CheckpointCache(source))
     else:
         if quantize in ("int4", "int8"):
             raise ConfigError(f"quantize={quantize!r} changes weights while they are loaded: pass the model's folder")
@@ -177,7 +184,9 @@ def _read_checkpoint(
     verify: Verify,
     max_model_len: int | None,
     quantize: Quantize,
-) -> PreTrainedModel:
+    quantised_kv: bool,
+) -> tuple[PreTrainedModel, bool]:
+    """Return the model, and whether its keys were balanced."""
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
@@ -189,6 +198,8 @@ def _read_checkpoint(
     torch_dtype = resolve_dtype(dtype, source, declared_dtype(source, config), device)
     loaded = read_weights(source, config, load_device, torch_dtype, offloaded=offloaded)
     fix_rope_scaling(loaded, max_model_len)
+    if balanced := quantised_kv and has_unbalanced_keys(loaded):
+        balance_keys(loaded)
     with as_model_error(f"cannot quantise the weights of {source}"):
         quantize_checkpoint(loaded, quantize, device)
         if keeps_table:
@@ -196,7 +207,7 @@ def _read_checkpoint(
         if on_host and not placement:
             loaded.to(device)  # type: ignore[arg-type]
     use_backends(loaded, device)
-    return loaded
+    return loaded, balanced
 
 
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torch.device) -> None:

@@ -1,0 +1,69 @@
+"""Scale the channels of keys so that a quantised KV cache loses less.
+
+Channels of a key that are quantised together share a step size, so one large channel increases the error of all others.
+In Qwen2 and Qwen2.5, the bias of the key projection makes some channels of each head much larger than the rest.
+
+The rows of `k_proj` are divided by scales, and the rows of `q_proj` are multiplied by them. Attention scores stay the
+same, because the two channels that RoPE rotates together share a scale. All scales are powers of two, so no number is
+rounded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .checkpoint_cache import CheckpointCache
+from .fingerprint import cached_fingerprint
+from .weights import attention_of, decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MODEL_TYPES = ("qwen2", "qwen2_moe")
+"""Models with a bias in the key projection, RoPE over the whole head, and no norm of queries and keys."""
+
+
+def has_unbalanced_keys(model: PreTrainedModel) -> bool:
+    """Return whether `balance_keys` supports the model. It does not support packed weights."""
+    return model.config.model_type in _MODEL_TYPES and all(
+        type(projection) is nn.Linear
+        for layer in decoder_layers(model)
+        for projection in (attention_of(layer).q_proj, attention_of(layer).k_proj)
+    )
+
+
+@torch.no_grad()
+def balance_keys(model: PreTrainedModel) -> None:
+    """Scale the key and query projections of all layers in place."""
+    for layer in decoder_layers(model):
+        attention, norm = attention_of(layer), layer.get_parameter("input_layernorm.weight")
+        scales = key_scales(attention.k_proj, norm, attention.head_dim)
+        inverse = 1 / scales.flatten()
+        attention.k_proj.weight.mul_(inverse[:, None])
+        attention.k_proj.bias.mul_(inverse)
+        of_queries = scales.repeat_interleave(attention.num_key_value_groups, dim=0).flatten()
+        attention.q_proj.weight.mul_(of_queries[:, None])
+        attention.q_proj.bias.mul_(of_queries)
+
+
+def key_scales(k_proj: nn.Linear, norm: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return the scales `[Hkv, d]`: square roots of the estimated sizes of the channels, relative to the head's mean.
+
+    A channel's size is estimated for inputs whose elements are independent, with mean 0 and variance 1 before they are
+    multiplied by `norm` `[D]`. Scaling by the square root instead of the size itself loses least.
+    """
+    squares = (k_proj.weight.float() * norm.float()).square().sum(1) + k_proj.bias.float().square()
+    pairs = squares.view(-1, 2, head_dim // 2).mean(1)  # RoPE rotates the channels c and c + d / 2 together
+    sizes = pairs.sqrt()
+    exponents = (sizes / sizes.mean(1, keepdim=True)).log2().div(2).round()
+    return exponents.repeat(1, 2).exp2().to(k_proj.weight.dtype)
+
+
+def balanced_fingerprint(model: PreTrainedModel, cache: CheckpointCache) -> str:
+    """Return the fingerprint of a model with balanced keys. Its keys do not fit the original's skew artifacts."""
+    original = cached_fingerprint(model, cache)  # does not read the weights if it was cached for this checkpoint
+    return hashlib.sha256(f"{original} with balanced keys".encode()).hexdigest()
