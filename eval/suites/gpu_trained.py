@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...llm import LLM
 from ...sampling_params import SamplingParams
+from ...utils.prefixes import common_prefix
 from . import programs
 from .gpu_job import GpuJob, Results
 from .programs import CLI, KEPT_OUTPUT
@@ -53,7 +54,7 @@ def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[
             llm = LLM(str(folder), policy=policy, dtype=dtype, device=job.device.type, enable_prefix_caching=False)
             tokens, seconds, stats = _generated(job, llm, prompt)
             del llm
-            same = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b), len(wanted))
+            same = common_prefix(tokens, wanted)
             row = {"prompt": length, "policy": policy, "tokens": len(wanted), "equal tokens": same} | seconds
             if same < len(wanted):
                 row["margin of the first difference"] = _margin(model, prompt + wanted[:same])
