@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from .utils.config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
-from .utils.units import parse_size
+from .utils.config_fields import Size, check, check_choice, check_fields, check_mapping, from_mapping, option
 
 Source = Literal["attention_input", "normed_input", "residual"]
 SkewMethod = Literal["svd", "balanced"]
@@ -20,12 +18,6 @@ Protected = Literal["window", "none"]
 Verify = Literal["auto", "always", "off"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Quantize = Literal["auto", "none", "int4", "int8"]
-
-Size = Annotated[int, "bytes"]
-"""Size in bytes. A configuration also accepts text such as "200GiB"."""
-
-Duration = Annotated[float, "seconds"]
-"""Duration in seconds. A configuration also accepts text such as "7d"."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,8 @@ class DraftOptions:
     model: str | None = option(None, help="draft model", metavar="MODEL", flag="--draft-model")
 
     def __post_init__(self) -> None:
-        check_types(self)
         check_choice("draft method", self.method, get_args(DraftName))
+        check_fields(self)
         named = self.method in ("model", "lookup+model")
         check(not named or self.model is not None, f"draft method={self.method!r} needs a draft model: set `model`")
         check(
@@ -278,24 +270,12 @@ class EngineConfig:
             "policy_options": _parsed_options(self.policy_options),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "device_memory": _parsed_size(self.device_memory, "device_memory"),
-            "device_kv_memory": _parsed_size(self.device_kv_memory, "device_kv_memory"),
-            "host_memory": _parsed_size(self.host_memory, "host_memory"),
-            "snapshot_memory": _parsed_size(self.snapshot_memory, "snapshot_memory"),
-            "disk": _parsed_path(self.disk, "disk"),
-            "disk_limit": _parsed_size(self.disk_limit, "disk_limit"),
             "eviction": _parsed_eviction(self.eviction),
             "exact": _parsed_exact(self.exact, self.policy),
-            "skew": _parsed_path(self.skew, "skew"),
-            "swap": _parsed_path(self.swap, "swap"),
-            "download_dir": _parsed_path(self.download_dir, "download_dir"),
         }
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
-        check_types(self)
-        check_choice("verify", self.verify, get_args(Verify))
-        check_choice("quantize", self.quantize, get_args(Quantize))
-        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVFormatName))
+        check_fields(self)
         check(
             self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"
         )
@@ -339,10 +319,6 @@ class EngineConfig:
         return device == "cuda" and (self.device_memory is None if self.cuda_graphs is None else self.cuda_graphs)
 
 
-def _parsed_size(size: int | str | None, name: str) -> int | None:
-    return None if size is None else parse_size(size, name)
-
-
 def _parsed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     if options is None:
         return {}
@@ -350,17 +326,6 @@ def _parsed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     wrong = next((key for key in options if not isinstance(key, str)), None)
     check(wrong is None, f"policy_options has the key {wrong!r:.80}; keys must be strings")
     return dict(options)
-
-
-def _parsed_path(path: str | os.PathLike[str] | None, name: str) -> Path | None:
-    if path is None:
-        return None
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    check(
-        isinstance(text, str) and "\0" not in text,
-        f"{name}={path!r:.80} is {type(path).__name__}; it must be a path",
-    )
-    return Path(path).expanduser()
 
 
 def _parsed_eviction(eviction: EvictionOptions | str | Mapping[str, Any] | None) -> EvictionOptions | None:

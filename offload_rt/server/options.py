@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from ..config import Duration, Size
-from ..utils.config_fields import check, check_choice, check_types, option
-from ..utils.units import parse_duration, parse_size
+from ..utils.config_fields import Duration, Size, check, check_fields, option
 
 ToolParser = Literal[
     "auto",
@@ -124,13 +122,7 @@ class ServerOptions:
     log_prompts: bool = option(False, help="write prompts and responses to the log", group="server")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
-        for name in ("timeout", "head_timeout", "send_timeout", "grace"):
-            object.__setattr__(self, name, parse_duration(getattr(self, name), name))
-        check_types(self)
-        check_choice("tool_parser", self.tool_parser, get_args(ToolParser))
-        check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningParser))
-        check_choice("log_format", self.log_format, get_args(LogFormat))
+        check_fields(self)
         check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 chooses a free port")
         for name in ("max_waiting", "max_tokens_limit", "max_engines", "max_connections"):
             value = getattr(self, name)
