@@ -185,7 +185,7 @@ class EngineConfig:
     )
     experts_on_device: int | None = option(
         None, help="experts per layer on the device; others are copied on demand", metavar="N",
-        group="device", plans=True,
+        group="device", plans=True, least=1,
     )  # fmt: skip
     embedding_on_host: bool = option(
         False,
@@ -194,7 +194,7 @@ class EngineConfig:
         plans=True,
     )
     max_model_len: int | None = option(
-        None, help="maximum number of tokens of a sequence (default: the model's)", metavar="N", group="device"
+        None, help="maximum number of tokens of a sequence (default: the model's)", metavar="N", group="device", least=1
     )
     host_memory: Size | None = option(None, help="limit on KV in host memory, such as 200GiB", group="pool", plans=True)
     snapshot_memory: Size | None = option(
@@ -216,7 +216,7 @@ class EngineConfig:
     swap: Path | None = option(None, help="folder for KV of preempted requests", metavar="DIR")
     missed_mass_every: int | None = option(
         None, help="steps between measurements of the missed attention mass; 0: never (default: 16; 0 on a GPU)",
-        metavar="N", group="device",
+        metavar="N", group="device", least=0,
     )  # fmt: skip
     working_set: int = option(
         0,
@@ -224,6 +224,7 @@ class EngineConfig:
         metavar="ROWS",
         group="device",
         plans=True,
+        least=0,
     )
     device_kv_memory: Size | None = option(
         None, help="device memory for copies of KV, such as 20GiB", group="device", plans=True
@@ -237,12 +238,12 @@ class EngineConfig:
     )  # fmt: skip
     prefill_chunk_size: int | None = option(
         None, help="prompt tokens computed together (default: 512; 2048 on a GPU)", metavar="N",
-        group="device", plans=True,
+        group="device", plans=True, least=1,
     )  # fmt: skip
     max_num_batched_tokens: int = option(
-        512, help="prompt tokens prefilled per step while other requests decode", metavar="N"
+        512, help="prompt tokens prefilled per step while other requests decode", metavar="N", least=1
     )
-    max_num_seqs: int = option(32, help="maximum number of sequences decoded together", metavar="N")
+    max_num_seqs: int = option(32, help="maximum number of sequences decoded together", metavar="N", least=1)
     verify: Verify = option("auto", help="load-time verification against transformers", group="device")
     tokenizer: str | None = option(
         None, help="folder or hub id of another tokenizer (default: the model's)", metavar="DIR|ID", group="hub"
@@ -277,13 +278,6 @@ class EngineConfig:
             object.__setattr__(self, name, value)
         check_fields(self)
         check(
-            self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"
-        )
-        for name in ("experts_on_device", "prefill_chunk_size", "max_num_batched_tokens", "max_num_seqs"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"{name}={value} must be at least 1")
-        check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
-        check(
             self.device_memory is None or self.exact is None or self.exact.model is None,
             "device_memory is planned for one model only and cannot be combined with a draft model: remove one of them",
         )
@@ -309,10 +303,6 @@ class EngineConfig:
                 self.device_kv_memory is None or not getattr(self, name),
                 f"device_kv_memory cannot be combined with {name}: remove one of them",
             )
-        check(
-            self.working_set >= 0,
-            f"working_set={self.working_set} must not be negative (KV entries per layer and KV head; 0 disables it)",
-        )
 
     def replays(self, device: str) -> bool:
         """Return whether decode steps on a `device` ("cpu", "cuda") are replayed as CUDA graphs."""

@@ -73,15 +73,18 @@ class ServerOptions:
         group="server",
     )
     accept_any_model: bool = option(False, help="accept requests for any model name", group="server")
-    max_waiting: int = option(256, help="maximum number of waiting requests, then 429", metavar="N", group="limits")
+    max_waiting: int = option(
+        256, help="maximum number of waiting requests, then 429", metavar="N", group="limits", least=1
+    )
     max_tokens_limit: int | None = option(
-        None, help="maximum number of new tokens per request", metavar="N", group="limits"
+        None, help="maximum number of new tokens per request", metavar="N", group="limits", least=1
     )
     max_engines: int = option(
         1,
         help="maximum number of engines: one for each policy in use, including the default",
         metavar="N",
         group="limits",
+        least=1,
     )
     max_body: Size = option(16 << 20, help="maximum size of a request", group="limits")
     timeout: Duration = option(600.0, help="maximum duration of a request", group="limits")
@@ -90,6 +93,7 @@ class ServerOptions:
         help="maximum number of open connections (default: half of the file descriptors)",
         metavar="N",
         group="limits",
+        least=1,
     )
     head_timeout: Duration = option(10.0, help="time for the head of a request to arrive", group="limits")
     send_timeout: Duration = option(
@@ -124,9 +128,6 @@ class ServerOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 chooses a free port")
-        for name in ("max_waiting", "max_tokens_limit", "max_engines", "max_connections"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check(self.max_body >= 1024, f"max_body={self.max_body} must be at least 1KiB")
         check(all(self.api_keys), "an API key must not be empty")
 

@@ -55,6 +55,7 @@ class Option:
     plans: bool = False  # Whether memory demand depends on the option. If so, the command `info` has the flag.
     # Value that has no effect. It is left out of KV provenance keys, so that earlier keys stay valid.
     neutral: Any = NEVER
+    least: int | None = None  # smallest allowed value of a number
     stored_name: str | None = None  # earlier name of the field, which KV provenance keys use, or None
 
 
@@ -77,10 +78,10 @@ def check_fields(config: Any) -> None:
 
     Fields of type `Size`, `Duration` and `Path` are parsed. Fields of type bool, int, float, str, None or a union of
     these are checked, and numbers from other libraries, such as numpy, are converted. Fields of a `Literal` type must
-    have one of its values. Fields of other types are not checked.
+    have one of its values. Fields of other types are not checked. Numbers must be at least `Option.least`.
 
     Raises:
-        ConfigError: A field has a value of another type, or an unknown value.
+        ConfigError: A field has a value of another type, or a value that is not allowed.
     """
     cls: Any = type(config)
     for name, rule in _rules(cls).items():
@@ -92,9 +93,13 @@ def check_fields(config: Any) -> None:
             if number is None:
                 wanted = " or ".join(_CALLED[kind] for kind in (bool, int, float, str, NoneType) if kind in rule.kinds)
                 raise ConfigError(f"{name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
-            object.__setattr__(config, name, number)
+            value = number
+            object.__setattr__(config, name, value)
         if rule.choices:
             check_choice(name, value, rule.choices)
+        if rule.least is not None and value is not None and not value >= rule.least:
+            wanted = f"be at least {rule.least}" if rule.least else "not be negative"
+            raise ConfigError(f"{name}={value} must {wanted}")
 
 
 class _Rule(NamedTuple):
@@ -104,17 +109,19 @@ class _Rule(NamedTuple):
     optional: bool
     kinds: set[type] | None
     choices: tuple[str, ...]
+    least: int | None
 
 
 @cache  # sampling parameters are checked per request
 def _rules(cls: Any) -> dict[str, _Rule]:
     rules, hints = {}, field_types(cls)
-    for name in (each.name for each in fields(cls)):
-        hint = hints[name]
+    for each in fields(cls):
+        hint = hints[each.name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         parse = next((_PARSERS[part] for part in parts if part in _PARSERS), None)
         choices = get_args(hint) if get_origin(hint) is Literal else ()
-        rules[name] = _Rule(parse, NoneType in parts, _scalars(hint), choices)
+        least = each.metadata["option"].least if "option" in each.metadata else None
+        rules[each.name] = _Rule(parse, NoneType in parts, _scalars(hint), choices, least)
     return rules
 
 
