@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import embedding, kv_runs, lists, low_bit_lists, pool_rows, reference
+from . import kv_runs, lists, low_bit_lists, pool_rows, reference
 from .lists import Scores
 
 P = ParamSpec("P")
@@ -34,7 +34,6 @@ def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> 
 
     @wraps(reference_function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        # Never a tensor of the KV pool, which may be in page-locked host memory.
         argument: Any = args[on]
         function = reference_function
         if uses_triton(argument.scores if isinstance(argument, Scores) else argument):
@@ -60,7 +59,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return rotated
 
 
-embedding_part = _by_device(embedding.embedding_part, "triton_embedding", on=1)
+embedding_part = _by_device(reference.embedding_part, "triton_embedding", on=1)
 gather_rows = _by_device(pool_rows.gather_rows, "triton_gather", on=1)
 gather_tokens = _by_device(pool_rows.gather_tokens, "triton_gather", on=1)
 gather_slots = _by_device(lists.gather_slots, "triton_gather", on=1)

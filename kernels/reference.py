@@ -1,4 +1,4 @@
-"""Attention over gathered KV, RMSNorm and RoPE in torch: the reference implementations of the faster kernels.
+"""Attention over gathered KV, norms, RoPE and embeddings in torch: reference implementations of the faster kernels.
 
 Scores, softmax and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). The softmax weights
 are multiplied by the values in the dtype of the values.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 CACHE_BYTES = 8 << 20
 """Number of bytes of keys that fit in the caches of a processor."""
@@ -107,3 +108,11 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     """
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     return (wide * cos).add_(wide.roll(x.shape[-1] // 2, dims=-1).mul_(sin)).to(x.dtype)
+
+
+def embedding_part(part: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows `ids` `[T]` of `part` `[V, P]`, on the device of `ids`.
+
+    `part` contains some columns of an embedding table and may be in host memory.
+    """
+    return F.embedding(ids.to(part.device), part).to(ids.device)

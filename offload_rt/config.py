@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from .utils.config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
-from .utils.units import parse_size
+from .utils.config_fields import Size, check, check_choice, check_fields, check_mapping, from_mapping, option
 
 Source = Literal["attention_input", "normed_input", "residual"]
 SkewMethod = Literal["svd", "balanced"]
@@ -20,12 +18,6 @@ Protected = Literal["window", "none"]
 Verify = Literal["auto", "always", "off"]
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Quantize = Literal["auto", "none", "int4", "int8"]
-
-Size = Annotated[int, "bytes"]
-"""Size in bytes. A configuration also accepts text such as "200GiB"."""
-
-Duration = Annotated[float, "seconds"]
-"""Duration in seconds. A configuration also accepts text such as "7d"."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,8 @@ class DraftOptions:
     model: str | None = option(None, help="draft model", metavar="MODEL", flag="--draft-model")
 
     def __post_init__(self) -> None:
-        check_types(self)
         check_choice("draft method", self.method, get_args(DraftName))
+        check_fields(self)
         named = self.method in ("model", "lookup+model")
         check(not named or self.model is not None, f"draft method={self.method!r} needs a draft model: set `model`")
         check(
@@ -193,7 +185,7 @@ class EngineConfig:
     )
     experts_on_device: int | None = option(
         None, help="experts per layer on the device; others are copied on demand", metavar="N",
-        group="device", plans=True,
+        group="device", plans=True, least=1,
     )  # fmt: skip
     embedding_on_host: bool = option(
         False,
@@ -202,7 +194,7 @@ class EngineConfig:
         plans=True,
     )
     max_model_len: int | None = option(
-        None, help="maximum number of tokens of a sequence (default: the model's)", metavar="N", group="device"
+        None, help="maximum number of tokens of a sequence (default: the model's)", metavar="N", group="device", least=1
     )
     host_memory: Size | None = option(None, help="limit on KV in host memory, such as 200GiB", group="pool", plans=True)
     snapshot_memory: Size | None = option(
@@ -224,7 +216,7 @@ class EngineConfig:
     swap: Path | None = option(None, help="folder for KV of preempted requests", metavar="DIR")
     missed_mass_every: int | None = option(
         None, help="steps between measurements of the missed attention mass; 0: never (default: 16; 0 on a GPU)",
-        metavar="N", group="device",
+        metavar="N", group="device", least=0,
     )  # fmt: skip
     working_set: int = option(
         0,
@@ -232,6 +224,7 @@ class EngineConfig:
         metavar="ROWS",
         group="device",
         plans=True,
+        least=0,
     )
     device_kv_memory: Size | None = option(
         None, help="device memory for copies of KV, such as 20GiB", group="device", plans=True
@@ -245,12 +238,12 @@ class EngineConfig:
     )  # fmt: skip
     prefill_chunk_size: int | None = option(
         None, help="prompt tokens computed together (default: 512; 2048 on a GPU)", metavar="N",
-        group="device", plans=True,
+        group="device", plans=True, least=1,
     )  # fmt: skip
     max_num_batched_tokens: int = option(
-        512, help="prompt tokens prefilled per step while other requests decode", metavar="N"
+        512, help="prompt tokens prefilled per step while other requests decode", metavar="N", least=1
     )
-    max_num_seqs: int = option(32, help="maximum number of sequences decoded together", metavar="N")
+    max_num_seqs: int = option(32, help="maximum number of sequences decoded together", metavar="N", least=1)
     verify: Verify = option("auto", help="load-time verification against transformers", group="device")
     tokenizer: str | None = option(
         None, help="folder or hub id of another tokenizer (default: the model's)", metavar="DIR|ID", group="hub"
@@ -278,31 +271,12 @@ class EngineConfig:
             "policy_options": _parsed_options(self.policy_options),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "device_memory": _parsed_size(self.device_memory, "device_memory"),
-            "device_kv_memory": _parsed_size(self.device_kv_memory, "device_kv_memory"),
-            "host_memory": _parsed_size(self.host_memory, "host_memory"),
-            "snapshot_memory": _parsed_size(self.snapshot_memory, "snapshot_memory"),
-            "disk": _parsed_path(self.disk, "disk"),
-            "disk_limit": _parsed_size(self.disk_limit, "disk_limit"),
             "eviction": _parsed_eviction(self.eviction),
             "exact": _parsed_exact(self.exact, self.policy),
-            "skew": _parsed_path(self.skew, "skew"),
-            "swap": _parsed_path(self.swap, "swap"),
-            "download_dir": _parsed_path(self.download_dir, "download_dir"),
         }
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
-        check_types(self)
-        check_choice("verify", self.verify, get_args(Verify))
-        check_choice("quantize", self.quantize, get_args(Quantize))
-        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVFormatName))
-        check(
-            self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"
-        )
-        for name in ("experts_on_device", "prefill_chunk_size", "max_num_batched_tokens", "max_num_seqs"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"{name}={value} must be at least 1")
-        check((self.missed_mass_every or 0) >= 0, f"missed_mass_every={self.missed_mass_every} must not be negative")
+        check_fields(self)
         check(
             self.device_memory is None or self.exact is None or self.exact.model is None,
             "device_memory is planned for one model only and cannot be combined with a draft model: remove one of them",
@@ -329,18 +303,10 @@ class EngineConfig:
                 self.device_kv_memory is None or not getattr(self, name),
                 f"device_kv_memory cannot be combined with {name}: remove one of them",
             )
-        check(
-            self.working_set >= 0,
-            f"working_set={self.working_set} must not be negative (KV entries per layer and KV head; 0 disables it)",
-        )
 
     def replays(self, device: str) -> bool:
         """Return whether decode steps on a `device` ("cpu", "cuda") are replayed as CUDA graphs."""
         return device == "cuda" and (self.device_memory is None if self.cuda_graphs is None else self.cuda_graphs)
-
-
-def _parsed_size(size: int | str | None, name: str) -> int | None:
-    return None if size is None else parse_size(size, name)
 
 
 def _parsed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -350,17 +316,6 @@ def _parsed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     wrong = next((key for key in options if not isinstance(key, str)), None)
     check(wrong is None, f"policy_options has the key {wrong!r:.80}; keys must be strings")
     return dict(options)
-
-
-def _parsed_path(path: str | os.PathLike[str] | None, name: str) -> Path | None:
-    if path is None:
-        return None
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    check(
-        isinstance(text, str) and "\0" not in text,
-        f"{name}={path!r:.80} is {type(path).__name__}; it must be a path",
-    )
-    return Path(path).expanduser()
 
 
 def _parsed_eviction(eviction: EvictionOptions | str | Mapping[str, Any] | None) -> EvictionOptions | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .utils.config_fields import check, check_types
+from .utils.config_fields import check, check_fields
 
 EarlyStopping = bool | Literal["never"]
 
@@ -39,7 +39,7 @@ class StructuredOutputs:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_fields(self)
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         check(len(given) == 1, f"structured outputs have {' and '.join(given) or 'nothing'}: set one of json, regex, "
               "choice, grammar")  # fmt: skip
@@ -125,7 +125,7 @@ class SamplingParams:
     early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_fields(self)
         self._set_lists()
         self._check_numbers()
         self._check_beams()

@@ -178,11 +178,7 @@ def skew_model(
     """
     if calibration_tokens < 1:
         raise ConfigError(f"calibration_tokens={calibration_tokens} must be at least 1")
-    out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to {str(out)!r}: {error.strerror}") from error
+    out = _made_folder(out)
     network, loaded = _load(model, dtype)
     ids, name = _calibration_tokens(loaded, calibration, calibration_tokens)
     moments, correction = measure(loaded.adapter, ids, progress=progress)
@@ -193,10 +189,7 @@ def skew_model(
     probe_moments, _ = measure(loaded.adapter, probe)
     plain = _energy(probe_moments, plain_basis(moments))
     skewed = _energy(probe_moments, SkewBasis(artifact.query.double(), artifact.key.double()))
-    folded, difference = None, None
-    if loaded.adapter.geometry.absolute_positions:
-        folded = out / "folded"
-        difference = _write_folded(network, artifact, loaded, probe, folded)
+    folded = out / "folded" if loaded.adapter.geometry.absolute_positions else None
     prediction_probe = _probe_tokens(loaded, calibration_tokens, _PREDICTION_PROBE)
     return SkewReport(
         artifact=out / "skew.safetensors",
@@ -206,9 +199,17 @@ def skew_model(
         fingerprint=loaded.fingerprint,
         energy_kept_plain=plain,
         energy_kept_skewed=skewed,
-        logit_difference=difference,
+        logit_difference=None if folded is None else _write_folded(network, artifact, loaded, probe, folded),
         predictions=prediction_quality(loaded.adapter, prediction_probe, correction),
     )
+
+
+def _made_folder(out: Path | str) -> Path:
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {str(out)!r}: {error.strerror}") from error
+    return Path(out)
 
 
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:

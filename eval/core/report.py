@@ -12,18 +12,18 @@ import io
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
 from ...utils import atomic_files
+from ...utils.extras import installed_version
+from ...utils.native_code import processor_name
 from ...utils.native_libraries import native_status
 from ...utils.small_files import read_json
 
@@ -172,9 +172,9 @@ def environment() -> dict[str, Any]:
         "finished": now(),
         "commit": os.environ.get("OFFLOAD_RT_COMMIT") or _commit(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: installed_version(name) for name in PACKAGES},
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "native_code": str(native_status()),
         "cpu_threads": torch.get_num_threads(),
     }
@@ -187,16 +187,3 @@ def _commit() -> str:
     except OSError:
         return "unknown"
     return found.stdout.strip() or "not from a repository"
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", path.read_text("utf-8")) if path.exists() else None
-    return found[1] if found else platform.processor()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,12 @@ class Interval:
     value: float
     low: float
     high: float
+
+
+def mean_or_none(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None. Return None if there is none."""
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
 
 
 def ratio(values: Array, weights: Array) -> Array:

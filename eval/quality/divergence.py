@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..core.report import Column, Report, Row, RowStore
-from ..core.stats import paired_bootstrap, perplexity_change
+from ..core.stats import mean_or_none, paired_bootstrap, perplexity_change
 from ..core.variants import Text, Variant, text_digest
 from .perplexity import PerplexityConfig, Window, costs, cut_windows
 
@@ -84,16 +84,11 @@ def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
         "against_full_perplexity_low": change.low,
         "against_full_perplexity_high": change.high,
         "against_full_shown": f"{change.value:+.2%} [{change.low:+.2%}, {change.high:+.2%}]",
-        **{name: _mean([row[name] for row in rows]) for name in COSTS},
+        **{name: mean_or_none(row[name] for row in rows) for name in COSTS},
     }
 
 
 COSTS = ("attended", "fetched", "sparse_attended", "sparse_fetched")
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else None
 
 
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:

@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...utils.config_fields import option
 from ..core.report import Column, Report, Row, RowStore, say_nothing
-from ..core.stats import paired_bootstrap, perplexity_change
+from ..core.stats import mean_or_none, paired_bootstrap, perplexity_change
 from ..core.variants import Variant
 from .ruler import begin_documents, first_documents, without_downloads
 
@@ -157,8 +157,8 @@ def measure(model: OffloadLM, task: str, config: TasksConfig, length: int | None
         "metrics": {name: [float(found[f"{name},none"]), _number(found.get(f"{name}_stderr,none"))] for name in names},
         "documents": len(samples),
         "requests": sum(len(sample["resps"]) for sample in samples),
-        "attended": _mean([attended for attended, _ in model.fractions]),
-        "fetched": _mean([fetched for _, fetched in model.fractions]),
+        "attended": mean_or_none(attended for attended, _ in model.fractions),
+        "fetched": mean_or_none(fetched for _, fetched in model.fractions),
         "samples": [
             {"metrics": {n: sample[n] for n in names if n in sample}, "responses": _responses(sample)}
             for sample in samples
@@ -193,10 +193,6 @@ def _loaded(manager: Any, task: str, seed: int) -> Any:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _responses(sample: Mapping[str, Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from ...errors import ConfigError, InputError
 from ...utils.config_fields import option
 from ..core.plots import lines, picture
 from ..core.report import Column, Report, Row, RowStore
-from ..core.stats import paired_bootstrap, perplexity_change, ratio_error
+from ..core.stats import mean_or_none, paired_bootstrap, perplexity_change, ratio_error
 from ..core.variants import Scored, Text, Variant, text_digest
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ def costs(scored: Sequence[Scored]) -> Row:
     found: Row = {}
     columns = {name: name for name in ("attended", "fetched", "sparse_attended", "sparse_fetched", "missed")}
     for column, name in (columns | {"missed_worst": "worst_layer"}).items():
-        values = [value for score in scored if (value := getattr(score, name)) is not None]
-        found[column] = sum(values) / len(values) if values else None
+        found[column] = mean_or_none(getattr(score, name) for score in scored)
     return found
 
 

@@ -20,7 +20,7 @@ from ...utils.config_fields import check_choice, option
 from ..core.needles import KINDS, Haystack, Passage
 from ..core.plots import lines, picture
 from ..core.report import Column, Report, Row, RowStore
-from ..core.stats import paired_bootstrap, share_error
+from ..core.stats import mean_or_none, paired_bootstrap, share_error
 from ..core.variants import Variant, text_digest
 from .perplexity import COST, WHAT, costs
 
@@ -82,8 +82,7 @@ def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage
 def together(rows: Sequence[Row]) -> Row:
     found: Row = {"samples": [sample for row in rows for sample in row["samples"]]}
     for name in (key for key in rows[0] if key not in found):
-        values = [row[name] for row in rows if row[name] is not None]
-        found[name] = sum(values) / len(values) if values else None
+        found[name] = mean_or_none(row[name] for row in rows)
     return found | accuracies(found["samples"])
 
 

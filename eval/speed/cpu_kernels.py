@@ -9,13 +9,11 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,7 +25,7 @@ from ...kernels.low_bit_sequence import NativeQuery
 from ...kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
 from ...models.linear import use_backends
 from ...models.linear.dense import DenseLinear
-from ...utils.native_code import LEVEL_VARIABLE, available_levels
+from ...utils.native_code import LEVEL_VARIABLE, available_levels, cpuinfo
 from ..core.report import Column, Report, Row
 
 HEADS, GROUP, D, VALUE_BITS, SHARE = 3, 3, 64, 4, 0.05
@@ -227,6 +225,4 @@ def _read_rate(repeats: int) -> float:
 
 
 def _clock() -> float:
-    path = Path("/proc/cpuinfo")
-    found = re.search(r"cpu MHz\s*: ([\d.]+)", path.read_text() if path.exists() else "")
-    return 1e6 * float(found[1]) if found else 3e9
+    return 1e6 * float(cpuinfo("cpu MHz") or 3000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...llm import LLM
 from ...sampling_params import SamplingParams
+from ...utils.prefixes import common_prefix
 from . import programs
 from .gpu_job import GpuJob, Results
 from .programs import CLI, KEPT_OUTPUT
@@ -53,7 +54,7 @@ def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[
             llm = LLM(str(folder), policy=policy, dtype=dtype, device=job.device.type, enable_prefix_caching=False)
             tokens, seconds, stats = _generated(job, llm, prompt)
             del llm
-            same = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b), len(wanted))
+            same = common_prefix(tokens, wanted)
             row = {"prompt": length, "policy": policy, "tokens": len(wanted), "equal tokens": same} | seconds
             if same < len(wanted):
                 row["margin of the first difference"] = _margin(model, prompt + wanted[:same])
@@ -70,10 +71,7 @@ def _margin(model: Any, ids: list[int]) -> float:
 
 
 def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict[str, float]]:
-    """Generate greedily with transformers.
-
-    Return the tokens and the times: seconds to the first token, and tokens per second.
-    """
+    """Generate greedily with transformers. Return the tokens and the times."""
     given = torch.tensor([prompt], device=job.device)
 
     def run(tokens: int) -> Any:
@@ -82,17 +80,12 @@ def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict
         )
 
     run(2)
-    first, _ = job.timed(lambda: run(1))
-    whole, output = job.timed(lambda: run(job.size.trained_tokens))
-    rate = (job.size.trained_tokens - 1) / (whole - first)
-    return output[0, len(prompt) :].tolist(), {"first token s": first, "tokens/s": rate}
+    output, times = _timed(job, run)
+    return output[0, len(prompt) :].tolist(), times
 
 
 def _generated(job: GpuJob, llm: LLM, prompt: list[int]) -> tuple[list[int], dict[str, float], dict[str, Any]]:
-    """Generate greedily with this package. Return the tokens, the times, and the statistics.
-
-    The times are the seconds to the first token and the tokens per second.
-    """
+    """Generate greedily with this package. Return the tokens, the times, and the statistics."""
 
     def run(tokens: int) -> Any:
         params = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=0)
@@ -100,11 +93,16 @@ def _generated(job: GpuJob, llm: LLM, prompt: list[int]) -> tuple[list[int], dic
         return output.outputs[0]
 
     run(8)  # compiles kernels and captures the graph
+    output, times = _timed(job, run)
+    stats = {key: value for key, value in vars(output.stats).items() if isinstance(value, int | float | str)}
+    return list(output.token_ids), times, stats
+
+
+def _timed(job: GpuJob, run: Callable[[int], Any]) -> tuple[Any, dict[str, float]]:
+    """Return the output of `run` for all tokens and the times: seconds to the first token, and tokens per second."""
     first, _ = job.timed(lambda: run(1))
     whole, output = job.timed(lambda: run(job.size.trained_tokens))
-    rate = (job.size.trained_tokens - 1) / (whole - first)
-    stats = {key: value for key, value in vars(output.stats).items() if isinstance(value, int | float | str)}
-    return list(output.token_ids), {"first token s": first, "tokens/s": rate}, stats
+    return output, {"first token s": first, "tokens/s": (job.size.trained_tokens - 1) / (whole - first)}
 
 
 def _evaluated(job: GpuJob, folder: Path, name: str) -> dict[str, Any]:

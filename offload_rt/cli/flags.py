@@ -10,12 +10,12 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from ..config import DraftOptions, Duration, EngineConfig, EvictionOptions, Size
+from ..config import DraftOptions, EngineConfig, EvictionOptions
 from ..errors import ConfigError
 from ..policies.registry import PolicyOptions, options_class, parse_options, policy_names
 from ..sampling_params import SamplingParams
 from ..storage.options import StoreOptions
-from ..utils.config_fields import configured, field_types, from_mapping, option_of
+from ..utils.config_fields import Duration, Size, configured, field_types, from_mapping, option_of
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -110,7 +110,7 @@ def _without_none(kind: Any) -> Any:
 def _reader(kind: Any) -> Any:
     if get_origin(kind) is tuple:
         return _layers
-    return kind if kind in (int, float, Path) else str  # the configuration parses other types, such as `config.Size`
+    return kind if kind in (int, float, Path) else str  # the configuration parses other types, such as `Size`
 
 
 def _layers(text: str) -> tuple[int, ...]:

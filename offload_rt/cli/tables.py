@@ -12,6 +12,7 @@ from ..models.shape import ModelShape
 from ..outputs import Stats
 from ..planning.device_plan import DevicePlan
 from ..planning.memory_model import DiskPlan, Requirements, SystemMemory
+from ..utils.prefixes import common_prefix
 from ..utils.units import format_size
 
 if TYPE_CHECKING:
@@ -185,9 +186,7 @@ def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequen
 
     In both, the text from the first different token on is bold.
     """
-    same = next(
-        (i for i, (a, b) in enumerate(zip(written, full, strict=False)) if a != b), min(len(written), len(full))
-    )
+    same = common_prefix(written, full)
     table = Table(title=f"The first {same:,} new tokens are the same", title_justify="left")
     cells = []
     for name, tokens in ((policy, written), ("full attention", full)):

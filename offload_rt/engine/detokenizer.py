@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from ..utils.prefixes import partial_end
+
 _PENDING = "\N{REPLACEMENT CHARACTER}"
 
 CONTEXT_TOKENS = 6
@@ -180,12 +182,6 @@ class TextStream:
         if found:
             (at, self.stopped), self._held_back = min(found), ""
             return text[: at + len(self.stopped) * self._keep_stop]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((partial_end(text, stop) for stop in self._stop), default=0)
         self._held_back = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

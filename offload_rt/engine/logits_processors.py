@@ -64,7 +64,7 @@ def logits_processors(
     if params.logit_bias:
         found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
     if params.repetition_penalty != 1.0:
-        found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        found.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
     if params.presence_penalty or params.frequency_penalty:
         found.append(NewTokenPenalties(prompt, params.presence_penalty, params.frequency_penalty))
     if params.bad_words:

@@ -165,7 +165,7 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
     # in transformers' order
     found = LogitsProcessorList()
     if params.temperature != 1.0:
-        found.append(TemperatureLogitsWarper(params.temperature))
+        found.append(TemperatureLogitsWarper(float(params.temperature)))  # transformers refuses an integer
     if params.top_k > 0:
         found.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:

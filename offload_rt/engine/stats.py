@@ -68,25 +68,32 @@ def _weight_and_peak_bytes(runner: Runner) -> tuple[int, int, int]:
     return total, on_device, torch.accelerator.max_memory_allocated(device)
 
 
-def _kv_bytes(runner: Runner, sequence: Sequence) -> int:
+def _kv_bytes(runner: Runner, sequence: Sequence) -> tuple[int, int]:
+    """Return the sizes in bytes of the sequence's KV in host memory and on disk."""
     kv_bytes = runner.pool.bytes_of(sequence.blocks)
     if runner.draft is not None and sequence.drafter is not None:
         kv_bytes += runner.draft.pool.bytes_of(sequence.drafter.blocks)
-    return kv_bytes
+    file = runner.pool.file
+    return (kv_bytes, 0) if file is None else (file.host_bytes, kv_bytes)
 
 
-def _used_approximate_kv(runner: Runner, sequence: Sequence) -> bool:
-    return bool(sequence.state.approximate_bytes and sequence.trace.attended) and runner.config.exact is None
+def _approximate_fraction(runner: Runner, sequence: Sequence, exact: float) -> float:
+    used = sequence.state.approximate_bytes and sequence.trace.attended and runner.config.exact is None
+    return 1 - exact if used else 0.0
+
+
+def _disk_use(runner: Runner, trace: Trace) -> DiskUse:
+    file, before = runner.pool.file, trace.disk_before
+    return DiskUse() if file is None or before is None else file.use.since(before)
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     """Return the statistics of a sequence so far. Call this before the sequence is freed."""
     trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
-    trace.flush_pending()
     shares, (missed, worst) = Fractions.of(trace, dense), layer_means(trace, dense)
     weight_bytes, on_device, peak = _weight_and_peak_bytes(runner)
-    kv_bytes, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
-    used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
+    kv_on_host, kv_on_disk = _kv_bytes(runner, sequence)
+    steps, disk = trace.step_weights, _disk_use(runner, trace)
     transferred = trace.bytes_to_device + runner.transfer.loaded_bytes(sequence.blocks)
     return Stats(
         model=runner.model.name,
@@ -107,7 +114,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         d2h_bytes=trace.bytes_to_host,
         h2d_weight_bytes=trace.prefill_weights.bytes + steps.bytes,
         h2d_weight_bytes_steps=steps.bytes,
-        kv_bytes_host=kv_bytes if file is None else file.host_bytes,
+        kv_bytes_host=kv_on_host,
         kv_bytes_device=runner.transfer.device_bytes,
         scoring_bytes_device=sequence.state.device_bytes,
         scoring_bytes_host=sequence.state.host_bytes,
@@ -119,7 +126,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         exact_fraction=shares.attended,
         sparse_fetched_fraction=shares.sparse_fetched,
         sparse_exact_fraction=shares.sparse_attended,
-        approximate_fraction=1 - shares.sparse_attended if _used_approximate_kv(runner, sequence) else 0.0,
+        approximate_fraction=_approximate_fraction(runner, sequence, shares.sparse_attended),
         dense_layers=tuple(sorted(dense)),
         layers=adapter.geometry.layers,
         missed_mass=missed,
@@ -133,10 +140,10 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         draft_speedup=trace.draft_speedup,
         attended_by_step=trace.attended,
         missed_by_step=trace.missed,
-        kv_bytes_disk=0 if file is None else kv_bytes,
-        disk_bytes_read=used.bytes_read,
-        disk_bytes_written=used.bytes_written,
+        kv_bytes_disk=kv_on_disk,
+        disk_bytes_read=disk.bytes_read,
+        disk_bytes_written=disk.bytes_written,
         expert_hit_rate=steps.found / steps.chosen if steps.chosen else None,
-        disk_hit_rate=used.cached / used.wanted if used.wanted else None,
+        disk_hit_rate=disk.cached / disk.wanted if disk.wanted else None,
         device_kv_hit_rate=None if config.device_kv_memory is None else trace.hit_rate,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 
@@ -13,6 +12,7 @@ from ..kv_cache.pool import HostPool
 from ..models.recurrent import RollbackState, StateSlots
 from ..policies.base import KeyReader, PolicyState
 from ..transfer.base import KVStorage
+from ..utils.prefixes import common_prefix
 from .slot_table import SlotTable
 from .trace import Trace
 
@@ -75,9 +75,7 @@ class Sequence:
         if other.unobserved or other.interrupted:
             return 0
         # The two sequences have equal policy states for blocks that both of them use.
-        pairs = zip(other.blocks.ids, self.blocks.ids, strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return min(common * BLOCK_SIZE, other.exact, self.unobserved)
+        return min(common_prefix(other.blocks.ids, self.blocks.ids) * BLOCK_SIZE, other.exact, self.unobserved)
 
     def check_integrity(self) -> None:
         assert self.blocks.length <= self.position <= len(self.tokens)

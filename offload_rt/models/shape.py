@@ -7,7 +7,6 @@ import os
 import re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +16,8 @@ from torch import nn
 
 from ..config import Quantize
 from ..core import ModelGeometry, RowShape, StateShape
-from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
+from ..utils.extras import installed_version
 from .checkpoint import as_model_error, build_skeleton, declared_dtype, read_config, resolve_device, resolve_dtype
 from .checkpoint_cache import CheckpointCache
 from .importing import Conversion, conversion_of, converted_source
@@ -32,7 +31,7 @@ from .plain_shape import plain_shape
 from .registry import adapter_for, has_external_adapters
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
-from .stored_tensors import stored_tensors
+from .stored_tensors import readable_tensors
 from .weights import (
     ON_DEVICE,
     ExpertSizes,
@@ -154,15 +153,8 @@ def _code_versions() -> list[object]:
     # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
     folders = [path for top in (package, package / "kernels") for path, *_ in os.walk(top)]
     files = (file for folder in folders for file in os.scandir(folder) if file.name.endswith(".py"))
-    versions = [_version(name) for name in ("gguf", "compressed-tensors", "bitsandbytes")]
+    versions = [installed_version(name) for name in ("gguf", "compressed-tensors", "bitsandbytes")]
     return [max(file.stat().st_mtime_ns for file in files), *versions]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _dump(shape: ModelShape) -> str:
@@ -231,11 +223,7 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     depth = 1 + max(int(match[1]) for name in named if (match := _LAYER.search(name)))
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
     unused = unused_modules(skeleton)
-    try:
-        stored = list(stored_tensors(source))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"cannot read the sizes of the weights of {source}: {error}") from error
-    for name, shape, kind, size, _ in stored:
+    for name, shape, kind, size, _ in readable_tensors(source):
         if any(belongs_to(module, name) for module in unused):
             continue
         plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_unprefixed(name)) == shape

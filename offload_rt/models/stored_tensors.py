@@ -26,6 +26,10 @@ _PACKED_PART = {"gptq": ".qweight", "awq": ".qweight"}
 """Name suffix of packed weights, by quantisation method."""
 
 
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""Errors raised while a damaged or unreadable header is read."""
+
+
 class StoredTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
@@ -66,7 +70,15 @@ def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
         for name, entry in _header(path).items():
             if name != "__metadata__":
                 first, last = entry["data_offsets"]
-                yield StoredTensor(name, tuple(entry["shape"]), entry["dtype"], last - first, path)
+                yield StoredTensor(name, tuple(entry["shape"]), str(entry["dtype"]), last - first, path)
+
+
+def readable_tensors(source: ModelSource) -> list[StoredTensor]:
+    """Return the tensors of a checkpoint. Raise ModelError if a file cannot be read or a header is damaged."""
+    try:
+        return list(stored_tensors(source))
+    except _DAMAGE as error:
+        raise ModelError(f"cannot read the sizes of the weights of {source}: {error}") from error
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -87,7 +99,7 @@ def check_complete(path: Path) -> Path:
         raise ModelError(
             f"'{path}' does not exist, but the index of the checkpoint names it: download the missing file"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _DAMAGE as error:
         raise ModelError(f"'{path}' is damaged: its header cannot be read ({error}); download it again") from error
     if foreign is not None:
         raise foreign
@@ -126,7 +138,7 @@ def check_weights(source: ModelSource) -> None:
     if any(folder.glob("*.safetensors")):
         try:
             files = weight_files(folder)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _DAMAGE as error:
             raise ModelError(
                 f"'{folder / INDEX}' is damaged ({error}); expected an object with the file of each weight in "
                 "'weight_map': download it again"

@@ -10,11 +10,11 @@ import torch
 
 from ..config import EngineConfig
 from ..core import ModelGeometry
-from ..errors import MemoryLimitError, ModelError
+from ..errors import MemoryLimitError
 from ..kv_cache.state_pool import slot_bytes
 from ..kv_cache.system_memory import available_memory
 from ..models.source import find_source, hub_of
-from ..models.stored_tensors import stored_tensors
+from ..models.stored_tensors import readable_tensors
 from ..utils.units import format_size
 
 SNAPSHOT_DIVISOR = 8
@@ -65,10 +65,7 @@ def check_conversion(model: str | os.PathLike[str], dtype: torch.dtype, config: 
     source = find_source(model, hub_of(config))
     if source.folder is None or source.gguf is not None or config.quantize not in ("int4", "int8"):
         return
-    try:
-        stored = [tensor for tensor in stored_tensors(source) if _FLOATS.get(tensor.kind, dtype) != dtype]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"cannot read the sizes of the weights of {source}: {error}") from error
+    stored = [tensor for tensor in readable_tensors(source) if _FLOATS.get(tensor.kind, dtype) != dtype]
     needed, free = sum(math.prod(tensor.shape) for tensor in stored) * dtype.itemsize, available_memory()
     if needed > free:
         own = str(_FLOATS[stored[0].kind]).removeprefix("torch.")

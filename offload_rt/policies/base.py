@@ -19,7 +19,7 @@ too. For each sequence, the decode loop calls:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -158,78 +158,56 @@ class PolicyState:
     def check_integrity(self) -> None: ...
 
 
-class Policy(Protocol):
-    """A token selection method with fixed options."""
+class Policy:
+    """A token selection method with fixed options. Subclasses must set the attributes that have no default here."""
 
-    @property
-    def name(self) -> str:
-        """Name by which `LLM(policy=...)` selects the policy."""
-        ...
+    name: str
+    """Name by which `LLM(policy=...)` selects the policy."""
 
-    @property
-    def query_source(self) -> QuerySource:
-        """Input that is projected to the query for `select`."""
-        ...
+    query_source: QuerySource = "query"
+    """Input that is projected to the query for `select`."""
 
-    @property
-    def sinks(self) -> int:
-        """Number of tokens at the start of the sequence (attention sinks) that always stay on the device."""
-        ...
+    sinks: int
+    """Number of tokens at the start of the sequence (attention sinks) that always stay on the device."""
 
-    @property
-    def recent(self) -> int:
-        """Number of most recent tokens, including the newest, that always stay on the device. At least 1."""
-        ...
+    recent: int
+    """Number of most recent tokens, including the newest, that always stay on the device. At least 1."""
 
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        """Layers that attend to all visible tokens."""
-        ...
+    dense_layers: frozenset[int]
+    """Layers that attend to all visible tokens."""
 
-    @property
-    def dense_until(self) -> int:
-        """Length in tokens of the longest context in which every layer attends to all tokens.
+    dense_until: int = 0
+    """Length in tokens of the longest context in which every layer attends to all tokens.
 
-        0 if only the layers in `dense_layers` ever attend to all tokens.
-        """
-        ...
+    0 if only the layers in `dense_layers` ever attend to all tokens.
+    """
 
-    @property
-    def wants_weights(self) -> bool:
-        """Whether the policy observes attention weights (see `on_attended`)."""
-        ...
+    wants_weights: bool = False
+    """Whether the policy observes attention weights (see `on_attended`)."""
 
-    @property
-    def wants_queries(self) -> bool:
-        """Whether the policy observes all prompt queries (`on_queries`). If so, it cannot use cached prefixes."""
-        ...
+    wants_queries: bool = False
+    """Whether the policy observes all prompt queries (`on_queries`). If so, it cannot use cached prefixes."""
 
-    @property
-    def rule(self) -> Rule | None:
-        """Rule by which `KeyLists` selects tokens for a whole batch. If None, each sequence selects separately.
+    rule: Rule | None = None
+    """Rule by which `KeyLists` selects tokens for a whole batch. If None, each sequence selects separately.
 
-        If there is a rule, decode steps use `KeyLists` instead of `on_kv` and `select`, and the host does not need to
-        know how many tokens are selected.
-        """
-        ...
+    If there is a rule, decode steps use `KeyLists` instead of `on_kv` and `select`, and the host does not need to know
+    how many tokens are selected.
+    """
 
-    @property
-    def evictable(self) -> bool:
-        """Whether the policy supports eviction, which moves and overwrites tokens of a sequence."""
-        ...
+    evictable: bool = False
+    """Whether the policy supports eviction, which moves and overwrites tokens of a sequence."""
 
-    @property
-    def provenance_key(self) -> str:
-        """KV provenance key: a digest of the policy's name and options, or "exact" for full attention.
+    provenance_key: str
+    """KV provenance key: a digest of the policy's name and options, or "exact" for full attention.
 
-        Only requests with the same key can reuse cached KV, because the policy affects the KV of deeper layers.
-        """
-        ...
+    Only requests with the same key can reuse cached KV, because the policy affects the KV of deeper layers.
+    """
 
     def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """Return the corrected attention input `[T, D]` for predicting the layer's query."""
-        ...
+        return attention_input
 
     def new_state(self, keys: KeyReader) -> PolicyState:
         """Return the state of a new, empty sequence. `keys` reads its keys from the host pool."""
-        ...
+        raise NotImplementedError

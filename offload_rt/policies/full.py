@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from ..core import ModelGeometry, Selection, VisibleTokens
-from .base import KeyReader, PolicyState, QuerySource
+from .base import KeyReader, Policy, PolicyState
 from .demand import MemoryDemand
 from .options import FullOptions
 from .registry import PolicyContext
@@ -22,21 +21,17 @@ class FullState(PolicyState):
         return self
 
 
-@dataclass(frozen=True)
-class Full:
+class Full(Policy):
     """Policy "full". It keeps no recent window on the device, because every step fetches all KV anyway."""
 
-    layers: int
-    name: str = "full"
-    query_source: QuerySource = "query"
-    sinks: int = 0
-    recent: int = 1
-    wants_weights: bool = False
-    evictable: bool = True
-    wants_queries: bool = False
-    provenance_key: str = "exact"
-    rule: None = None
-    dense_until: int = 0
+    name = "full"
+    sinks = 0
+    recent = 1
+    evictable = True
+    provenance_key = "exact"
+
+    def __init__(self, layers: int) -> None:
+        self.dense_layers = frozenset(range(layers))
 
     @classmethod
     def build(cls, options: FullOptions, context: PolicyContext) -> Self:
@@ -45,13 +40,6 @@ class Full:
     @staticmethod
     def memory_demand(options: FullOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         return MemoryDemand(dense=tuple(range(geometry.layers)), resident=1, fetched_fraction=0.0)
-
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        return frozenset(range(self.layers))
-
-    def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        return attention_input
 
     def new_state(self, keys: KeyReader) -> FullState:
         return FullState()

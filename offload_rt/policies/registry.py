@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from ..config import SkewMethod
 from ..errors import ConfigError
-from ..utils.config_fields import check_choice, check_types, from_mapping, option_of
+from ..utils.config_fields import check_choice, check_fields, from_mapping, option_of
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class PolicyOptions:
     """Sets of option values by name. If no preset is given, "default" is used."""
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_fields(self)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:

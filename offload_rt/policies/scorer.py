@@ -22,7 +22,7 @@ from ..kernels.h2d_copy import to_device
 from ..kernels.lists import Scores
 from ..kernels.pointer_table import PointerTable
 from ..kernels.selection import group_scores, top_tokens
-from .base import KeyReader, PolicyState, QuerySource
+from .base import KeyReader, Policy, PolicyState
 from .demand import MemoryDemand
 from .growing import LayerTensors
 from .options import BudgetOptions
@@ -110,19 +110,13 @@ class TokenLists:
 Chosen = TypeVar("Chosen", bound=BudgetOptions)
 
 
-class ScorerPolicy(Generic[Chosen]):
+class ScorerPolicy(Policy, Generic[Chosen]):
     """Base class of policies that define `score`. Subclasses must set `name`, and may set `query_source`.
 
     In each sparse layer, a policy attends to the fraction `budget` of the visible context, including resident tokens.
     With the same budget, all policies read the same number of bytes of KV.
     """
 
-    name: str
-    query_source: QuerySource = "query"
-    wants_weights = False
-    evictable = False
-    wants_queries = False
-    dense_until = 0
     can_exclude = False
     """Whether `score` may return -inf, which excludes a candidate from the selection.
 
@@ -156,9 +150,6 @@ class ScorerPolicy(Generic[Chosen]):
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         resident = options.sinks + options.recent
         return MemoryDemand(dense, resident, options.budget, key_bytes=keys, scratch_bytes=copied)
-
-    def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        return attention_input
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
         """Return the entries `[P, m, w]` for new keys k `[P, m, d]`, by default the keys themselves. P = B * Hkv."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from ..config import Duration, Size
-from ..utils.config_fields import check, check_choice, check_types, option
-from ..utils.units import parse_duration, parse_size
+from ..utils.config_fields import Duration, Size, check, check_fields, option
 
 ToolParser = Literal[
     "auto",
@@ -75,15 +73,18 @@ class ServerOptions:
         group="server",
     )
     accept_any_model: bool = option(False, help="accept requests for any model name", group="server")
-    max_waiting: int = option(256, help="maximum number of waiting requests, then 429", metavar="N", group="limits")
+    max_waiting: int = option(
+        256, help="maximum number of waiting requests, then 429", metavar="N", group="limits", least=1
+    )
     max_tokens_limit: int | None = option(
-        None, help="maximum number of new tokens per request", metavar="N", group="limits"
+        None, help="maximum number of new tokens per request", metavar="N", group="limits", least=1
     )
     max_engines: int = option(
         1,
         help="maximum number of engines: one for each policy in use, including the default",
         metavar="N",
         group="limits",
+        least=1,
     )
     max_body: Size = option(16 << 20, help="maximum size of a request", group="limits")
     timeout: Duration = option(600.0, help="maximum duration of a request", group="limits")
@@ -92,6 +93,7 @@ class ServerOptions:
         help="maximum number of open connections (default: half of the file descriptors)",
         metavar="N",
         group="limits",
+        least=1,
     )
     head_timeout: Duration = option(10.0, help="time for the head of a request to arrive", group="limits")
     send_timeout: Duration = option(
@@ -124,17 +126,8 @@ class ServerOptions:
     log_prompts: bool = option(False, help="write prompts and responses to the log", group="server")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
-        for name in ("timeout", "head_timeout", "send_timeout", "grace"):
-            object.__setattr__(self, name, parse_duration(getattr(self, name), name))
-        check_types(self)
-        check_choice("tool_parser", self.tool_parser, get_args(ToolParser))
-        check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningParser))
-        check_choice("log_format", self.log_format, get_args(LogFormat))
+        check_fields(self)
         check(0 <= self.port <= 65535, f"port={self.port} must be between 0 and 65535; 0 chooses a free port")
-        for name in ("max_waiting", "max_tokens_limit", "max_engines", "max_connections"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"{name}={value} must be at least 1")
         check(self.max_body >= 1024, f"max_body={self.max_body} must be at least 1KiB")
         check(all(self.api_keys), "an API key must not be empty")
 

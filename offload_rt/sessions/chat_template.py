@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
+from ..utils.prefixes import common_prefix
 from .chat_render import encode_rendered, render_chat
 from .history import History
 
@@ -62,16 +63,26 @@ def turn_tokens(
     else:
         turns = [*_system(history), *history.turns, ("user", text)]
         added = encode_rendered(tokenizer, _render_turns(tokenizer, turns))
-        same = _common_prefix(tokens, added[:-1])
-        dropped, added = len(tokens) - same, added[same:]
+        change = tokens_of_prompt(tokens, added)
         warnings.warn(
-            f"the chat template rewrites earlier turns: {dropped:,} of the {len(tokens):,} tokens of session "
+            f"the chat template rewrites earlier turns: {change.dropped:,} of the {len(tokens):,} tokens of session "
             f"{history.name!r} are computed again",
             stacklevel=2,
         )
+        return change
     if not added:
         raise InputError("the message has no tokens")
     return TurnTokens(len(tokens), dropped, tuple(added))
+
+
+def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
+    """Return the change that turns the `tokens` of a session into `prompt`.
+
+    It keeps the common prefix. The last token of the prompt is always added, because a prefill needs at least one
+    token.
+    """
+    same = common_prefix(tokens, prompt[:-1])
+    return TurnTokens(len(tokens), len(tokens) - same, tuple(prompt[same:]))
 
 
 def _text_after_response(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
@@ -98,8 +109,3 @@ def _system(history: History) -> list[tuple[str, str]]:
 
 def _render_turns(tokenizer: PreTrainedTokenizerBase, turns: Seq[tuple[str, str]]) -> str:
     return render_chat(tokenizer, [{"role": role, "content": content} for role, content in turns])
-
-
-def _common_prefix(one: Seq[int], other: Seq[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -16,7 +16,7 @@ from ..engine.logits_processors import check_answerable
 from ..errors import SessionBusyError
 from ..model_runner.trace import Recorder
 from ..sampling_params import SamplingParams
-from .chat_template import TurnTokens
+from .chat_template import tokens_of_prompt
 from .host_tier import TierStats
 from .session import Session
 from .store import SessionStore
@@ -30,17 +30,6 @@ MOST_OPEN = 256
 
 If there are more, the least recently used are saved and closed.
 """
-
-
-def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
-    """Return the change that turns the `tokens` of a session into `prompt`.
-
-    It keeps the common prefix. The last token of the prompt is always added, because a prefill needs at least one
-    token.
-    """
-    most = min(len(tokens), len(prompt) - 1)
-    same = next((i for i in range(most) if tokens[i] != prompt[i]), most)
-    return TurnTokens(len(tokens), len(tokens) - same, tuple(prompt[same:]))
 
 
 class StoredRequestFactory:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from ..config import Duration, Size
-from ..utils.config_fields import check, check_choice, check_types, option
-from ..utils.units import parse_duration, parse_size
+from ..utils.config_fields import Duration, Size, check, check_choice, check_fields, option
 
 Overflow = Literal["truncate", "error"]
 LIVE_POLICIES = ("lookahead", "lru", "fifo")
@@ -54,9 +52,6 @@ class StoreOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "limit", None if self.limit is None else parse_size(self.limit, "limit"))
-        object.__setattr__(self, "ttl", None if self.ttl is None else parse_duration(self.ttl, "ttl"))
-        check_types(self)
         check_choice("store policy", self.policy, LIVE_POLICIES)
-        check_choice("overflow", self.overflow, get_args(Overflow))
+        check_fields(self)
         check(0 <= self.free_host < 1, f"free_host={self.free_host} must be in [0, 1)")

@@ -219,16 +219,10 @@ class BatchedRows(Protocol):
 class Transfer(Protocol):
     """Transfers the KV of any number of sequences. Not thread-safe."""
 
-    @property
-    def storage(self) -> KVStorage: ...
-
-    @property
-    def rows(self) -> RowFetch: ...
-
-    @property
-    def batched(self) -> BatchedRows | None:
-        """Fetches for whole batches, or None if they are not supported."""
-        ...
+    storage: KVStorage
+    rows: RowFetch
+    batched: BatchedRows | None = None
+    """Fetches for whole batches, or None if they are not supported."""
 
     @property
     def device_bytes(self) -> int:
@@ -237,11 +231,11 @@ class Transfer(Protocol):
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         """Return the size in bytes of a sequence's working set; 0 if there is none."""
-        ...
+        return 0
 
     def loaded_bytes(self, blocks: BlockTable) -> int:
         """Return how many bytes of a sequence's KV were copied to the device outside of fetches."""
-        ...
+        return 0
 
     def check_integrity(self) -> None:
         """Wait for all transfers. Then assert that KV on the device equals the KV in the pool."""

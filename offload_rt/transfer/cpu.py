@@ -16,7 +16,7 @@ import torch
 from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, Selection, VisibleTokens
 from ..kernels.decode_attention import PagedPart, library
 from ..kv_cache.pool import HostPool
-from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
+from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, Transfer, join
 from .plan import first_occurrences
 
 _NOTHING = range(0), range(0)
@@ -227,7 +227,7 @@ class CpuRows(RowFetch):
         return _Fetch(self._pages, self._repaired, blocks, layer, _NOTHING, extra.tokens, size)
 
 
-class CpuTransfer:
+class CpuTransfer(Transfer):
     """`Transfer` on a CPU, for KV formats that attention can read in place."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
@@ -235,17 +235,10 @@ class CpuTransfer:
         self._pages = _Pages(pool)
         self.storage = CpuStorage(pool, self._pages, geometry)
         self.rows = CpuRows(pool, self._pages)
-        self.batched = None
 
     @property
     def device_bytes(self) -> int:
         return self.storage.resident_bytes + self.rows.nbytes
-
-    def working_set_bytes(self, blocks: BlockTable) -> int:
-        return 0
-
-    def loaded_bytes(self, blocks: BlockTable) -> int:
-        return 0
 
     def check_integrity(self) -> None:
         self._pages.check_integrity(self.storage.opened)

@@ -15,7 +15,7 @@ import torch
 
 from ..core import BlockTable, KVPart, ModelGeometry
 from ..kv_cache.pool import HostPool
-from .base import KVStorage, PrefilledLayer, join
+from .base import KVStorage, PrefilledLayer, Transfer, join
 from .cuda_fetch import CudaBatches, CudaRows, copy_heads
 from .device_copies import DeviceCopies
 from .open_sequences import DeviceState, OpenSequence
@@ -138,7 +138,7 @@ class CudaStorage(KVStorage):
         return PrefilledLayer(kv, first, 0 if loaded is None else loaded.bytes, written)
 
 
-class CudaTransfer:
+class CudaTransfer(Transfer):
     """`Transfer` for a device with separate memory and any KV format.
 
     KV is transferred in the storage format and decoded on the device. On a CPU (with `InlineStream`), this class is

@@ -19,7 +19,7 @@ from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, Selection, Vis
 from ..kv_cache.disk.file_arena import AT_ONCE, FileArena
 from ..kv_cache.pool import HostPool
 from ..utils.allocator import RecycledMemory
-from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
+from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, Transfer, join
 from .read_ahead import RangeReader, ReadingThread
 from .residency import Residency
 
@@ -278,23 +278,16 @@ def _gather(
     file.gather(storage_layer, ids.reshape(-1), staged.view(kv_heads * (resident + count), -1), into.reshape(-1))
 
 
-class DiskTransfer:
+class DiskTransfer(Transfer):
     """`Transfer` for a pool on disk. It supports all devices and all KV formats."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry, device: torch.device) -> None:
         self._state = DiskState(pool, geometry, device)
         self.storage, self.rows = DiskStorage(self._state), DiskRows(self._state)
-        self.batched = None
 
     @property
     def device_bytes(self) -> int:
         return sum(one.residency.nbytes for one in self._state.open.values())
-
-    def working_set_bytes(self, blocks: BlockTable) -> int:
-        return 0
-
-    def loaded_bytes(self, blocks: BlockTable) -> int:
-        return 0
 
     def check_integrity(self) -> None:
         self._state.wait()

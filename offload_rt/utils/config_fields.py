@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from numbers import Real
 from operator import index
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
+from .units import parse_duration, parse_size
 
 T = TypeVar("T")
+
+Size = Annotated[int, "bytes"]
+"""Size in bytes. A configuration also accepts text such as "200GiB"."""
+
+Duration = Annotated[float, "seconds"]
+"""Duration in seconds. A configuration also accepts text such as "7d"."""
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -46,6 +55,7 @@ class Option:
     plans: bool = False  # Whether memory demand depends on the option. If so, the command `info` has the flag.
     # Value that has no effect. It is left out of KV provenance keys, so that earlier keys stay valid.
     neutral: Any = NEVER
+    least: int | None = None  # smallest allowed value of a number
     stored_name: str | None = None  # earlier name of the field, which KV provenance keys use, or None
 
 
@@ -63,26 +73,66 @@ def check(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def check_types(config: Any) -> None:
-    """Check those fields of a frozen dataclass whose type is bool, int, float, str, None or a union of these.
+def check_fields(config: Any) -> None:
+    """Parse and check the fields of a frozen dataclass by their types.
 
-    Numbers from other libraries, such as numpy, are converted, and so are integers in fields of type float. Fields of
-    other types are not checked.
+    Fields of type `Size`, `Duration` and `Path` are parsed. Fields of type bool, int, float, str, None or a union of
+    these are checked, and numbers from other libraries, such as numpy, are converted. Fields of a `Literal` type must
+    have one of its values. Fields of other types are not checked. Numbers must be at least `Option.least`.
 
     Raises:
-        ConfigError: A field has a value of another type.
+        ConfigError: A field has a value of another type, or a value that is not allowed.
     """
-    kind: Any = type(config)
-    hints = field_types(kind)
-    for each in fields(config):
-        value, kinds = getattr(config, each.name), _scalars(hints[each.name])
-        if kinds is None or type(value) in kinds:
-            continue
-        number = _number(value, kinds)
-        if number is None:
-            wanted = " or ".join(_CALLED[kind] for kind in (bool, int, float, str, NoneType) if kind in kinds)
-            raise ConfigError(f"{each.name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
-        object.__setattr__(config, each.name, number)
+    cls: Any = type(config)
+    for name, rule in _rules(cls).items():
+        value = getattr(config, name)
+        if rule.parse is not None and not (rule.optional and value is None):
+            object.__setattr__(config, name, rule.parse(value, name))
+        if rule.kinds is not None and type(value) not in rule.kinds:
+            number = _number(value, rule.kinds)
+            if number is None:
+                wanted = " or ".join(_CALLED[kind] for kind in (bool, int, float, str, NoneType) if kind in rule.kinds)
+                raise ConfigError(f"{name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
+            value = number
+            object.__setattr__(config, name, value)
+        if rule.choices:
+            check_choice(name, value, rule.choices)
+        if rule.least is not None and value is not None and not value >= rule.least:
+            wanted = f"be at least {rule.least}" if rule.least else "not be negative"
+            raise ConfigError(f"{name}={value} must {wanted}")
+
+
+class _Rule(NamedTuple):
+    """How `check_fields` treats a field."""
+
+    parse: Callable[[Any, str], Any] | None
+    optional: bool
+    kinds: set[type] | None
+    choices: tuple[str, ...]
+    least: int | None
+
+
+@cache  # sampling parameters are checked per request
+def _rules(cls: Any) -> dict[str, _Rule]:
+    rules, hints = {}, field_types(cls)
+    for each in fields(cls):
+        hint = hints[each.name]
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        parse = next((_PARSERS[part] for part in parts if part in _PARSERS), None)
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        least = each.metadata["option"].least if "option" in each.metadata else None
+        rules[each.name] = _Rule(parse, NoneType in parts, _scalars(hint), choices, least)
+    return rules
+
+
+def _parse_path(path: object, name: str) -> Path:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise ConfigError(f"{name}={path!r:.80} is {type(path).__name__}; it must be a path")
+    return Path(text).expanduser()
+
+
+_PARSERS: Mapping[Any, Callable[[Any, str], Any]] = {Size: parse_size, Duration: parse_duration, Path: _parse_path}
 
 
 def _number(value: Any, kinds: set[type]) -> int | float | None:
@@ -93,9 +143,7 @@ def _number(value: Any, kinds: set[type]) -> int | float | None:
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
             number = index(value)
-            if int in kinds:
-                return number if abs(number) < LARGEST or float not in kinds else None
-            return float(number) if abs(number) < LARGEST else None  # transformers refuses an int temperature
+            return number if abs(number) < LARGEST or float not in kinds else None
         if float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
             return float(value)
     # for example because `value` is an array with several elements
@@ -104,7 +152,7 @@ def _number(value: Any, kinds: set[type]) -> int | float | None:
     return None
 
 
-@cache  # sampling parameters are checked per request
+@cache
 def field_types(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 

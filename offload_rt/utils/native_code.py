@@ -52,7 +52,7 @@ def available_levels() -> tuple[str, ...]:
     """Return the instruction set levels that this processor supports, lowest first."""
     if (levels := machine_levels())[-1] not in _X86_FEATURES or len(levels) == 1:
         return levels
-    flags, found = frozenset(_cpuinfo("flags").split()), []
+    flags, found = frozenset(cpuinfo("flags").split()), []
     for level, needed in _X86_FEATURES.items():
         if not needed <= flags:
             break
@@ -213,10 +213,11 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def processor_name() -> str:
-    return _cpuinfo("model name") or platform.processor()
+    return cpuinfo("model name") or platform.processor()
 
 
-def _cpuinfo(wanted: str) -> str:
+def cpuinfo(wanted: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo, or "" if it is not stated."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from offload_rt.utils.prefixes import common_prefix
+
 
 def _load(task: str) -> tuple[str, list[dict[str, Any]], Path]:
     """Return the prompt template, the items and the folder of a task.
@@ -59,9 +61,7 @@ def pages(max_bytes: int = 24_000, **metadata: Any) -> dict[str, Any]:
 def route_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
     """Return two scores: the fraction of steps that precede the first error, and whether the whole route is correct."""
     expected, found = _lines(document["answer"]), _lines(results[0])
-    right = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
-    leading = min(len(expected), len(found)) if right is None else right
-    return {"leading_steps": leading / len(expected), "exact": float(expected == found)}
+    return {"leading_steps": common_prefix(expected, found) / len(expected), "exact": float(expected == found)}
 
 
 def page_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from ...kernels.reference import capped
 from ...kernels.selection import extend_selection, select_tokens, selection_limit
 from ...skewing.artifact import SkewArtifact, artifact_bytes
 from ...skewing.prediction import SOURCES, source_index
-from ..base import KeyReader, PolicyState, QuerySource, source_between
+from ..base import KeyReader, Policy, PolicyState, QuerySource, source_between
 from ..demand import MemoryDemand
 from ..options import InfiniGenOptions
 from ..registry import PolicyContext
@@ -157,7 +157,7 @@ class InfiniGenState(PolicyState):
         assert all(self._keys.length(layer) == 0 for layer in self._policy.dense_layers)
 
 
-class InfiniGen:
+class InfiniGen(Policy):
     """Policy "infinigen" for one model.
 
     With `keys_on_host` (paper §6.2), scoring keys are stored in host memory. Each layer then copies its query to the
@@ -165,8 +165,6 @@ class InfiniGen:
     """
 
     name = "infinigen"
-    dense_until = 0
-    wants_weights = False
     evictable = True
 
     def __init__(

@@ -123,8 +123,3 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
         ToolCall(first.name, "".join(texts)) if isinstance(first, ToolCall) else type(first)("".join(texts))
         for first, texts in groups
     ]
-
-
-def partial_tag(text: str, tag: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `tag`."""
-    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from .pieces import Content, Piece, Reasoning, partial_tag
+from ...utils.prefixes import partial_end
+from .pieces import Content, Piece, Reasoning
 from .scanner import Scan, Scanner
 
 THINK, THINK_END = "<think>", "</think>"
@@ -34,7 +35,7 @@ class Think:
             blank = not self._begun and not before.strip()
             found += self._emitted(before.rstrip() if self._inside or blank else before)
             self._text, self._inside, self._fresh = after, not self._inside, True
-        keep = partial_tag(self._text, tag)
+        keep = partial_end(self._text, tag)
         body = self._text[: len(self._text) - keep]
         if self._inside or not body.strip():  # hold back whitespace, because a tag may follow
             body = body.rstrip()

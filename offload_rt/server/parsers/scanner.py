@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, TypeVar
 
-from .pieces import Arguments, Content, Piece, ToolCall, Tools, partial_tag
+from ...utils.prefixes import partial_end
+from .pieces import Arguments, Content, Piece, ToolCall, Tools
 
 T = TypeVar("T")
 Scan = Generator[None, None, T]
@@ -205,7 +206,7 @@ class Scanner:
         while True:
             rest = self._text[self._at :]
             found = [(at, tag) for tag in tags if (at := rest.find(tag)) >= 0]
-            keep = 0 if self._ended else max(partial_tag(rest, tag) for tag in tags)
+            keep = 0 if self._ended else max(partial_end(rest, tag) for tag in tags)
             end, tag = min(found) if found else (len(rest) - keep, "")
             shown = rest[:end].rstrip(trailing) if trailing else rest[:end]
             if shown:

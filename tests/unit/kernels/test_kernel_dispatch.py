@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from offload_rt.kernels import dispatch, embedding, kv_runs, lists, low_bit, low_bit_lists, pool_rows
+from offload_rt.kernels import dispatch, kv_runs, lists, low_bit, low_bit_lists, pool_rows, reference
 
 OPERATIONS = {
-    embedding: {"triton_embedding": ["embedding_part"]},
+    reference: {"triton_embedding": ["embedding_part"]},
     pool_rows: {"triton_gather": ["gather_rows", "gather_tokens", "write_rows"]},
     lists: {
         "triton_gather": ["scatter_slots", "gather_slots"],

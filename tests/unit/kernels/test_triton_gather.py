@@ -9,7 +9,7 @@ import torch
 from support.interpreter import is_compiled
 
 from offload_rt.core import BLOCK_SIZE
-from offload_rt.kernels import embedding, lists, pool_rows
+from offload_rt.kernels import lists, pool_rows, reference
 from offload_rt.kernels.pointer_table import PointerTable
 from offload_rt.kernels.pool_rows import DeviceRows
 
@@ -262,5 +262,5 @@ def test_parts_of_embeddings_are_copied_unchanged(
         ids = torch.randint(0, 50, (tokens,), device=kernel_device)
         for layer in range(3):
             part = embeddings[:, layer * width : (layer + 1) * width]
-            actual, expected = embedding_part(part, ids), embedding.embedding_part(part, ids)
+            actual, expected = embedding_part(part, ids), reference.embedding_part(part, ids)
             assert actual.device == ids.device and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))

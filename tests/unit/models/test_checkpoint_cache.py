@@ -189,7 +189,7 @@ def test_shape_is_computed_again_with_another_package_version(
     folder: Path, built_skeletons: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for versions in ({}, {"gguf": "1"}, {"gguf": None}, {"gguf": None}):
-        monkeypatch.setattr(shape, "_version", versions.get)
+        monkeypatch.setattr(shape, "installed_version", versions.get)
         load_shape(folder)
     assert len(built_skeletons) == 2
 

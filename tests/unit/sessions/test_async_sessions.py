@@ -15,7 +15,7 @@ from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams,
 from offload_rt.engine.swap import Swap, SwappedSequence
 from offload_rt.model_runner.prefill import Prefill
 from offload_rt.sessions import request_factory
-from offload_rt.sessions.request_factory import tokens_of_prompt
+from offload_rt.sessions.chat_template import tokens_of_prompt
 from offload_rt.sessions.session import Session
 from offload_rt.storage.documents import DocumentStore
 
