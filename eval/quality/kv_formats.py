@@ -1,8 +1,8 @@
 """Measure how far published 4-bit and 2-bit KV caches move the next-token distribution from that of a 16-bit KV cache.
 
 The KV caches are simulated with transformers: keys and values are quantised and immediately dequantised. A prompt is
-processed with exact keys and values, which are quantised before the next token, as in KIVI. Sliding-window layers keep
-exact keys and values.
+processed with exact keys and values, which are quantised before the next token, as in KIVI. Layers with sliding windows
+keep exact keys and values.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class FormattedLayer(DynamicLayer):
     """Layer of a transformers cache that rounds its tokens to a format."""
 
     def __init__(self, exact: DynamicLayer, format: PublishedFormat) -> None:
-        super().__init__()
-        self.lazy_initialization(exact.keys, exact.values)
-        self.keys, self.values = exact.keys.clone(), exact.values.clone()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._format, self._rounded = format, 0  # the tokens [0, _rounded) are already rounded
+        assert exact.keys is not None and exact.values is not None, "the prompt was processed"
+        super().update(exact.keys, exact.values)  # copies both
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -106,6 +106,7 @@ class FormattedLayer(DynamicLayer):
         ready = max(0, self.get_seq_length() - self._format.residual)
         tokens = slice(self._rounded, ready - ready % self._format.group)
         if tokens.start < tokens.stop:
+            assert self.keys is not None and self.values is not None
             self.keys[:, :, tokens] = self._format.keys(self.keys[:, :, tokens])
             self.values[:, :, tokens] = self._format.values(self.values[:, :, tokens])
             self._rounded = tokens.stop
@@ -120,8 +121,9 @@ class ExactWindow:
 
     @cached_property
     def _prompt(self) -> DynamicCache:
-        prompt, cache = torch.tensor([self._text.tokens[: self._text.decode_from]]), DynamicCache(config=self._model.config)
-        self._model(prompt.to(self._model.device), past_key_values=cache, logits_to_keep=1)
+        cache = DynamicCache(config=self._model.config)
+        prompt = torch.tensor([self._text.tokens[: self._text.decode_from]], device=self._model.device)
+        self._model(prompt, past_key_values=cache, logits_to_keep=1)
         return cache
 
     @cached_property
@@ -133,7 +135,9 @@ class ExactWindow:
         """Return the log-probabilities `[n, V]` at the scored positions with the format, computed token by token."""
         cache = copy.deepcopy(self._prompt)
         if format is not None:
-            cache.layers = [layer if layer.is_sliding else FormattedLayer(layer, format) for layer in cache.layers]
+            cache.layers = [
+                FormattedLayer(layer, format) if type(layer) is DynamicLayer else layer for layer in cache.layers
+            ]
         found = []
         for position in range(self._text.decode_from, len(self._text.tokens) - 1):
             token = torch.tensor([[self._text.tokens[position]]], device=self._model.device)
@@ -158,7 +162,7 @@ def run_kv_formats(
     """Measure each format on the windows of a text."""
     tested, store = evaluation.tested, RowStore(evaluation.out)
     source, dtype = find_source(tested.model), tested.loaded.adapter.dtype
-    model = AutoModelForCausalLM.from_pretrained(source.name_or_path, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(source.name_or_path, gguf_file=source.gguf, dtype=dtype).eval()
     shared = {"suite": "kv_formats", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}
     every: list[tuple[str, PublishedFormat | None]] = [("full", None), *((format.name, format) for format in formats)]
     found: dict[str, list[Row]] = {name: [] for name, _ in every}
