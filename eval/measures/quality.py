@@ -63,6 +63,26 @@ def divergence(args: argparse.Namespace) -> int:
     return show(run_divergence(job, variants(args, job.tested), config), args.out, job.say)
 
 
+def _kv_formats_flags(parser: argparse.ArgumentParser) -> None:
+    from ..quality.perplexity import PerplexityConfig
+
+    add_model_flags(parser)
+    add_text_flag(parser)
+    add_options(parser, PerplexityConfig)
+
+
+@measure("kv-formats", "KL divergence that published 4-bit and 2-bit KV caches cause", _kv_formats_flags)
+def kv_formats(args: argparse.Namespace) -> int:
+    """Measure how far published formats of a quantised KV cache (KIVI, Hadamard rotation) move the next-token
+    distribution, simulated with transformers. Example: offload-rt eval kv-formats MODEL --text BOOK --context 8192
+    --decode-from 8064 --windows 2 --out DIR"""
+    from ..quality.kv_formats import run_kv_formats
+    from ..quality.perplexity import PerplexityConfig
+
+    config, job = config_of(args, PerplexityConfig), evaluation(args)
+    return show(run_kv_formats(job, config), args.out, job.say)
+
+
 def _working_set_flags(parser: argparse.ArgumentParser) -> None:
     _perplexity_flags(parser)
     parser.add_argument("--shares", type=numbers, default=(0.02, 0.04, 0.08), metavar="0.02,0.04",
