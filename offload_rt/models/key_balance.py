@@ -27,7 +27,7 @@ _MODEL_TYPES = ("qwen2", "qwen2_moe")
 """Models with a bias in the key projection, RoPE over the whole head, and no norm of queries and keys."""
 
 
-def has_unbalanced_keys(model: PreTrainedModel) -> bool:
+def can_balance_keys(model: PreTrainedModel) -> bool:
     """Return whether `balance_keys` supports the model. It does not support packed weights."""
     return model.config.model_type in _MODEL_TYPES and all(
         type(projection) is nn.Linear
@@ -54,7 +54,7 @@ def key_scales(k_proj: nn.Linear, norm: torch.Tensor, head_dim: int) -> torch.Te
     """Return the scales `[Hkv, d]`: square roots of the estimated sizes of the channels, relative to the head's mean.
 
     A channel's size is estimated for inputs whose elements are independent, with mean 0 and variance 1 before they are
-    multiplied by `norm` `[D]`. Scaling by the square root instead of the size itself loses least.
+    multiplied by `norm` `[D]`. With Qwen2.5, dividing by the size itself instead of its square root loses more.
     """
     squares = (k_proj.weight.float() * norm.float()).square().sum(1) + k_proj.bias.float().square()
     pairs = squares.view(-1, 2, head_dim // 2).mean(1)  # RoPE rotates the channels c and c + d / 2 together

@@ -33,7 +33,7 @@ from .checkpoint import (
 from .checkpoint_cache import CheckpointCache
 from .fingerprint import WeightChangeDetector, cached_fingerprint, fingerprint
 from .importing import conversion_of, packed_source
-from .key_balance import balance_keys, balanced_fingerprint, has_unbalanced_keys
+from .key_balance import balance_keys, balanced_fingerprint, can_balance_keys
 from .linear import GGUF_NOTE, backend_of, packing, packing_of, use_backends
 from .linear.quantize import quantize_layers
 from .multimodal import is_multimodal, text_config
@@ -198,7 +198,7 @@ def _read_checkpoint(
     torch_dtype = resolve_dtype(dtype, source, declared_dtype(source, config), device)
     loaded = read_weights(source, config, load_device, torch_dtype, offloaded=offloaded)
     fix_rope_scaling(loaded, max_model_len)
-    if balanced := quantised_kv and has_unbalanced_keys(loaded):
+    if balanced := quantised_kv and can_balance_keys(loaded):
         balance_keys(loaded)
     with as_model_error(f"cannot quantise the weights of {source}"):
         quantize_checkpoint(loaded, quantize, device)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from offload_rt import LLM, EngineConfig
 from offload_rt.engine.build import _load
 from offload_rt.models import loading
-from offload_rt.models.key_balance import balance_keys, has_unbalanced_keys, key_scales
+from offload_rt.models.key_balance import balance_keys, can_balance_keys, key_scales
 from offload_rt.models.weights import decoder_layers
 
 
@@ -59,7 +59,7 @@ def test_balanced_keys_lose_less(folder: str, monkeypatch: pytest.MonkeyPatch) -
         return torch.tensor(score.logprobs)
 
     exact, balanced = logprobs(), logprobs(kv_cache_dtype="int8")
-    monkeypatch.setattr(loading, "has_unbalanced_keys", lambda model: False)
+    monkeypatch.setattr(loading, "can_balance_keys", lambda model: False)
     plain = logprobs(kv_cache_dtype="int8")
     assert (balanced - exact).norm() < (plain - exact).norm() / 2
 
@@ -69,7 +69,7 @@ def test_fingerprint_identifies_balanced_keys(folder: str) -> None:
         return loading.load_model(folder, dtype="float32", verify="off", **options).fingerprint
 
     assert fingerprint() != fingerprint(quantised_kv=True) == fingerprint(quantised_kv=True)
-    assert not has_unbalanced_keys(tiny_model("llama"))
+    assert not can_balance_keys(tiny_model("llama"))
     packed = loading.load_model(folder, dtype="float32", quantize="int8", verify="off")
     assert packed.fingerprint != fingerprint(quantised_kv=True, quantize="int8")
 
