@@ -126,7 +126,7 @@ class GraphSteps:
         step = DecodeStep(batch, mode)
         step.begin()
         self._drop_outdated(batch)
-        inputs.rows.join()  # The compute stream reads copies of blocks, and a graph cannot wait for earlier transfers.
+        inputs.rows.join()  # A graph cannot wait for earlier transfers, and the compute stream may read copies.
         captured = self._find(batch, inputs)
         logits = step.compute() if captured is None else captured.replay(mode, inputs)
         mode.finish()

@@ -140,11 +140,7 @@ class RowLists:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context for capturing a step in a CUDA graph.
-
-        The compute stream first waits for earlier transfers, because a graph cannot wait for them.
-        """
-        self.join()
+        """Return a context for capturing a step in a CUDA graph. Call `join` before, as before a replay."""
         self._captures, self._captured = True, None
         try:
             yield

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from support.cuda_cells import BY_NAME
+from support.cuda_cells import BLOCK_BYTES, BY_NAME, GRAPHS, SHORT
 from support.cuda_simulator import Late, simulated
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -120,6 +121,36 @@ def test_graph_replay_records_an_event_after_write_backs() -> None:
         runner.transfer.storage.settle(sequence.blocks)
         assert not last.k.isnan().any()
         runner.free(sequence)
+
+
+STREAMING: dict[str, Any] = {"policy": "streaming", "policy_options": SHORT | {"budget": 0.9}}
+REPLAYS: dict[str, dict[str, Any]] = {
+    "reads copies": {"policy": "full", "device_kv_memory": 60 * BLOCK_BYTES},
+    "reads the pool": STREAMING,
+    "reads working sets": STREAMING | {"working_set": 9},
+}
+
+
+@pytest.mark.parametrize("settings", REPLAYS.values(), ids=REPLAYS)
+def test_replay_waits_for_earlier_transfers(settings: dict[str, Any]) -> None:
+    """The compute stream waits for write-backs of eager steps and for changed tables, because a graph cannot."""
+    found = []
+    for device in ("cpu", "cuda"):
+        with simulated(Late((1, 2))) if device == "cuda" else nullcontext():
+            model = tiny_model("llama", num_hidden_layers=2).to(device)
+            only_cuda = ("device_kv_memory", *GRAPHS) if device == "cpu" else ()
+            own = {name: value for name, value in (GRAPHS | settings).items() if name not in only_cuda}
+            runner = LLM(model, device=device, host_memory="4MiB", missed_mass_every=0, verify="off", **own).runner
+            batch = [runner.new_sequence(tiny_prompt(40, seed=seed), 40) for seed in (1, 2)]
+            for sequence in batch:
+                runner.prefill(sequence, 20)
+            # The graph for one sequence runs again after the eager step of two sequences, and for the other sequence.
+            steps = (batch[:1], batch[:1], batch, batch[1:])
+            found.append([runner.decode(step).cpu() for step in steps])
+            assert device == "cpu" or [one.size for one in runner.steps._captured] == [1]
+            runner.check_integrity()
+    for logits, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_saver_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

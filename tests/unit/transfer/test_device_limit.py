@@ -1,6 +1,7 @@
 """Test that the allocator's peak stays below `device_memory` during prefill and decode.
 
-The peak includes memory that was freed but is still used by a late stream.
+The peak includes memory that was freed but is still used by a late stream. Another test compares the memory of decode
+steps with its plan.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.architectures import architecture
+from support.cuda_cells import GRAPHS
 from support.cuda_simulator import Late, Lazy, Schedule, simulated
-from support.tiny_models import tiny_checkpoint, tiny_prompt
+from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+from transformers import PreTrainedModel
 
 from offload_rt import LLM, EngineConfig
 from offload_rt.cli import main
 from offload_rt.core import bucket
+from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.models.shape import load_shape
 from offload_rt.planning import memory_model
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.planning.memory_model import DeviceCosts, requirements
 from offload_rt.policies.registry import memory_demand
+from offload_rt.transfer import row_lists
 from offload_rt.transfer.weights.streamed import BUFFERS
 from offload_rt.utils.units import format_size
 
@@ -140,6 +147,57 @@ def smallest_limit(case: Case, folder: Path) -> int:
     )  # fmt: skip
     layers = BUFFERS if case.streamed else LAYERS
     return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * case.batch)
+
+
+def llama() -> PreTrainedModel:
+    return tiny_model("llama", num_hidden_layers=2, head_dim=128)
+
+
+def granite() -> PreTrainedModel:
+    # One layer's state is larger than all other tensors of a step.
+    return architecture("granite_hybrid", mamba_d_state=256)
+
+
+STREAMING: dict[str, Any] = {"policy": "streaming", "policy_options": WINDOW | {"budget": 0.9, "dense_layers": ()}}
+STEPS: dict[str, tuple[Callable[[], PreTrainedModel], int, int, dict[str, Any]]] = {
+    "fetched KV": (llama, 4, 192, {"policy": "full", "cuda_graphs": False}),
+    "fetched KV, graphs": (llama, 4, 192, STREAMING | GRAPHS),
+    "recurrent states": (granite, 3, 44, STREAMING | {"cuda_graphs": False}),
+}
+"""A model, a batch size, a context length and options for decode steps whose memory is mainly used for one purpose."""
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_plan_of_decode_steps_is_at_most_a_third_above_the_need(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("prefill", "calibration", "_rope_bytes"):
+        monkeypatch.setattr(DeviceCosts, name, lambda *of: 0)  # `total` is then the memory of decode steps
+    monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)
+    monkeypatch.setattr(row_lists, "HELD_BACK", 0)  # otherwise, write-backs of the prefill would stay in memory
+    make, size, context, settings = STEPS[case]
+    with simulated(Lazy()) as sim:
+        model, usage = make().to("cuda"), sim.memory.usage
+        costs = costs_for(EngineConfig(device="cuda", **settings), load_shape(model))
+        planned = costs.total([context] * size)
+        runner = LLM(model, device="cuda", host_memory="8MiB", missed_mass_every=0, verify="off", **settings).runner
+        torch.cuda.synchronize()
+        sim.memory.collect()
+        before = usage.active
+        prompts = [[t % costs.shape.geometry.vocab for t in tiny_prompt(context, seed=seed)] for seed in range(size)]
+        batch = [runner.new_sequence(prompt, context) for prompt in prompts]
+        for sequence in batch:
+            runner.prefill(sequence, context - 3)
+        torch.cuda.synchronize()
+        sim.memory.collect()
+        usage.reset_peaks()
+        for _ in range(2):
+            runner.decode(batch).argmax(-1).tolist()
+        with_graphs, runner.steps = runner.steps, runner.eager
+        runner.decode(batch).argmax(-1).tolist()  # If graphs are used, the last one is still in memory.
+        need = usage.active_peak - before
+        assert costs.graphs == isinstance(with_graphs, GraphSteps) == bool(sim.launched["graph"])
+        for sequence in batch:
+            runner.free(sequence)
+    assert need <= planned <= 4 / 3 * need, f"{planned / need:.3f}"
 
 
 def test_info_shows_the_memory_of_captured_graphs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

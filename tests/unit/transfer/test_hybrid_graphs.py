@@ -165,7 +165,7 @@ def test_planned_memory_covers_steps_with_graphs() -> None:
         for sequence in batch:
             llm.runner.free(sequence)
     step = costs.staging([64] * 3) + costs.decode([64] * 3)
-    assert 0.5 * step < used <= 2 * step, "a step and a graph"
+    assert used <= 2 * step <= 4 / 3 * used, "a step and a graph"
 
 
 def test_layer_that_is_missing_in_a_graph_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
