@@ -138,7 +138,10 @@ class EngineConfig:
         kv_cache_dtype: "auto" stores KV in the model's dtype. "int8", "int4" and "int2" quantise KV in host memory,
             which reduces memory and transfers. Prefill uses unquantised KV. Prefixes with quantised KV are not shared.
         enable_prefix_caching: Compute and store a common prefix of prompts once, even for prompts in different calls.
-            Only KV of exact attention is shared, so results do not depend on earlier requests.
+            Only KV of exact attention is shared, so results depend on earlier requests only through rounding: after a
+            cached prefix, fewer tokens are computed together. Policies that select tokens can enlarge this difference,
+            because tokens with almost equal scores are selected or not. Sampled text can then change, mainly in 16
+            bits.
         swap: Folder on a fast disk for the KV of preempted requests, used if reading is estimated to be faster than
             recomputation. The files are deleted when the process ends.
         missed_mass_every: Number of decode steps between measurements of the missed attention mass, which read all keys

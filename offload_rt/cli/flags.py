@@ -81,8 +81,8 @@ def add_option(
 
 
 def _default_text(field: Field[Any], help: str) -> str:
-    """Return " (default: X)", or "" if the field has no default or `help` already describes the default."""
-    if field.default is None or field.default is MISSING or "default" in help:
+    """Return " (default: X)", or "" if the default is missing or empty, or if `help` already describes it."""
+    if field.default in (None, MISSING, ()) or "default" in help:
         return ""
     plain = {True: "yes", False: "no"}.get(field.default) if isinstance(field.default, bool) else str(field.default)
     return f" (default: {plain})"

@@ -25,6 +25,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--store-ttl applies to sessions list only: remove it from sessions {args.action}")
     if args.action not in ("list", "clear") and args.name is None:
         raise InputError(f"sessions {args.action} needs the NAME of a session")
+    if args.action in ("list", "clear") and args.name is not None:
+        cure = f"remove it, or write sessions show {args.name}" if args.action == "list" else "remove it"
+        raise InputError(f"sessions {args.action} takes no NAME, and {args.name!r} was given: {cure}")
     ACTIONS[args.action](Path(args.store).expanduser() if args.store else default_store(), args)
     return 0
 
@@ -34,7 +37,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "action", nargs="?", default="list", metavar="list|show|export|delete|clear", help="default: list"
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the session")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="show, export, delete: name of the session")
     parser.add_argument(
         "--store", metavar="DIR", help="folder of the store, as in chat --store (default: the store of serve)"
     )

@@ -162,7 +162,9 @@ def summary_table(stats: Stats) -> Table:
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
     times = f" ({whole / per_token:.0f} times less than all KV)" if per_token and whole > 1.5 * per_token else ""
     rest = ", the rest through approximate KV" if stats.approximate_bytes_device else ", the rest is ignored"
-    attended = _percent(stats.exact_fraction) + " of the context" + (rest if selects else "")
+    attended = f"{_percent(stats.exact_fraction)} of the context{rest if selects else ''}"
+    if not stats.decoded_tokens:
+        attended = "100.00% of the context (prefill only)"
     device = stats.kv_bytes_device + stats.scoring_bytes_device
     return _table(
         "Statistics (--stats shows all)",
@@ -226,6 +228,10 @@ def comparison_table(found: Comparison) -> Table:
 def verdict(found: Comparison) -> str:
     """Return one sentence that says what a policy saves and how similar its results are to those of full attention."""
     policy, full = found.policy, found.full
+    if not policy.decoded_tokens:
+        return (
+            "Nothing to compare: every policy computes the first new token with full attention. Generate at least two."
+        )
     if policy.device == "cpu" or not full.h2d_bytes_per_token:
         savings = f"attends exactly to {_share(policy.exact_fraction)} of the tokens"
     else:

@@ -47,7 +47,8 @@ class CacheManager:
     @property
     def shares(self) -> bool:
         """Whether sequences with a common prefix share the KV of that prefix."""
-        # Quantised KV is not shared, because the result of a request would then depend on earlier requests.
+        # Quantised KV is not shared, because a prompt would then attend to it, and results would depend on earlier
+        # requests by more than rounding.
         shared = self._config.enable_prefix_caching and self._pool.format.exact
         return shared and self._pool.reuses_prefixes  # hybrid models need snapshots of recurrent state
 

@@ -56,6 +56,12 @@ def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> 
     assert sampled < described.index("--policy ")
 
 
+def test_help_does_not_show_an_empty_default(cli: Cli) -> None:
+    described = " ".join(cli("serve", "--help").out.split())
+    assert "allow browser requests from this origin; may be repeated" in described
+    assert "default: ()" not in described
+
+
 def test_a_warning_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     with _quiet_libraries():
         for message in ("too long", "too long", "too short"):
@@ -68,7 +74,7 @@ def test_a_warning_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("cpu", 2, 100, "attends exactly to 3% of the tokens"),
         ("cuda:0", 0.2, 100, "copies less than 1% of the KV cache per token, keeps 20% of its size on the device"),
-        ("cuda:0", 0, 0, "attends exactly to 3% of the tokens"),  # a single new token is not decoded
+        ("cuda:0", 0, 0, "attends exactly to 3% of the tokens"),  # all KV has copies on the device
     ],
 )
 def test_the_verdict_names_effect_and_saved_transfers(
@@ -76,7 +82,7 @@ def test_the_verdict_names_effect_and_saved_transfers(
 ) -> None:
     policy = SimpleNamespace(
         policy="infinigen", device=device, exact_fraction=0.03, h2d_bytes_per_token=copied, kv_bytes_device=1,
-        scoring_bytes_device=1, kv_bytes_host=10,
+        scoring_bytes_device=1, kv_bytes_host=10, decoded_tokens=9,
     )  # fmt: skip
     found: Any = SimpleNamespace(
         policy=policy, full=SimpleNamespace(h2d_bytes_per_token=copied_by_full), kl=0.5, top_1=0.975
@@ -87,6 +93,8 @@ def test_the_verdict_names_effect_and_saved_transfers(
     found.kl = 0.0
     assert verdict(found).startswith("It worked: policy infinigen")
     assert verdict(found).endswith("at 97.5% of the positions.")
+    policy.decoded_tokens = 0
+    assert verdict(found).startswith("Nothing to compare: every policy computes the first new token")
 
 
 @pytest.mark.slow

@@ -200,6 +200,8 @@ def test_nothing_is_loaded_for_a_wrong_argument(cli: Cli, monkeypatch: pytest.Mo
         ("sessions list --store /nowhere", ("there is no store at '/nowhere'",)),
         ("sessions burn --store /tmp", ("action='burn' is unknown",)),
         ("sessions show --store /tmp", ("needs the NAME",)),
+        ("sessions list extra --store /tmp", ("takes no NAME", "'extra'", "sessions show extra")),
+        ("sessions clear extra --store /tmp", ("takes no NAME", "'extra'", "remove it")),
         ("sessions list --store /tmp --store-ttl 1y", ("--store-ttl='1y' is not a duration",)),
         ("sessions delete s --store /tmp --store-ttl 1d", ("remove it from sessions delete",)),
         ("chat reference --session s --store /dev/null/x", ("cannot use the store", "--store DIR")),

@@ -13,7 +13,7 @@ from support.outputs import completed
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli.tables import requirements_table, stats_table
+from offload_rt.cli.tables import requirements_table, stats_table, summary_table
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.models.shape import load_shape
 from offload_rt.outputs import Stats
@@ -60,6 +60,9 @@ def test_table_shows_the_statistics(infinigen_stats: Stats) -> None:
     unmeasured = replace(infinigen_stats, missed_mass=None, missed_mass_worst_layer=None, dense_layers=(0, 1, 2))
     assert value_of(render(stats_table(unmeasured)), "missed attention mass") == "not measured"
     assert value_of(render(stats_table(unmeasured)), "dense layers") == "all 3"
+    prefilled = replace(infinigen_stats, attended_by_step=[], exact_fraction=0.0)
+    shown = value_of(render(summary_table(prefilled)), "exact attention fraction")
+    assert shown == "100.00% of the context (prefill only)"
 
 
 def test_table_shows_usual_values_and_advice(infinigen_stats: Stats) -> None:
