@@ -73,9 +73,17 @@ def ruler() -> str:
     return table(("context", "responses", "`full`: score", "default: score", "default: same response"), rows)
 
 
-def formats() -> str:
+def published_formats() -> str:
     """Divergence that published formats of the KV cache cause, with the top-1 agreement in parentheses."""
     columns = [{row["format"]: row for row in load(f"{model}/kv_formats")} for model in ("smollm2", "qwen", "gemma")]
     names = [name for name in columns[0] if name != "full"]
     rows = [[name, *(f"{each[name]['kl']:.1e} ({each[name]['top_1']:.1%})" for each in columns)] for name in names]
     return table(("format", "SmolLM2", "Qwen", "Gemma 3"), rows)
+
+
+def formats() -> str:
+    """Perplexity with a quantised KV cache, compared with approximate KV."""
+    models = [most_windows(load(f"{model}/bytes")) for model in ("qwen", "smollm2")]
+    keys = [key for key in models[0] if "KV cache" in key[2] or key[2] == "2%, 4-bit approximate KV"]
+    rows = [[key[2], *(change(model[key]) for model in models)] for key in keys]
+    return table(("setting", NAMES["qwen"], NAMES["smollm2"]), rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_tables import gpu, gpu_sessions, h200_trained, predicted, step_times, working_sets
-from quality_tables import divergence, formats, perplexity, ruler
+from quality_tables import divergence, formats, perplexity, published_formats, ruler
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
 from speed_tables import DYNAMIC, disk, drafts, lengths, others, packed_weights, packed_without_bfloat16, selecting
 from tables import fill, table
@@ -51,7 +51,7 @@ def readme() -> str:
 
 
 TABLES: Sequence[Callable[[], str]] = (
-    perplexity, divergence, ruler, formats,
+    perplexity, divergence, ruler, formats, published_formats,
     others, packed_weights, packed_without_bfloat16, lengths, selecting, drafts, disk,
     gpu, predicted, working_sets, h200_trained, gpu_sessions,
 )  # fmt: skip

@@ -52,7 +52,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request. The same seed gives the same text.
+    """Sampling parameters of a request. The same seed gives the same text, except for rounding after a cached prefix.
 
     Logits are processed in the same order as in transformers: `logit_bias`, penalties, `bad_words`, `min_tokens`,
     `allowed_token_ids`, `structured_outputs`, `logits_processors`, temperature, top-k, top-p, min-p.

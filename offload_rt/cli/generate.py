@@ -142,8 +142,8 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
     if wanted is None:
         if available < 1:
             raise InputError(
-                f"--max-new-tokens {max_tokens} leaves no tokens for a prompt: the context "
-                f"length of {llm.name} is {llm.runner.max_positions:,} tokens"
+                f"--max-new-tokens {max_tokens} leaves no tokens for a prompt: it must be less than "
+                f"{llm.runner.position_limit}"
             )
         return shortened(ids, available, args.truncate, args.prompt_file or "the prompt")
     if not 1 <= wanted <= len(ids):

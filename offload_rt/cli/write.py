@@ -157,8 +157,8 @@ def _report(llm: LLM, document: Document, console: Console) -> None:
     context = f"context: the newest {document.context_tokens:,} tokens"
     if document.removed_tokens:
         context += (
-            f"; the oldest {document.removed_tokens:,} but the first were removed, because the context length of "
-            f"{llm.name} is {llm.runner.max_positions:,}"
+            f"; the oldest {document.removed_tokens:,} but the first were removed, because the limit is "
+            f"{llm.runner.position_limit}"
         )
     lines.append(context)
     if document.stats is not None:

@@ -92,7 +92,7 @@ def _load(
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     placement: Placement = ON_DEVICE,
 ) -> LoadedModel:
-    # Keys of a given skew artifact are not scaled.
+    # A skew artifact from a file was computed for unscaled keys.
     quantised_kv = config.kv_cache_dtype != "auto" and config.skew is None
     loaded = load_model(
         model, tokenizer=config.tokenizer if tokenizer is None else tokenizer, device=config.device,

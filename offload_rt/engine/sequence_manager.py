@@ -106,6 +106,13 @@ class SequenceManager:
         trained = self.adapter.geometry.max_positions
         return min(trained, self.config.max_model_len or trained)
 
+    @property
+    def position_limit(self) -> str:
+        """Describe where `max_positions` comes from, for messages."""
+        if self.config.max_model_len == self.max_positions:
+            return f"max_model_len={self.max_positions}"
+        return f"the context length of {self.model.name}, {self.max_positions:,} tokens"
+
     def check_fits(self, tokens: int) -> None:
         if self.plan is not None:
             self.plan.check([tokens])

@@ -128,14 +128,15 @@ def _bytes(block: torch.Tensor) -> memoryview:
     return block.contiguous().view(torch.uint8).numpy().data
 
 
-def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
+def cached_fingerprint(model: Any, cache: CheckpointCache, *, balanced: bool = False) -> str:
+    """Return the fingerprint of a model that was read from a checkpoint. `balanced`: see `key_balance.py`."""
     weights = _weights(model).items()
     arguments = {
         "version": (VERSION, "with buffers"),
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": model.config.to_dict(),
         "weights": [(name, type(weight).__name__, list(weight.shape), str(weight.dtype)) for name, weight in weights],
-    }
+    } | ({"balanced": True} if balanced else {})
     return cache.lookup("fingerprints", arguments, lambda: fingerprint(model), _checked)
 
 

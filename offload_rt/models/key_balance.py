@@ -5,19 +5,16 @@ In Qwen2 and Qwen2.5, the bias of the key projection makes some channels of each
 
 The rows of `k_proj` are divided by scales, and the rows of `q_proj` are multiplied by them. Attention scores stay the
 same, because the two channels that RoPE rotates together share a scale. All scales are powers of two, so no number is
-rounded.
+rounded, except for float16 numbers close to 0.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from .checkpoint_cache import CheckpointCache
-from .fingerprint import cached_fingerprint
 from .weights import attention_of, decoder_layers
 
 if TYPE_CHECKING:
@@ -30,7 +27,7 @@ _MODEL_TYPES = ("qwen2", "qwen2_moe")
 def can_balance_keys(model: PreTrainedModel) -> bool:
     """Return whether `balance_keys` supports the model. It does not support packed weights."""
     return model.config.model_type in _MODEL_TYPES and all(
-        type(projection) is nn.Linear
+        type(projection) is nn.Linear and projection.bias is not None
         for layer in decoder_layers(model)
         for projection in (attention_of(layer).q_proj, attention_of(layer).k_proj)
     )
@@ -60,10 +57,5 @@ def key_scales(k_proj: nn.Linear, norm: torch.Tensor, head_dim: int) -> torch.Te
     pairs = squares.view(-1, 2, head_dim // 2).mean(1)  # RoPE rotates the channels c and c + d / 2 together
     sizes = pairs.sqrt()
     exponents = (sizes / sizes.mean(1, keepdim=True)).log2().div(2).round()
+    exponents = exponents.nan_to_num(0, 0, 0).clamp(-8, 8)  # a pruned channel has size 0
     return exponents.repeat(1, 2).exp2().to(k_proj.weight.dtype)
-
-
-def balanced_fingerprint(model: PreTrainedModel, cache: CheckpointCache) -> str:
-    """Return the fingerprint of a model with balanced keys. Its keys do not fit the original's skew artifacts."""
-    original = cached_fingerprint(model, cache)  # does not read the weights if it was cached for this checkpoint
-    return hashlib.sha256(f"{original} with balanced keys".encode()).hexdigest()

@@ -33,7 +33,7 @@ from .checkpoint import (
 from .checkpoint_cache import CheckpointCache
 from .fingerprint import WeightChangeDetector, cached_fingerprint, fingerprint
 from .importing import conversion_of, packed_source
-from .key_balance import balance_keys, balanced_fingerprint, can_balance_keys
+from .key_balance import balance_keys, can_balance_keys
 from .linear import GGUF_NOTE, backend_of, packing, packing_of, use_backends
 from .linear.quantize import quantize_layers
 from .multimodal import is_multimodal, text_config
@@ -154,11 +154,11 @@ def load_model(
         source = find_source(model, hub)
         if (conversion := conversion_of(source, quantize, target)) is not None:
             source = packed_source(conversion)
+        cache = CheckpointCache(source)
         model, balanced = _read_checkpoint(
             source, target, dtype, placement, verify, max_model_len, quantize, quantised_kv
         )
-        cached = balanced_fingerprint if balanced else cached_fingerprint
-        identify = partial(cached, cache=CheckpointCache(source))
+        identify = partial(cached_fingerprint, cache=cache, balanced=balanced)
     else:
         if quantize in ("int4", "int8"):
             raise ConfigError(f"quantize={quantize!r} changes weights while they are loaded: pass the model's folder")

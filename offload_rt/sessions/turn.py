@@ -75,8 +75,8 @@ def _check_overflow(kv: SessionKV, new: int) -> None:
     if kv.context.options.overflow == "error" and tokens + new > most:
         raise ModelError(
             f"session {kv.history.name!r} has {tokens:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
-            f"and {kv.history.model} has {most:,} positions: call truncate, lower max_tokens, or open the "
-            "store with overflow='truncate'"
+            f"and the limit is {kv.runner.position_limit}: call truncate, lower max_tokens, or open the store with "
+            "overflow='truncate'"
         )
 
 
@@ -143,10 +143,9 @@ class Turn(StoredRequest):
             return
         self._computed = history.computed
         self.prompt = Prompt(self.prompt.id, (*self._kept, *self._tokens.added))
-        most = self.kv.runner.max_positions
         warnings.warn(
-            f"session {history.name!r} would outgrow the {most:,} positions of {history.model}: its oldest {gone:,} "
-            "tokens, except the first ones, were removed (overflow='error' raises an error instead)",
+            f"session {history.name!r} would outgrow {self.kv.runner.position_limit}: its oldest {gone:,} tokens, "
+            "except the first ones, were removed (overflow='error' raises an error instead)",
             stacklevel=2,
         )
 

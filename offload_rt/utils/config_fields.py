@@ -87,7 +87,8 @@ def check_fields(config: Any) -> None:
     for name, rule in _rules(cls).items():
         value = getattr(config, name)
         if rule.parse is not None and not (rule.optional and value is None):
-            object.__setattr__(config, name, rule.parse(value, name))
+            value = rule.parse(value, name)
+            object.__setattr__(config, name, value)
         if rule.kinds is not None and type(value) not in rule.kinds:
             number = _number(value, rule.kinds)
             if number is None:
@@ -95,7 +96,7 @@ def check_fields(config: Any) -> None:
                 raise ConfigError(f"{name}={value!r:.80} is {type(value).__name__}; it must be {wanted}")
             value = number
             object.__setattr__(config, name, value)
-        if rule.choices:
+        if rule.choices and not (rule.optional and value is None):
             check_choice(name, value, rule.choices)
         if rule.least is not None and value is not None and not value >= rule.least:
             wanted = f"be at least {rule.least}" if rule.least else "not be negative"
@@ -119,7 +120,8 @@ def _rules(cls: Any) -> dict[str, _Rule]:
         hint = hints[each.name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         parse = next((_PARSERS[part] for part in parts if part in _PARSERS), None)
-        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        literals = [part for part in parts if part is not NoneType]
+        choices = get_args(literals[0]) if [get_origin(part) for part in literals] == [Literal] else ()
         least = each.metadata["option"].least if "option" in each.metadata else None
         rules[each.name] = _Rule(parse, NoneType in parts, _scalars(hint), choices, least)
     return rules

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from offload_rt.policies.options import InfiniGenOptions
 from offload_rt.sessions.chat_render import encode_rendered
 from offload_rt.sessions.session import Session
 from offload_rt.storage.options import StoreOptions
+from offload_rt.utils.config_fields import Size, check_fields, option
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,24 @@ def test_numpy_numbers_are_converted() -> None:
     assert (params.max_tokens, params.temperature, params.top_p) == (7, 0.5, 1)
     assert type(params.max_tokens) is int and type(params.temperature) is float
     assert type(params.top_p) is int, "names of stored KV contain option values, so 1 must stay an integer"
+
+
+@dataclass(frozen=True)
+class Mixed:
+    limit: Size | None = option(None, help="", least=1024)
+    mode: Literal["fast", "small"] | None = option(None, help="")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_values_are_parsed_before_they_are_compared() -> None:
+    assert Mixed("2KiB", "fast") == Mixed(2048, "fast")  # type: ignore[arg-type]
+    assert Mixed() == Mixed(None, None)
+    with pytest.raises(ConfigError, match="limit=1000 must be at least 1024"):
+        Mixed("1000")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="mode='slow' is unknown"):
+        Mixed(None, "slow")  # type: ignore[arg-type]
 
 
 IDS = [3, 1, 4, 1]
@@ -219,7 +239,7 @@ def test_sequences_longer_than_max_model_len_are_refused(tmp_path: Path) -> None
             llm.generate(tiny_prompt(65), params)
         session = llm.session("long", tmp_path)
         list(session.send(tiny_prompt(60), params))
-        with pytest.warns(UserWarning, match="would outgrow the 70 positions"):
+        with pytest.warns(UserWarning, match="would outgrow max_model_len=70"):
             list(session.send(tiny_prompt(20), params))
         assert len(session.tokens) <= 70
 

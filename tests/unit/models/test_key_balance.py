@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, EngineConfig
 from offload_rt.engine.build import _load
-from offload_rt.models import loading
+from offload_rt.models import checkpoint_cache, loading
+from offload_rt.models.fingerprint import fingerprint as digest
 from offload_rt.models.key_balance import balance_keys, can_balance_keys, key_scales
 from offload_rt.models.weights import decoder_layers
 
@@ -25,6 +26,20 @@ def enlarge(model: Any) -> Any:
         bias = attention.k_proj.bias.data.view(-1, attention.head_dim)
         bias[:, 3], bias[:, -2] = 40.0, -60.0
     return model
+
+
+def test_models_without_biases_and_pruned_channels_are_supported() -> None:
+    assert not can_balance_keys(tiny_model("llama"))
+    model: Any = tiny_model("qwen2")
+    attention = model.model.layers[0].self_attn
+    half = attention.head_dim // 2
+    for each in (attention.k_proj.weight, attention.k_proj.bias):
+        each.data[[1, 1 + half]] = 0
+    scales = key_scales(attention.k_proj, torch.ones(attention.k_proj.in_features), attention.head_dim)
+    assert scales[0, 1] == 1 and scales.isfinite().all()
+    assert can_balance_keys(model)
+    attention.k_proj.bias = None  # Qwen2-MoE with qkv_bias=False
+    assert not can_balance_keys(model)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +79,17 @@ def test_balanced_keys_lose_less(folder: str, monkeypatch: pytest.MonkeyPatch) -
     assert (balanced - exact).norm() < (plain - exact).norm() / 2
 
 
-def test_fingerprint_identifies_balanced_keys(folder: str) -> None:
+def test_fingerprint_is_that_of_the_scaled_weights(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fingerprint(**options: Any) -> str:
         return loading.load_model(folder, dtype="float32", verify="off", **options).fingerprint
 
-    assert fingerprint() != fingerprint(quantised_kv=True) == fingerprint(quantised_kv=True)
-    assert not can_balance_keys(tiny_model("llama"))
+    monkeypatch.setattr(checkpoint_cache, "SETTLED_SECONDS", 0)  # fingerprints of new files are cached, too
+    scaled = AutoModelForCausalLM.from_pretrained(folder)
+    original = digest(scaled)
+    balance_keys(scaled)
+    for _ in range(2):
+        assert fingerprint(quantised_kv=True) == digest(scaled)
+        assert fingerprint() == original != digest(scaled)
     packed = loading.load_model(folder, dtype="float32", quantize="int8", verify="off")
     assert packed.fingerprint != fingerprint(quantised_kv=True, quantize="int8")
 

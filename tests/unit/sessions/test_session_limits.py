@@ -78,7 +78,9 @@ def explicitly_truncated_answers(folder: Path, name: str, turns: int, **options:
     for i in range(turns):
         length, new = len(session.tokens), len(turn(name, i)) + 6
         if length + new > POSITIONS:
-            with pytest.raises(ModelError, match=f"and .* has {POSITIONS} positions: call truncate"):
+            with pytest.raises(
+                ModelError, match=f"the limit is the context length of .*, {POSITIONS} tokens: call truncate"
+            ):
                 session.send(turn(name, i), SHORT)
             assert len(session.tokens) == length
             session.truncate(keep_last=min(POSITIONS // 2, POSITIONS - new - SINKS) - 1)  # the last token has no KV yet
