@@ -117,12 +117,12 @@ class ExactWindow:
     """One window of text with a 16-bit KV cache, computed once for all formats."""
 
     def __init__(self, model: PreTrainedModel, text: Text) -> None:
-        self._model, self._text = model, text
+        self._model, self.text = model, text
 
     @cached_property
     def _prompt(self) -> DynamicCache:
         cache = DynamicCache(config=self._model.config)
-        prompt = torch.tensor([self._text.tokens[: self._text.decode_from]], device=self._model.device)
+        prompt = torch.tensor([self.text.tokens[: self.text.decode_from]], device=self._model.device)
         self._model(prompt, past_key_values=cache, logits_to_keep=1)
         return cache
 
@@ -139,16 +139,16 @@ class ExactWindow:
                 FormattedLayer(layer, format) if type(layer) is DynamicLayer else layer for layer in cache.layers
             ]
         found = []
-        for position in range(self._text.decode_from, len(self._text.tokens) - 1):
-            token = torch.tensor([[self._text.tokens[position]]], device=self._model.device)
+        for position in range(self.text.decode_from, len(self.text.tokens) - 1):
+            token = torch.tensor([[self.text.tokens[position]]], device=self._model.device)
             logits = self._model(token, past_key_values=cache).logits[0, -1]
             found.append(logits.float().log_softmax(-1).cpu())
-        return torch.stack(found[self._text.scored_from - self._text.decode_from - 1 :])
+        return torch.stack(found[self.text.scored_from - self.text.decode_from - 1 :])
 
 
 @torch.no_grad()
-def measure(window: ExactWindow, format: PublishedFormat | None, text: Text) -> Row:
-    divergence, targets = Divergence(), torch.tensor(text.tokens[text.scored_from :])
+def measure(window: ExactWindow, format: PublishedFormat | None) -> Row:
+    divergence, targets = Divergence(), torch.tensor(window.text.tokens[window.text.scored_from :])
     logprobs = window.exact if format is None else window.logprobs(format)
     for exact, found in zip(window.exact, logprobs, strict=True):
         divergence.add(exact, found)
@@ -161,8 +161,9 @@ def run_kv_formats(
 ) -> Report:
     """Measure each format on the windows of a text."""
     tested, store = evaluation.tested, RowStore(evaluation.out)
-    source, dtype = find_source(tested.model), tested.loaded.adapter.dtype
-    model = AutoModelForCausalLM.from_pretrained(source.name_or_path, gguf_file=source.gguf, dtype=dtype).eval()
+    source, adapter = find_source(tested.model), tested.loaded.adapter
+    model = AutoModelForCausalLM.from_pretrained(source.name_or_path, gguf_file=source.gguf, dtype=adapter.dtype)
+    model.eval().to(adapter.device)
     shared = {"suite": "kv_formats", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}
     every: list[tuple[str, PublishedFormat | None]] = [("full", None), *((format.name, format) for format in formats)]
     found: dict[str, list[Row]] = {name: [] for name, _ in every}
@@ -170,7 +171,7 @@ def run_kv_formats(
         exact = ExactWindow(model, window.text)
         for name, format in every:
             key = shared | {"format": name, "window": number}
-            found[name].append(store.once(key, partial(measure, exact, format, window.text)))
+            found[name].append(store.once(key, partial(measure, exact, format)))
             evaluation.say(f"{evaluation.name}, window {number}, {name}: KL {np.mean(found[name][-1]['kl']):.2e}")
     about = {"text": evaluation.name, "context": config.context}
     rows = [

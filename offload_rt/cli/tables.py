@@ -230,7 +230,8 @@ def verdict(found: Comparison) -> str:
     policy, full = found.policy, found.full
     if not policy.decoded_tokens:
         return (
-            "Nothing to compare: every policy computes the first new token with full attention. Generate at least two."
+            "The policies cannot be compared: all of them compute the first new token with full attention. Generate at "
+            "least two tokens."
         )
     if policy.device == "cpu" or not full.h2d_bytes_per_token:
         savings = f"attends exactly to {_share(policy.exact_fraction)} of the tokens"

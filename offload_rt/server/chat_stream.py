@@ -42,7 +42,7 @@ async def prepare(
     Args:
         max_tokens: Maximum number of new tokens that the client requested.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Required format of the response. If a tool call is required, it is ignored, as in OpenAI's API.
+        structured: Required format of the response. A required tool call takes precedence over it.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = forced_call(conversation)

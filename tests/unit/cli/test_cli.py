@@ -94,7 +94,7 @@ def test_the_verdict_names_effect_and_saved_transfers(
     assert verdict(found).startswith("It worked: policy infinigen")
     assert verdict(found).endswith("at 97.5% of the positions.")
     policy.decoded_tokens = 0
-    assert verdict(found).startswith("Nothing to compare: every policy computes the first new token")
+    assert verdict(found).startswith("The policies cannot be compared: all of them compute the first new token")
 
 
 @pytest.mark.slow

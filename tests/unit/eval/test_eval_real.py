@@ -13,11 +13,12 @@ import pytest
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
+from offload_rt.errors import InputError
 from offload_rt.eval.core.model_under_test import ModelUnderTest
 from offload_rt.eval.core.needles import KINDS
 from offload_rt.eval.core.variants import Variant
 from offload_rt.eval.quality.tasks.haystack import sentences
-from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, looked_up
+from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, looked_up, model_paths
 
 ROOT = Path(__file__).parents[3]
 BOOK = ROOT / "offload_rt" / "data" / "black_arrow.txt"
@@ -104,6 +105,16 @@ def test_needles_are_reported_by_kind_and_stop_at_the_time_limit(
     expired = replace(real, size=replace(real.size, contexts=(288,)), until=time.monotonic() - 1)
     PARTS["needles"](expired)
     assert [row["variant"] for row in rows(tmp_path / "retrieval.json")] == ["full"]
+
+
+def test_models_are_folders_or_gguf_files(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_RT_MODELS", str(tmp_path))
+    stored = tmp_path / "small.gguf"
+    stored.touch()
+    assert model_paths([model, "small.gguf", str(stored)]) == [Path(model), stored, stored]
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(InputError, match=r"there is no model in .*notes\.txt"):
+        model_paths(["notes.txt"])
 
 
 def test_invalid_arguments_are_reported_in_one_line(
