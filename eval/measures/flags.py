@@ -55,19 +55,25 @@ def _reader(kind: Any) -> Any:
     return next((part for part in get_args(kind) if part is not NoneType), kind)
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the argument MODEL, `--out`, and the flags that `model_under_test` reads."""
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the argument MODEL and the flags of measurements that use neither policies nor batches."""
     parser.add_argument("model", metavar="MODEL", help="'reference', a local folder or a hub id")
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="folder of the results; a rerun computes only missing rows"
     )
     parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16|float16|float64")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda")
+    parser.add_argument("--quiet", action="store_true", help="no line per measurement")
+    parser.set_defaults(skew=None, batch=1)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the argument MODEL and the flags that `model_under_test` reads."""
+    add_checkpoint_flags(parser)
     parser.add_argument(
         "--skew", metavar="FILE|DIR", help="skew artifact, or a folder of 'skew' or 'tune' (default: calibrated once)"
     )
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="sequences decoded together (default: 32)")
-    parser.add_argument("--quiet", action="store_true", help="no line per measurement")
 
 
 def add_text_flag(parser: argparse.ArgumentParser, default: str | None = None) -> None:

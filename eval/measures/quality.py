@@ -12,6 +12,7 @@ from ...utils.texts import read_text, text_name
 from ..core.registry import measure
 from .flags import (
     TEXT_HELP,
+    add_checkpoint_flags,
     add_model_flags,
     add_options,
     add_text_flag,
@@ -66,7 +67,7 @@ def divergence(args: argparse.Namespace) -> int:
 def _kv_formats_flags(parser: argparse.ArgumentParser) -> None:
     from ..quality.perplexity import PerplexityConfig
 
-    add_model_flags(parser)
+    add_checkpoint_flags(parser)
     add_text_flag(parser)
     add_options(parser, PerplexityConfig)
 
