@@ -36,7 +36,8 @@ venv: $(READY)
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) --editable '.[dev,eval]'
+	# Python compiles a module when it is first imported. Compiling all of them here would take 50 seconds.
+	$(BIN)/python -m pip install --quiet --no-compile -c $(CONSTRAINTS) --editable '.[dev,eval]'
 	touch $@
 
 demo: $(READY)
@@ -70,8 +71,8 @@ test: $(READY)
 # Files whose first cases take four fifths of the time of all first cases; PART=FOLDER runs them.
 QUICK_WITHOUT := eval stress kernels/test_counted.py kernels/test_native.py kernels/test_select_kernels.py \
 	policies/test_approximate_kv.py policies/test_scorer.py project/test_docs_snippets.py \
-	$(addprefix cli/test_,chat.py cli_policies.py start_up.py write.py) \
-	$(addprefix engine/test_,async_llm.py beam.py draft_model.py drop_in.py engine.py preemption.py threads.py) \
+	$(addprefix cli/test_,chat.py cli.py cli_policies.py start_up.py write.py) \
+	$(addprefix engine/test_,async_llm.py beam.py draft_model.py drop_in.py engine.py preemption.py sampling.py threads.py) \
 	$(addprefix kv_cache/test_,block_allocator.py disk_extents.py disk_faults.py disk_pool.py eviction.py kv_format.py \
 	layer_group_sessions.py layer_groups.py pool_eviction.py pool_properties.py snapshot_table.py) \
 	$(addprefix model_runner/test_,batched.py exact.py exact_hybrids.py hybrids.py sharing.py snapshots.py sparse_decode.py \
@@ -81,7 +82,7 @@ QUICK_WITHOUT := eval stress kernels/test_counted.py kernels/test_native.py kern
 	$(addprefix server/test_server_,agents.py docs.py engine.py protocol_gaps.py protocols.py sessions.py) \
 	$(addprefix sessions/test_,async_sessions.py compatibility.py hybrid_sessions.py look_ahead.py prefix_store.py prompt_marks.py \
 	reliability.py session_limits.py sessions.py shared_states.py truncation.py turn_queue.py) \
-	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py cuda_waits.py device_copies.py device_limit.py device_memory.py host_table.py hybrid_graphs.py \
+	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py cuda_waits.py device_copies.py device_graphs.py device_limit.py device_memory.py host_table.py hybrid_graphs.py \
 	latent_cuda.py packed_cuda.py prefill_counts.py step_counts.py weight_placement.py working_set.py)
 QUICK := $(if $(PART),tests/unit/$(PART),tests $(addprefix --ignore tests/unit/,$(QUICK_WITHOUT)))
 
