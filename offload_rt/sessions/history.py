@@ -98,6 +98,7 @@ class History:
         ends = [0, *itertools.chain(*self.decoded), len(self.tokens)]
         return (
             all(isinstance(text, str) for text in texts)
+            and all(isinstance(text.encode(), bytes) for text in (self.name, self.provenance))  # no lone surrogates
             and _IDENTITY.fullmatch(self.id) is not None
             and all(type(count) is int and 0 <= count < _MOST for count in counts)
             and self.sink_shift <= self.shift

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -73,6 +74,10 @@ class SaveHandle:
     ended: bool = False
 
 
+Job = tuple[SaveHandle, int] | Callable[[], None] | None
+"""A finished layer of a handle, a callback, or the end of the worker thread."""
+
+
 class Saver:
     """Writes KV blocks from the pool to a store on a worker thread.
 
@@ -103,9 +108,11 @@ class Saver:
         self._active: list[SaveHandle] = []
         self._failure: BaseException | None = None
         self._mutex = threading.Lock()
-        self._jobs: queue.Queue[tuple[SaveHandle, int] | Callable[[], None] | None] = queue.Queue()
+        self._jobs: queue.Queue[Job] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
+        # Also called at exit, because a daemon thread that was in a call of C++ code would then abort the process.
+        self.close = weakref.finalize(self, _end, self._jobs, self._worker)
 
     def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, for_prompt: bool = False) -> SaveHandle | None:
         """Start saving the first blocks of `named`, as many as fit in the write buffer.
@@ -237,10 +244,6 @@ class Saver:
         """Call `written` on the worker thread after all pending writes. If it raises, `flush` re-raises the error."""
         self._jobs.put(written)
 
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._worker.join()
-
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             if isinstance(job, tuple):
@@ -337,3 +340,9 @@ def layer_data(pool: HostPool, part: KVPart) -> memoryview:
     rows = block[: layout.planes * part.k.numel()].view(layout.kv_heads, size, layout.planes, -1)
     fill_planes(rows, 2, part.k, part.v)
     return block.view(torch.uint8).numpy().data.cast("B")
+
+
+def _end(jobs: queue.Queue[Job], worker: threading.Thread) -> None:
+    """End the worker thread after its pending writes."""
+    jobs.put(None)
+    worker.join()

@@ -37,6 +37,7 @@ class BlockFile:
         self.handle = handle
         self.direct = _enable_direct_io(handle)
         self._end = weakref.finalize(self, os.close, handle)
+        self._end.atexit = False  # At exit, a daemon thread may still write, and the number could be reused.
 
     def allocate(self, offset: int, size: int) -> None:
         """Allocate disk space for the bytes [offset, offset + size). Raise OSError if there is not enough."""

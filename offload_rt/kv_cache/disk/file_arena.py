@@ -109,8 +109,8 @@ class FileArena:
         with self._mutex:
             for block in blocks:
                 self._buffers.pop(block, None)
-                self._forget_all(block)
                 self._extents.release(block)
+            self._cache.remove_groups(blocks, self.file_layout.block_entries)
             self._written[blocks] = False
             self._writer.forget_errors(blocks)
 
@@ -201,8 +201,7 @@ class FileArena:
             return next((i for i, stop in enumerate(blocked) if stop), most)
 
     def _forget_all(self, block: int) -> None:
-        count = self.file_layout.block_entries
-        self._cache.remove(range(block * count, (block + 1) * count))
+        self._cache.remove_groups([block], self.file_layout.block_entries)
 
     def _queue_layer_write(self, blocks: range, storage_layer: int, data: torch.Tensor) -> None:
         """Queue a write of one storage layer of full blocks. `data` is uint8 `[blocks, layer bytes]`."""

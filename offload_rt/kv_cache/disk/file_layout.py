@@ -25,7 +25,7 @@ from ...errors import MemoryLimitError
 from ...utils.units import format_size
 from ..kv_format import KVFormat
 from ..layout import SLAB_TOKENS, ArenaLayout
-from .requests import DISK_PAGE, Offsets
+from .requests import DISK_PAGE, FILE_BITS, Offsets
 from .row_cache import SLOT_BYTES
 
 # Limits on the size of a staging buffer in bytes. The smallest buffer has space for a few requests, and the largest for
@@ -34,6 +34,7 @@ LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
 
 Ids = TypeVar("Ids", int, Offsets)
 
+LARGEST_FILE = 1 << FILE_BITS  # bytes
 TIMES_HOST = 16  # default limit on disk space, as a multiple of the host memory limit
 
 
@@ -48,17 +49,22 @@ class DiskTier:
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
     """Return `limit`, or the default maximum size of the KV file in bytes if `limit` is None (see `DiskTier`).
 
-    `folder` need not exist yet. Raises MemoryLimitError if `limit` exceeds the free disk space.
+    `folder` need not exist yet. Raises MemoryLimitError if `limit` exceeds the free disk space or `LARGEST_FILE`.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)
     free = found.f_bavail * found.f_frsize
     if limit is None:
-        return min(free // 2, TIMES_HOST * host_bytes)
+        return min(free // 2, TIMES_HOST * host_bytes, LARGEST_FILE)
     if limit > free:
         raise MemoryLimitError(
             f"disk_limit={format_size(limit)} ({limit} bytes) is more than the {format_size(free)} ({free} bytes) that "
             f"the disk of {str(folder)!r} has free: lower disk_limit, or free space there"
+        )
+    if limit > LARGEST_FILE:
+        raise MemoryLimitError(
+            f"disk_limit={format_size(limit)} ({limit} bytes) is more than the largest KV file, "
+            f"{format_size(LARGEST_FILE)}: lower disk_limit"
         )
     return limit
 

@@ -152,7 +152,8 @@ class RingReader:
 
     def __init__(self, library: ctypes.CDLL, ring: int) -> None:
         self._library, self._ring = library, ring
-        weakref.finalize(self, library.ring_close, ring)
+        # Not at exit, when a daemon thread may still be reading.
+        weakref.finalize(self, library.ring_close, ring).atexit = False
 
     @classmethod
     def open(cls) -> RingReader | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ MOST_WEIGHT = 1e18
 MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive ids evenly over the sets (Knuth, 6.4)
 
 AT_A_TIME = 4096  # number of ids per lookup if there is no C code, to limit the temporary memory
+SCANNED = 1 << 20  # number of slots that `RowCache.remove_groups` reads at once, to limit the temporary memory
 
 Ids = NDArray[np.int64]
 
@@ -137,6 +139,19 @@ class RowCache:
         fresh = library.insert(self._arrays, self._weight, self._now, *lists, rows.data_ptr(), rows.shape[0])
         assert fresh >= 0, "no such row"
         self.used += fresh
+
+    def remove_groups(self, groups: Sequence[int], size: int) -> None:
+        """Remove all rows with an id in [g * size, (g + 1) * size), for each g in `groups`."""
+        if 8 * len(groups) * size < self.slots:  # A lookup takes about as long as reading eight owners.
+            for group in groups:
+                self.remove(range(group * size, (group + 1) * size))
+            return
+        removed = np.asarray(groups)
+        for first in range(0, self.slots, SCANNED):
+            owners = self._owner[first : first + SCANNED]
+            gone = (owners > 0) & np.isin((owners - 1) // size, removed)
+            owners[gone] = 0
+            self.used -= int(gone.sum())
 
     def remove(self, ids: range) -> None:
         if (library := _library()) is not None:

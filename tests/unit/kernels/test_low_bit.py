@@ -205,6 +205,17 @@ def test_exact_and_approximate_attention_are_merged_by_lse(implementation: str, 
         torch.testing.assert_close(merged, expected, rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("implementation", native_code.available_levels(), indirect=True)
+def test_selected_tokens_outside_the_scored_tokens_are_ignored(implementation: str) -> None:
+    """With queries that are not finite, any token may be selected."""
+    layout, tokens = Layout(32, 2), range(192, 300)
+    pages, q = random_pages(layout, 2, 600), torch.randn(2, 2, 32)
+    query = low_bit_query(q, torch.zeros(2, 32), pages, layout, tokens)
+    outside = torch.tensor([[0, 3, 191, 300, 599]] * 2)
+    for found, expected in zip(approximate_only(query, outside), approximate_only(query, outside - 600), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_cpu_attention_without_tokens_is_zero(implementation: str) -> None:
     layout = Layout(32, 2)
     pages, q = random_pages(layout, 2, 130), torch.randn(2, 2, 32)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -383,3 +385,25 @@ def test_aborted_turn_leaves_no_stored_extent(tmp_path: Path, monkeypatch: pytes
         [expected] = memory.generate([TURNS[2] + TURNS[1]], GREEDY)
         assert answer(session, TURNS[2] + TURNS[1]) == list(expected.outputs[0].token_ids)
         assert count_stored_blocks(llm) == 3
+
+
+EXIT = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from offload_rt.storage.saver import Saver
+
+def write():
+    time.sleep(0.3)
+    torch.ones(3).sum()
+    Path(sys.argv[1]).touch()
+
+pool = SimpleNamespace(file=None, groups=SimpleNamespace(group=[0]))
+Saver(None, pool, None).notify(write)
+"""
+
+
+def test_pending_writes_end_before_the_process(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", EXIT, str(tmp_path / "written")], check=True, timeout=60)
+    assert (tmp_path / "written").exists()

@@ -10,6 +10,7 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from offload_rt.errors import DiskError, MemoryLimitError, PoolFullError
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.kv_cache.disk import direct_file
+from offload_rt.kv_cache.disk.file_layout import LARGEST_FILE, disk_limit
 from offload_rt.kv_cache.disk.requests import Requests, ThreadReader
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner import prefill as prefill_module
@@ -294,6 +296,14 @@ def test_invalid_combinations_of_options_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot store KV"):
         make_llm(tmp_path / "file")
+
+
+def test_file_is_at_most_as_large_as_its_positions_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SimpleNamespace(f_bavail=1 << 60, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    assert disk_limit(tmp_path, None, 1 << 50) == LARGEST_FILE
+    with pytest.raises(MemoryLimitError, match="the largest KV file"):
+        disk_limit(tmp_path, LARGEST_FILE + 1, 1 << 30)
 
 
 def test_limited_host_memory_returns_freed_memory_after_each_prompt(

@@ -189,6 +189,16 @@ def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tupl
             assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
 
 
+@pytest.mark.parametrize("groups", [[3], list(range(0, 20, 2))])
+def test_rows_of_groups_are_removed(groups: list[int]) -> None:
+    """The ids of one group are looked up. For many groups, all owners are read."""
+    cache, ids = RowCache(512, 1, torch.float32), np.arange(160)
+    cache.insert(ids, torch.zeros(160, 1), ids)
+    cache.remove_groups(groups, 8)
+    cache.check_integrity()
+    assert sorted(cache.owners(cache.occupied)) == [each for each in range(160) if each // 8 not in groups]
+
+
 def test_lowest_score_is_evicted_unless_used_in_this_step() -> None:
     cache, rows, out = RowCache(4, 5, torch.float32), torch.randn(60, 5), torch.empty(60, 5)
     for steps, used in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):

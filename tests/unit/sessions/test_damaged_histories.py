@@ -169,6 +169,7 @@ def test_bit_flip_after_closing_loses_no_token(llm: LLM, tmp_path: Path) -> None
         ({"computed": 10**9}, "of another format"),
         ({"id": "../../elsewhere"}, "of another format"),
         ({"keys": ["../x"]}, "of another format"),
+        ({"name": "\ud800"}, "of another format"),
         ({"decoded": [[5, 2]]}, "of another format"),
         ({"name": "t"}, "the history of another session"),
         ({"tokens": [10**6] * 300}, "the history of another session"),
