@@ -27,13 +27,13 @@ def _copy(
     lists: tl.tensor, table: tl.tensor, counts: tl.tensor, heads: tl.tensor, rows: tl.tensor,
     w: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, WRITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i) copies rows [i * ROWS, (i + 1) * ROWS) of list p between `lists` and the sequence's tensor.
+    """Program (i, p) copies rows [i * ROWS, (i + 1) * ROWS) of list p between `lists` and the sequence's tensor.
 
     If WRITE is true, it copies to the tensor, otherwise to `lists`. Only rows of the first `counts[b]` tokens are
     copied. Later rows of `lists` become 0.
     """
-    p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    p, column = tl.program_id(1).to(tl.int64), tl.arange(0, W)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     fields, valid_rows = table + p // heads * _FIELDS, (tl.load(counts + p // heads) + PAGE - 1) // PAGE
     list_address = tl.load(fields).to(tl.pointer_type(lists.dtype.element_ty)) + p % heads * tl.load(fields + 1)
     stored_address = list_address + row.to(tl.int64)[:, None] * tl.load(fields + 2) + column[None, :]
@@ -108,7 +108,8 @@ def _launch(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor, page
     if lists.numel():
         width = triton.next_power_of_2(w)
         rows_per_program = max(1, min(_ROWS, _NUMBERS // width))
-        _copy[(count, triton.cdiv(rows, rows_per_program))](
+        # A grid has at most 65,535 programs on its second axis, and a long context may need more programs for a list.
+        _copy[(triton.cdiv(rows, rows_per_program), count)](
             lists, table.table, counts, table.heads, rows, w=w, W=width, ROWS=rows_per_program, PAGE=page, WRITE=write
         )
 

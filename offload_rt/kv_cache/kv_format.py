@@ -16,6 +16,8 @@ from ..core import ModelGeometry
 from ..utils.config_fields import check_choice
 
 GROUP = 64  # maximum number of elements that share a scale
+DECODED_AT_ONCE = 1 << 24  # maximum number of elements that are decoded together
+DECODE_BYTES = 9  # temporary memory per element: codes before and after they are joined, float32 numbers, result
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,19 @@ class Quantised:
         return torch.nn.functional.pad(stored, (0, self.padding)) if self.padding else stored
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Decode bytes `[..., width]` to vectors `[..., d]` in the model's dtype."""
+        """Decode bytes `[..., width]` to vectors `[..., d]` in the model's dtype.
+
+        Up to `DECODED_AT_ONCE` elements are decoded together, because this takes `DECODE_BYTES` per element.
+        """
+        count = max(1, DECODED_AT_ONCE // self.head_dim)
+        if stored.shape[:-1].numel() <= count:
+            return self._decode(stored)
+        rows = torch.empty(*stored.shape[:-1], self.head_dim, dtype=self.dtype, device=stored.device)
+        for part, own in zip(stored.flatten(0, -2).split(count), rows.flatten(0, -2).split(count), strict=True):
+            own.copy_(self._decode(part))
+        return rows
+
+    def _decode(self, stored: torch.Tensor) -> torch.Tensor:
         codes = _resize(self._unpack(stored[..., : self._code_bytes]), self.groups * self._group_size)
         grouped = codes.float().unflatten(-1, (self.groups, self._group_size))
         scales = (
@@ -107,7 +121,7 @@ class Quantised:
             .float()
             .unflatten(-1, (-1, 2))
         )
-        rows: torch.Tensor = torch.addcmul(scales[..., :1], grouped, scales[..., 1:]).flatten(-2)
+        rows = torch.addcmul(scales[..., :1], grouped, scales[..., 1:], out=grouped).flatten(-2)
         return rows[..., : self.head_dim].to(self.dtype)
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,24 @@ class CudaGraph:
         self._graph.replay()
 
 
+class SharedPool:
+    """Creates graphs that share one memory pool. They are replayed one after the other, and their results are copied.
+
+    torch gives up the pool when its last graph is deleted, and a later capture with this pool fails. A new pool is
+    created then.
+    """
+
+    def __init__(self) -> None:
+        self._graphs, self._handle = weakref.WeakSet[CudaGraph](), None
+
+    def new_graph(self) -> CudaGraph:
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        graph = CudaGraph(self._handle)
+        self._graphs.add(graph)
+        return graph
+
+
 class _Captured:
     """A captured step.
 
@@ -215,9 +233,7 @@ def steps_for(
     limit = max_graphs(config, device, streams=streams)
     if not limit:
         return eager
-    # Graphs can share one memory pool, because they are replayed one after the other and their results are copied.
-    pool = torch.cuda.graph_pool_handle()
-    return GraphSteps(eager, lambda: CudaGraph(pool), limit)
+    return GraphSteps(eager, SharedPool().new_graph, limit)
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:

@@ -15,7 +15,7 @@ from ..config import EngineConfig
 from ..core import BLOCK_SIZE, RowShape, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
 from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget, disk_limit
-from ..kv_cache.kv_format import make_kv_formats, stored_geometry
+from ..kv_cache.kv_format import DECODE_BYTES, DECODED_AT_ONCE, make_kv_formats, stored_geometry
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.system_memory import available_memory
 from ..models.linear.packed import PACKED, TILE_WEIGHTS
@@ -149,7 +149,13 @@ class DeviceCosts:
             decoded = (copies - 1) * sum(fetched) if self.shape.device.type != "cpu" else 0
             copied = max(copies * max(fetched, default=0), decoded)
             max_entries = max(max_entries, sum(fetched) + next_fetched + copied + self.demand.resident)
-        return max_entries * entry_bytes
+        most_fetched = max(sum(self.fetched(context, layer) for context in contexts) for layer in range(geometry.layers))
+        return max_entries * entry_bytes + self._decoding(most_fetched)
+
+    def _decoding(self, tokens: int) -> int:
+        """Return the size of the temporary memory for decoding quantised KV of `tokens` tokens of one layer."""
+        elements = tokens * self.shape.geometry.full_rows.bytes(self.shape.dtype) // self.shape.dtype.itemsize
+        return min(elements, DECODED_AT_ONCE) * DECODE_BYTES if self.kv_quantised else 0
 
     def prefill(self, context: int) -> int:
         return self._prefill_layer_bytes(context) + self._rope_bytes(  # `fixed` contains the RoPE of one slice
@@ -182,6 +188,7 @@ class DeviceCosts:
             queries = min(context, self.slice_tokens) * geometry.group
             weight_bytes = min(self.demand.max_prefill_weights, queries * context) * (2 * compute + 10)
         work = max(min(context, self.slice_tokens) * max(mlp, attention), policy_bytes)
+        work += self._decoding(context)
         return rows + weight_bytes + work + self._logits_bytes(1) + self._unpacked_bytes()
 
     def _unpacked_bytes(self) -> int:

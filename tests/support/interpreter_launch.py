@@ -40,6 +40,7 @@ class Launcher:
         arguments = {name: x if name in constants else self._converted(x) for name, x in arguments.items()}
         x, y, z = (*(grid(arguments) if callable(grid) else grid), 1, 1)[:3]
         builder = self.interpreter.interpreter_builder
+        assert max(y, z) <= 65_535, "a CUDA grid has at most 65,535 programs on its second and third axis"
         builder.set_grid_dim(x, y, z)
         patched = self.interpreter._patch_lang(function)
         try:

@@ -100,6 +100,8 @@ class Graph:
         self._captured: Capture | None = None
 
     def begin(self, pool: int, queue: Queue, mode: str) -> None:
+        if self._sim.graphs.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: all graphs of this pool were deleted")
         thread = None if mode == "global" else threading.get_ident()
         queue.capture = self._captured = Capture(queue, pool, thread)
         self._sim.graphs[pool] += 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -36,6 +39,18 @@ def test_lists_are_read_and_written_up_to_their_counts(kernel_device: torch.devi
     lists.write_lists(found + 1, reference, counts)
     for tensor, expected in zip(own.tensors, reference.tensors, strict=True):
         assert torch.equal(tensor, expected)
+
+
+def test_grid_of_a_million_tokens_is_within_the_limits_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload_rt.kernels import triton_entries
+
+    kernel = MagicMock()
+    monkeypatch.setattr(triton_entries, "_copy", kernel)
+    keys = torch.empty(8, 1 << 20, 256, device="meta")
+    table: Any = SimpleNamespace(tensors=[keys], table=None, heads=8, lists=8, dtype=keys.dtype)
+    triton_entries.read_lists(table, 1 << 20, torch.ones(1))
+    [[grid]] = [call.args for call in kernel.__getitem__.call_args_list]
+    assert grid == (1 << 16, 8)
 
 
 @pytest.mark.parametrize(("group", "page"), [(1, 1), (3, 16)])

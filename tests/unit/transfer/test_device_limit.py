@@ -153,6 +153,10 @@ def llama() -> PreTrainedModel:
     return tiny_model("llama", num_hidden_layers=2, head_dim=128)
 
 
+def llama_in_16_bits() -> PreTrainedModel:
+    return tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=2, head_dim=128)
+
+
 def granite() -> PreTrainedModel:
     # One layer's state is larger than all other tensors of a step.
     return architecture("granite_hybrid", mamba_d_state=256)
@@ -162,6 +166,7 @@ STREAMING: dict[str, Any] = {"policy": "streaming", "policy_options": WINDOW | {
 STEPS: dict[str, tuple[Callable[[], PreTrainedModel], int, int, dict[str, Any]]] = {
     "fetched KV": (llama, 4, 192, {"policy": "full", "cuda_graphs": False}),
     "fetched KV, graphs": (llama, 4, 192, STREAMING | GRAPHS),
+    "quantised KV": (llama_in_16_bits, 1, 640, {"policy": "full", "cuda_graphs": False, "kv_cache_dtype": "int8"}),
     "recurrent states": (granite, 3, 44, STREAMING | {"cuda_graphs": False}),
 }
 """A model, a batch size, a context length and options for decode steps whose memory is mainly used for one purpose."""
