@@ -17,7 +17,7 @@ from ..utils.config_fields import check_choice
 
 GROUP = 64  # maximum number of elements that share a scale
 DECODED_AT_ONCE = 1 << 24  # maximum number of elements that are decoded together
-DECODE_BYTES = 9  # temporary memory per element: codes before and after they are joined, float32 numbers, result
+DECODE_BYTES = 5  # temporary memory per element that is decoded: a code and a float32 number
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,16 @@ class Quantised:
         """
         count = max(1, DECODED_AT_ONCE // self.head_dim)
         if stored.shape[:-1].numel() <= count:
-            return self._decode(stored)
+            return self._decode(stored).to(self.dtype)
         rows = torch.empty(*stored.shape[:-1], self.head_dim, dtype=self.dtype, device=stored.device)
         for part, own in zip(stored.flatten(0, -2).split(count), rows.flatten(0, -2).split(count), strict=True):
             own.copy_(self._decode(part))
         return rows
 
     def _decode(self, stored: torch.Tensor) -> torch.Tensor:
-        codes = _resize(self._unpack(stored[..., : self._code_bytes]), self.groups * self._group_size)
-        grouped = codes.float().unflatten(-1, (self.groups, self._group_size))
+        """Decode bytes to float32 vectors."""
+        codes = _resize(self._unpack(stored[..., : self._code_bytes]), self.groups * self._group_size).float()
+        grouped = codes.unflatten(-1, (self.groups, self._group_size))
         scales = (
             stored[..., self._code_bytes : self.width - self.padding]
             .clone(memory_format=torch.contiguous_format)
@@ -122,7 +123,7 @@ class Quantised:
             .unflatten(-1, (-1, 2))
         )
         rows = torch.addcmul(scales[..., :1], grouped, scales[..., 1:], out=grouped).flatten(-2)
-        return rows[..., : self.head_dim].to(self.dtype)
+        return rows[..., : self.head_dim]
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Pack codes `[..., d]` into bytes. A byte takes 8 / bits adjacent codes, with the first in its low bits."""

@@ -140,17 +140,26 @@ class DeviceCosts:
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
-        entry_bytes = geometry.full_rows.bytes(self.shape.dtype) + 8 * 8 * geometry.kv_heads
-        copies = 2 if self.kv_quantised else 1
-        max_entries = 0
+        index_bytes = 8 * 8 * geometry.kv_heads
+        stored, used = self._stored_bytes + index_bytes, geometry.full_rows.bytes(self.shape.dtype) + index_bytes
+        most = 0
         for layer in range(geometry.layers):
             fetched = [self.fetched(context, layer) for context in contexts]
             next_fetched = sum(self.fetched(context, layer + 1) for context in contexts)
-            decoded = (copies - 1) * sum(fetched) if self.shape.device.type != "cpu" else 0
-            copied = max(copies * max(fetched, default=0), decoded)
-            max_entries = max(max_entries, sum(fetched) + next_fetched + copied + self.demand.resident)
-        most_fetched = max(sum(self.fetched(context, layer) for context in contexts) for layer in range(geometry.layers))
-        return max_entries * entry_bytes + self._decoding(most_fetched)
+            merged = max(fetched, default=0) * used
+            if self.kv_quantised:
+                decoded = max(fetched, default=0) if self.shape.device.type == "cpu" else sum(fetched)
+                merged = decoded * used + max(merged, self._decoding(decoded))
+            most = max(most, (sum(fetched) + next_fetched) * stored + self.demand.resident * used + merged)
+        return most
+
+    @cached_property
+    def _stored_bytes(self) -> int:
+        """Size in bytes of a token's KV in a full-attention layer of the KV cache, with at most 8 bits if quantised."""
+        geometry, dtype = self.shape.geometry, self.shape.dtype
+        if not self.kv_quantised:
+            return geometry.full_rows.bytes(dtype)
+        return stored_geometry(geometry, make_kv_formats("int8", dtype, geometry)).full_rows.bytes(torch.uint8)
 
     def _decoding(self, tokens: int) -> int:
         """Return the size of the temporary memory for decoding quantised KV of `tokens` tokens of one layer."""

@@ -14,6 +14,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import BLOCK_SIZE
+from offload_rt.kv_cache import kv_format
 from offload_rt.kv_cache.kv_format import Quantised, make_kv_format
 
 DIMS = [5, 16, 18, 24, 64, 67, 80, 96, 128, 160, 256]
@@ -57,6 +58,15 @@ def test_constant_vectors_stay_constant(bits: int) -> None:
     fmt = Quantised(bits, torch.float32, 64)
     for value in (0.0, 1.5, -3.0):
         assert torch.equal(fmt.decode(fmt.encode(torch.full((2, 64), value))), torch.full((2, 64), value))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_vectors_decoded_in_parts_are_equal(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    format = Quantised(bits, torch.bfloat16, 24)
+    stored = format.encode(torch.randn(2, 3, 50, 24).bfloat16())[:, :, 5:]
+    expected = format.decode(stored)
+    monkeypatch.setattr(kv_format, "DECODED_AT_ONCE", 24 * 7)
+    assert torch.equal(format.decode(stored), expected)
 
 
 def test_native_format_does_not_change_vectors() -> None:
