@@ -179,6 +179,17 @@ def test_truncated_arguments_can_be_sent_back(http: httpx2.Client) -> None:
     assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 400
 
 
+@pytest.mark.parametrize("field", ["tool_call_id", "id"])
+def test_tool_call_ids_must_be_strings_if_the_template_has_no_tools(field: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    result: dict[str, Any] = {"role": "tool", "tool_call_id": "c", "content": "?"}
+    (result if field == "tool_call_id" else call)[field] = ["c"]
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, result]
+    with run_server(ScriptedEngine(plain_tokenizer(), say)) as url:
+        answer = httpx2.post(f"{url}/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_truncated_tool_calls_are_returned_in_every_protocol(stream: bool) -> None:
     text = '<tool_call>\n{"name": "find", "arguments": {"q": "' + "Dick and Joan " * 30
