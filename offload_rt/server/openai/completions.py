@@ -267,7 +267,7 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
     """Return the log-probabilities of the new tokens in the format of text completions.
 
     Args:
-        top: Number of alternatives per token.
+        top: Number of alternatives per token. If the token is not among them, it is added.
         offset: Position of the first new token in the text, in characters.
         first: Text of the first token of an echoed prompt. This token has no log-probabilities.
     """
@@ -284,8 +284,10 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
         "tokens": tokens,
         "token_logprobs": [_finite(there[token].logprob) if there else None for token, there in known],
         "top_logprobs": [
-            {_text(i, one): _finite(one.logprob) for i, one in _most_likely(there, top)} if there else None
-            for _, there in known
+            {_text(i, one): _finite(one.logprob) for i, one in (*_most_likely(there, top), (token, there[token]))}
+            if there
+            else None
+            for token, there in known
         ],
         "text_offset": offsets,
     }
