@@ -181,16 +181,14 @@ async def _prompt_steps(
 async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
     """Merge the streams of several prompts, each with `n` completions. An error in one stream ends all streams."""
     # Queue at most one step, so that steps do not accumulate if the client does not read.
-    queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
+    queue: asyncio.Queue[tuple[int, Step] | Exception | None] = asyncio.Queue(maxsize=1)
     usages: dict[int, Usage] = {}
 
     async def pump(number: int, stream: AsyncGenerator[Step, None]) -> None:
         try:
             async with aclosing(stream) as steps:
                 async for step in steps:
-                    usages[number] = step.usage
-                    usage = sum(usages.values(), Usage())
-                    await queue.put(replace(step, index=number * n + step.index, usage=usage))
+                    await queue.put((number, step))
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
@@ -205,7 +203,9 @@ async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) 
             if step_or_end is None:
                 running -= 1
             else:
-                yield step_or_end
+                number, step = step_or_end
+                usages[number] = step.usage
+                yield replace(step, index=number * n + step.index, usage=sum(usages.values(), Usage()))
     finally:
         for task in tasks:
             task.cancel()
