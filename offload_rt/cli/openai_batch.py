@@ -75,7 +75,7 @@ def process_openai(
     with asyncio.Runner() as runner:
 
         async def make() -> Any:
-            return make_app(AsyncLLM(llm, max_waiting=max(map(len, groups))), options)
+            return make_app(AsyncLLM(llm), options)
 
         async def results(group: Sequence[ServerRequest]) -> list[dict[str, Any]]:
             return await asyncio.gather(*(_result(app, request, defaults) for request in group))

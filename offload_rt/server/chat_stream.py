@@ -16,6 +16,7 @@ from .connection import run_for_client
 from .conversation import Conversation, forced_call
 from .metrics import Usage
 from .parsers import answer_parser, needs_special_tokens
+from .parsers.json_calls import ForcedCalls
 from .parsers.pieces import FirstCall, Parser, Piece, Plain, ToolCall, joined
 from .parsers.reasoning import ends_within_thinking
 from .service import EngineArguments, Service
@@ -56,7 +57,7 @@ async def prepare(
     def make_parser() -> Parser:
         # Guided decoding starts with the first token, so the response cannot begin with reasoning.
         if guided:
-            return answer_parser("llama3_json" if forced else "none", "none", conversation.offered)
+            return ForcedCalls(conversation.offered or {}) if forced else Plain()
         thinking = ends_within_thinking(text, conversation.prefill)
         parser = answer_parser(service.tools, service.reasoning, conversation.offered, thinking=thinking)
         return parser if conversation.parallel else FirstCall(parser)

@@ -98,7 +98,9 @@ def as_http_error(error: BaseException) -> RefusedError:
     if isinstance(error, HTTPException):
         return RefusedError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, TimeoutError):
-        return RefusedError(408, "the request exceeded the time limit: reduce max_tokens, or raise --timeout")
+        message = "the request exceeded the time limit: reduce max_tokens, or raise --timeout"
+        # By default, the clients of OpenAI and Anthropic retry after status 408, which would take as long again.
+        return RefusedError(408, message, headers={"x-should-retry": "false"})
     return RefusedError(500, "internal error: see the server's log")
 
 

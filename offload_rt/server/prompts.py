@@ -178,13 +178,13 @@ class Prompts:
             if message["role"] == "developer" and "developer" not in self.template:
                 message["role"] = "system"
         tools = () if conversation.offered is None else conversation.tools
-        if "tools" not in self.template:
-            system = "System role not supported" not in self.template
-            messages, tools = describe_tools(messages, tools, system=system), ()
         continues = conversation.continues
         if continues and not conversation.prefill.strip():  # an empty message cannot be continued, so begin a new one
             messages, continues = messages[:-1], False
         try:
+            if "tools" not in self.template:
+                system = "System role not supported" not in self.template
+                messages, tools = describe_tools(messages, tools, system=system), ()
             return render_chat(
                 self.tokenizer,
                 messages,

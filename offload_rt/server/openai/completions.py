@@ -102,6 +102,13 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not 1 <= len(several) <= MAX_PROMPTS:
         raise bad_request(f"prompt must contain 1 to {MAX_PROMPTS} prompts, not {len(several)}", "prompt")
+    limit = service.options.max_waiting + 1
+    if len(several) > limit:  # retrying after status 429 would never succeed
+        raise bad_request(
+            f"prompt contains {len(several)} prompts, but the queue of this server accepts at most {limit} at once: "
+            "send fewer prompts per request, or raise --max-waiting",
+            "prompt",
+        )
     found = []
     for one in several:
         ends: list[int] = []
@@ -181,16 +188,14 @@ async def _prompt_steps(
 async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
     """Merge the streams of several prompts, each with `n` completions. An error in one stream ends all streams."""
     # Queue at most one step, so that steps do not accumulate if the client does not read.
-    queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
+    queue: asyncio.Queue[tuple[int, Step] | Exception | None] = asyncio.Queue(maxsize=1)
     usages: dict[int, Usage] = {}
 
     async def pump(number: int, stream: AsyncGenerator[Step, None]) -> None:
         try:
             async with aclosing(stream) as steps:
                 async for step in steps:
-                    usages[number] = step.usage
-                    usage = sum(usages.values(), Usage())
-                    await queue.put(replace(step, index=number * n + step.index, usage=usage))
+                    await queue.put((number, step))
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
@@ -205,7 +210,9 @@ async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) 
             if step_or_end is None:
                 running -= 1
             else:
-                yield step_or_end
+                number, step = step_or_end
+                usages[number] = step.usage
+                yield replace(step, index=number * n + step.index, usage=sum(usages.values(), Usage()))
     finally:
         for task in tasks:
             task.cancel()
@@ -267,7 +274,7 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
     """Return the log-probabilities of the new tokens in the format of text completions.
 
     Args:
-        top: Number of alternatives per token.
+        top: Number of alternatives per token. If the token is not among them, it is added.
         offset: Position of the first new token in the text, in characters.
         first: Text of the first token of an echoed prompt. This token has no log-probabilities.
     """
@@ -284,8 +291,10 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
         "tokens": tokens,
         "token_logprobs": [_finite(there[token].logprob) if there else None for token, there in known],
         "top_logprobs": [
-            {_text(i, one): _finite(one.logprob) for i, one in _most_likely(there, top)} if there else None
-            for _, there in known
+            {_text(i, one): _finite(one.logprob) for i, one in (*_most_likely(there, top), (token, there[token]))}
+            if there
+            else None
+            for token, there in known
         ],
         "text_offset": offsets,
     }

@@ -24,6 +24,13 @@ class LlamaJson(Scanner):
         return (yield from self.json_calls())
 
 
+class ForcedCalls(LlamaJson):
+    """Parser for responses that guided decoding limits to calls. Other text belongs to a truncated call: drop it."""
+
+    def _emit_content(self, text: str) -> None:
+        pass
+
+
 class FencedJson(Scanner):
     """Parser for JSON tool calls at the beginning of the response or in a code fence."""
 

@@ -171,12 +171,16 @@ def test_results_in_openai_format_equal_generate(tmp_path: Path) -> None:
     requests = [openai_line(f"q{i}", prompt=prompt, n=1 + i) for i, prompt in enumerate(PROMPTS[:3])]
     wrong = openai_line("wrong", prompt="x", temperature="hot")
     chat = {"custom_id": "chat", "url": "/v1/responses", "body": {"input": "Who?"}}  # the model has no chat template
-    source, out = write_lines(tmp_path / "in", [*requests, wrong, chat]), tmp_path / "out"
+    several = openai_line("several", prompt=PROMPTS[:4])  # more prompts than requests in a group
+    source, out = write_lines(tmp_path / "in", [*requests, several, wrong, chat]), tmp_path / "out"
     arguments = ["batch", folder, str(source), str(out), "--policy", "full", "--at-once", "2", "--quiet"]
     arguments += ["--temperature", "0", "--max-new-tokens", "4", "--ignore-eos"]
     assert main(arguments) == 1, "one request failed"
     found = {line["custom_id"]: line for line in read_lines(out)}
-    assert found.keys() == {"q0", "q1", "q2", "wrong", "chat"} and all(line["error"] is None for line in found.values())
+    assert found.keys() == {"q0", "q1", "q2", "several", "wrong", "chat"}
+    assert all(line["error"] is None for line in found.values())
+    response = found["several"]["response"]
+    assert response["status_code"] == 200 and len(response["body"]["choices"]) == 4
     [single] = LLM(folder, policy="full").generate([PROMPTS[1]], SamplingParams(**DEFAULTS))
     for i in range(3):
         response = found[f"q{i}"]["response"]

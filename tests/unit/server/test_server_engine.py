@@ -207,3 +207,5 @@ def test_echo_returns_logprobs_of_the_prompt(url: str) -> None:
     assert before["token_logprobs"][-5:] == pytest.approx(found["token_logprobs"], abs=1e-4)
     assert all(value <= 0 for value in before["token_logprobs"][1:])
     assert all(2 <= len(top) <= 3 for top in found["top_logprobs"])
+    (_, *tokens), (_, *tops) = before["tokens"], before["top_logprobs"]
+    assert all(token in top for token, top in zip(tokens, tops, strict=True))

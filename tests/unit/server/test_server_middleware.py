@@ -101,6 +101,7 @@ def test_requests_time_out(url: str, engine: ScriptedEngine) -> None:
     with ThreadPoolExecutor(2) as threads:
         whole, streamed = threads.map(ask, (False, True))
     assert whole.status_code == 408 and whole.json()["error"]["type"] == "timeout_error"
+    assert whole.headers["x-should-retry"] == "false"
     events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
     assert streamed.status_code == 200 and json.loads(events[-1])["error"]["type"] == "timeout_error"
     assert engine.aborted == aborted + 2

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from support.serving import ScriptedEngine
+from support.serving import ScriptedEngine, run_server
 
 from offload_rt.errors import InputError, LogitsError, PoolFullError, QueueFullError, StoreError
+from offload_rt.server.chat_stream import Step
+from offload_rt.server.metrics import Usage
+from offload_rt.server.openai.completions import _merge_streams
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
@@ -154,6 +159,26 @@ def test_text_completions_accept_several_prompts_and_token_ids(client: openai.Op
     ids = client.completions.create(model="scripted", prompt=[5, 6, 7], max_tokens=2)
     assert ids.usage is not None and (ids.usage.prompt_tokens, ids.usage.completion_tokens) == (3, 2)
     assert ids.choices[0].finish_reason == "length"
+
+
+def test_the_last_step_of_merged_streams_counts_all_tokens() -> None:
+    async def steps(count: int) -> AsyncGenerator[Step, None]:
+        for generated in range(1, count + 1):
+            yield Step(0, [], [], None, None, None, Usage(generated=generated))
+            await asyncio.sleep(0)  # the second step of one stream overtakes the first step of the other
+
+    async def merged() -> list[tuple[int, int]]:
+        return [(step.index, step.usage.generated) async for step in _merge_streams([steps(2), steps(1)], 1)]
+
+    assert asyncio.run(merged()) == [(0, 1), (0, 2), (1, 3)]
+
+
+def test_more_prompts_than_can_wait_are_refused(engine: ScriptedEngine) -> None:
+    with run_server(engine, max_waiting=2) as url:
+        for count, status in ((3, 200), (4, 400)):
+            answer = httpx2.post(f"{url}/v1/completions", json={"prompt": ["It"] * count})
+            assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "prompt" and "--max-waiting" in answer.json()["error"]["message"]
 
 
 def test_logprobs_are_returned_and_streamed(client: openai.OpenAI) -> None:

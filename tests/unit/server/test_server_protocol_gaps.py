@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx2
@@ -177,6 +178,38 @@ def test_truncated_arguments_can_be_sent_back(http: httpx2.Client) -> None:
     assert "<tool_call>Di</tool_call>" in say.prompts[-1]
     call["function"]["arguments"] = "Di"  # type: ignore[index]
     assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 400
+
+
+@pytest.mark.parametrize("field", ["tool_call_id", "id"])
+def test_tool_call_ids_must_be_strings_if_the_template_has_no_tools(field: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    result: dict[str, Any] = {"role": "tool", "tool_call_id": "c", "content": "?"}
+    (result if field == "tool_call_id" else call)[field] = ["c"]
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, result]
+    with run_server(ScriptedEngine(plain_tokenizer(), say)) as url:
+        answer = httpx2.post(f"{url}/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [CALLS[:12], CALLS[:20], CALLS[:-20]])
+def test_truncated_forced_calls_leave_no_content(text: str, stream: bool) -> None:
+    flat = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+    bodies: dict[str, Any] = {
+        "chat/completions": {"messages": [USER], "tools": [FIND], "tool_choice": "required"},
+        "responses": {"input": "x", "tools": [flat], "tool_choice": "required"},
+        "messages": {
+            "messages": [USER],
+            "max_tokens": 100,
+            "tools": [{"name": "find", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "any"},
+        },
+    }
+    with run_server(ScriptedEngine(reference_tokenizer(), lambda prompt: text)) as url:
+        for path, body in bodies.items():
+            answer = httpx2.post(f"{url}/v1/{path}", json=body | {"stream": stream}).text
+            assert not re.findall(r'"(?:content|text)": ?"[^"]+', answer), path
+            assert ("call_" in answer or "toolu_" in answer) == ("Dick" in text), path  # the id of a call
 
 
 @pytest.mark.parametrize("stream", [False, True])
