@@ -31,8 +31,10 @@ def _with_share(name: str, share: str) -> str:
 CODE = "standard library (Python)"
 
 DIVERGENCE = (
-    ("SmolLM2", NOVEL, ("smollm2/divergence", "smollm2/divergence_presets")),
-    ("Qwen", NOVEL, ("qwen/divergence",)),
+    ("SmolLM2, novel", NOVEL, ("smollm2/divergence", "smollm2/divergence_presets")),
+    ("SmolLM2, code", CODE, ("smollm2/divergence_code",)),
+    ("Qwen, novel", NOVEL, ("qwen/divergence",)),
+    ("Qwen, code", CODE, ("qwen/divergence_code",)),
     ("Gemma 3, novel", NOVEL, ("gemma/divergence",)),
     ("Gemma 3, code", CODE, ("gemma/divergence",)),
 )
