@@ -75,7 +75,8 @@ class SharedPool:
     """
 
     def __init__(self) -> None:
-        self._graphs, self._handle = weakref.WeakSet[CudaGraph](), None
+        self._graphs = weakref.WeakSet[CudaGraph]()
+        self._handle: Any = None
 
     def new_graph(self) -> CudaGraph:
         if not self._graphs:
