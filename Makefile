@@ -34,9 +34,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 venv: $(READY)
 
+# Python compiles a module when it is first imported. Compiling all of them here would take 50 seconds.
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	# Python compiles a module when it is first imported. Compiling all of them here would take 50 seconds.
 	$(BIN)/python -m pip install --quiet --no-compile -c $(CONSTRAINTS) --editable '.[dev,eval]'
 	touch $@
 

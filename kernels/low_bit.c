@@ -325,7 +325,8 @@ static void hide(const void *given, int64_t head) {
     hidden[0] = ((uint64_t)1 << (call->start - first)) - 1;
     if (call->stop % BLOCK) hidden[blocks - 1] |= ~(uint64_t)0 << call->stop % BLOCK;
     for (int64_t i = 0; i < call->skipped; i++)
-        if (skip[i] >= call->start && skip[i] < call->stop) hidden[(skip[i] - first) / BLOCK] |= (uint64_t)1 << skip[i] % BLOCK;
+        if (skip[i] >= call->start && skip[i] < call->stop)
+            hidden[(skip[i] - first) / BLOCK] |= (uint64_t)1 << skip[i] % BLOCK;
 }
 
 /* Compute the weights of one query and block: e^(s - peak) times the steps of the values, 0 for hidden tokens. Add the

@@ -107,7 +107,8 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
             f"cannot pin {format_size(size)} of host memory for CUDA (cudaHostRegister gave error {code}): lower "
             f"host_memory, or raise the limit on locked memory (ulimit -l)"
         )
-    weakref.finalize(owner, _unregister, slab)
+    # Not at exit, because copies may still be pending.
+    weakref.finalize(owner, _unregister, slab).atexit = False
 
 
 def reads_host_addresses() -> bool:

@@ -103,13 +103,19 @@ class Quantised:
 
         Up to `DECODED_AT_ONCE` elements are decoded together, because this takes `DECODE_BYTES` per element.
         """
-        count = max(1, DECODED_AT_ONCE // self.head_dim)
-        if stored.shape[:-1].numel() <= count:
+        if stored.shape[:-1].numel() * self.head_dim <= DECODED_AT_ONCE:
             return self._decode(stored).to(self.dtype)
         rows = torch.empty(*stored.shape[:-1], self.head_dim, dtype=self.dtype, device=stored.device)
-        for part, own in zip(stored.flatten(0, -2).split(count), rows.flatten(0, -2).split(count), strict=True):
-            own.copy_(self._decode(part))
+        self._decode_into(stored, rows)
         return rows
+
+    def _decode_into(self, stored: torch.Tensor, rows: torch.Tensor) -> None:
+        if rows.numel() <= DECODED_AT_ONCE:
+            rows.copy_(self._decode(stored))
+            return
+        longest = max(range(rows.dim() - 1), key=rows.shape.__getitem__)
+        for part, own in zip(stored.chunk(2, longest), rows.chunk(2, longest), strict=True):
+            self._decode_into(part, own)
 
     def _decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Decode bytes to float32 vectors."""

@@ -136,7 +136,7 @@ class DeviceCosts:
         """Return the size of the KV fetched for the current and the next layer, including its indices.
 
         The size includes a buffer for the fetched and resident KV of one sequence. If the KV cache is quantised, it
-        also includes the decoded KV of this sequence (on CUDA, of all sequences).
+        also includes the decoded KV of this sequence (on CUDA, of all sequences), and temporary memory for decoding.
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -163,7 +163,7 @@ class DeviceCosts:
 
     def _decoding(self, tokens: int) -> int:
         """Return the size of the temporary memory for decoding quantised KV of `tokens` tokens of one layer."""
-        elements = tokens * self.shape.geometry.full_rows.bytes(self.shape.dtype) // self.shape.dtype.itemsize
+        elements = tokens * self._largest_rows.bytes(self.shape.dtype) // self.shape.dtype.itemsize
         return min(elements, DECODED_AT_ONCE) * DECODE_BYTES if self.kv_quantised else 0
 
     def prefill(self, context: int) -> int:

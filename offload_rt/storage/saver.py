@@ -344,5 +344,6 @@ def layer_data(pool: HostPool, part: KVPart) -> memoryview:
 
 def _end(jobs: queue.Queue[Job], worker: threading.Thread) -> None:
     """End the worker thread after its pending writes."""
-    jobs.put(None)
-    worker.join()
+    if worker.is_alive():  # A forked process has no worker thread, and the queue may be locked.
+        jobs.put(None)
+        worker.join()

@@ -102,7 +102,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not 1 <= len(several) <= MAX_PROMPTS:
         raise bad_request(f"prompt must contain 1 to {MAX_PROMPTS} prompts, not {len(several)}", "prompt")
-    limit = service.options.max_waiting + 1
+    limit = max(1, service.options.max_waiting)
     if len(several) > limit:  # retrying after status 429 would never succeed
         raise bad_request(
             f"prompt contains {len(several)} prompts, but the queue of this server accepts at most {limit} at once: "

@@ -42,6 +42,7 @@ def test_lists_are_read_and_written_up_to_their_counts(kernel_device: torch.devi
 
 
 def test_grid_of_a_million_tokens_is_within_the_limits_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
     from offload_rt.kernels import triton_entries
 
     kernel = MagicMock()

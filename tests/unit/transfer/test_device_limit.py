@@ -115,7 +115,9 @@ def test_peak_memory_is_below_the_smallest_accepted_limit(
         for sequence in sequences:
             runner.free(sequence)
     print(f"\n{case}, {schedule}: limit {limit:,}", *(f"{name} {peak / limit:.0%}" for name, peak in peaks.items()))
-    assert weights < peaks["prefill"], "nothing was counted"
+    # Policy infinigen frees memory of its calibration with the first sequence.
+    counted = ("prefill",) if case.policy == "infinigen" else ("prefill", "decode")
+    assert weights < min(peaks[phase] for phase in counted), "nothing was counted"
     assert max(peaks.values()) <= limit, peaks
     assert max(peaks.values()) - weights > 0.15 * (limit - weights), "the limit is far above the peak"
 
