@@ -191,7 +191,7 @@ def parsed_arguments(text: str) -> dict[str, Any] | None:
     Missing closing characters are added, because the text may have been cut off at `max_tokens`.
     """
     try:
-        found = from_json(text, allow_partial="trailing-strings", cache_strings=False)
+        found = from_json(text.encode(), allow_partial="trailing-strings", cache_strings=False)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None

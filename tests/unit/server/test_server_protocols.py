@@ -159,9 +159,11 @@ def test_items_of_a_response_can_be_sent_back(client: openai.OpenAI) -> None:
     )
     cut = client.responses.create(model="scripted", input="Long", max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details is not None
-    unpaired: Any = {"type": "function", "name": "\ud800"}
-    with pytest.raises(openai.BadRequestError):
-        client.post("/responses", content=json.dumps({"input": "x", "tools": [unpaired]}).encode(), cast_to=object)
+    unpaired_name: Any = {"input": "x", "tools": [{"type": "function", "name": "\ud800"}]}
+    unpaired_argument: Any = {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "\ud800"}]}
+    for unpaired in (unpaired_name, unpaired_argument):
+        with pytest.raises(openai.BadRequestError):
+            client.post("/responses", content=json.dumps(unpaired).encode(), cast_to=object)
     for bad in ([], [{"type": "item_reference", "id": "x"}], [{"role": "user"}], [{"type": "function_call"}]):
         with pytest.raises(openai.BadRequestError):
             client.responses.create(model="scripted", input=bad)  # type: ignore[arg-type]
