@@ -100,6 +100,15 @@ def test_error_messages_reveal_no_folders_of_the_server(url: str, engine: AsyncL
         assert answer.status_code == 400 and message and engine.llm.name not in message, wrong
 
 
+def test_more_prompts_than_can_wait_are_refused(engine: AsyncLLM) -> None:
+    small = LLM(engine.llm.name, policy="full", verify="off", host_memory="8MiB")
+    with run_server(AsyncLLM(small, max_waiting=2), max_waiting=2) as url:
+        for count, status in ((2, 200), (3, 400)):
+            answer = httpx2.post(f"{url}/v1/completions", json={"prompt": ["It"] * count, "max_tokens": 2})
+            assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "prompt" and "--max-waiting" in answer.json()["error"]["message"]
+
+
 def test_an_answer_ends_when_host_memory_is_full(engine: AsyncLLM) -> None:
     # Host memory has room for 128 of the 4,096 positions of the model.
     limited = LLM(engine.llm.name, policy="full", verify="off", host_memory="128KiB")

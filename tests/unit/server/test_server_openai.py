@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from support.serving import ScriptedEngine, run_server
+from support.serving import ScriptedEngine
 
 from offload_rt.errors import InputError, LogitsError, PoolFullError, QueueFullError, StoreError
 from offload_rt.server.chat_stream import Step
@@ -171,14 +171,6 @@ def test_the_last_step_of_merged_streams_counts_all_tokens() -> None:
         return [(step.index, step.usage.generated) async for step in _merge_streams([steps(2), steps(1)], 1)]
 
     assert asyncio.run(merged()) == [(0, 1), (0, 2), (1, 3)]
-
-
-def test_more_prompts_than_can_wait_are_refused(engine: ScriptedEngine) -> None:
-    with run_server(engine, max_waiting=2) as url:
-        for count, status in ((2, 200), (3, 400)):
-            answer = httpx2.post(f"{url}/v1/completions", json={"prompt": ["It"] * count})
-            assert answer.status_code == status
-    assert answer.json()["error"]["param"] == "prompt" and "--max-waiting" in answer.json()["error"]["message"]
 
 
 def test_logprobs_are_returned_and_streamed(client: openai.OpenAI) -> None:
