@@ -1,8 +1,8 @@
-"""Quality tables for the results page: perplexity, divergence, tasks."""
+"""Quality tables for the results page: perplexity, divergence, formats of the KV cache."""
 
 from __future__ import annotations
 
-from result_rows import DEFAULT, NAMES, NOVEL, Row, change, load, most_windows, score, setting
+from result_rows import DEFAULT, NAMES, NOVEL, Row, change, load, most_windows, setting
 from tables import table
 
 OMITTED = ("2%, 4-bit keys, 2-bit values", "no selected tokens", "`oracle`, 2%")
@@ -58,21 +58,6 @@ def divergence() -> str:
         divergences = ("" if each is None else f"{each['kl']:.1e} ({each['top_1']:.1%})" for each in found)
         rows.append([_with_share(name, f"{row['sparse_fetched']:.1%} fetched"), *divergences])
     return table(("setting", *(heading for heading, _, _ in DIVERGENCE)), rows)
-
-
-def ruler() -> str:
-    """Mean RULER scores of Qwen by context length, with the number of responses that equal those of full attention."""
-    rows = []
-    for name in ("ruler", "ruler_8192", "ruler_16384", "ruler_32000"):
-        found: dict[str, list[Row]] = {}
-        for row in load(f"qwen/{name}"):
-            found.setdefault(setting(row), []).append(row)
-        first, tasks = found["`full`"][0], len(found["`full`"])
-        cells = [f"{int(next(iter(first['metrics']))):,}", str(first["documents"] * tasks)]
-        for policy in ("`full`", DEFAULT):
-            cells.append(f"{sum(map(score, found[policy])) / tasks:.1f}")
-        rows.append([*cells, str(round(sum(row["agreement"] * row["documents"] for row in found[DEFAULT])))])
-    return table(("context", "responses", "`full`: score", "default: score", "default: same response"), rows)
 
 
 def published_formats() -> str:

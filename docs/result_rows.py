@@ -64,8 +64,3 @@ def most_windows(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
         if key not in found or row["windows"] > found[key]["windows"]:
             found[key] = row
     return found
-
-
-def score(row: Row) -> float:
-    [[value, _]] = row["metrics"].values()
-    return 100 * float(value)

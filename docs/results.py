@@ -12,10 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_tables import gpu, gpu_sessions, h200_trained, predicted, step_times, working_sets
-from quality_tables import divergence, formats, perplexity, published_formats, ruler
+from quality_tables import divergence, formats, perplexity, published_formats
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
 from speed_tables import DYNAMIC, disk, drafts, lengths, others, packed_weights, packed_without_bfloat16, selecting
 from tables import fill, table
+from task_tables import tasks
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
 README = ROOT / "README.md"
@@ -51,7 +52,7 @@ def readme() -> str:
 
 
 TABLES: Sequence[Callable[[], str]] = (
-    perplexity, divergence, ruler, formats, published_formats,
+    perplexity, divergence, tasks, formats, published_formats,
     others, packed_weights, packed_without_bfloat16, lengths, selecting, drafts, disk,
     gpu, predicted, working_sets, h200_trained, gpu_sessions,
 )  # fmt: skip

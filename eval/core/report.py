@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -79,10 +80,14 @@ class RowStore:
         return row if isinstance(row, dict) else None
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
-        """Return the row stored under `key`. If there is none, call `measure` and store the result."""
+        """Return the row stored under `key`.
+
+        If there is none, call `measure`, and store the result and its duration, `seconds`.
+        """
         row = self.get(key)
         if row is None:
-            row = measure()
+            began = time.monotonic()
+            row = {**measure(), "seconds": round(time.monotonic() - began, 1)}
             self.put(key, row)
         return row
 

@@ -87,14 +87,11 @@ def run_tasks(
                 | ({} if length is None else {"lengths": [length]})
                 | {"variant": tested.key(variant)}
             )
-            row = store.get(key)
-            if row is None and deadline_passed():
+            if deadline_passed() and store.get(key) is None:
                 if base is None:
                     break
                 continue
-            if row is None:
-                row = measure(models.under(variant), task, config, length, tested.model)
-                store.put(key, row)
+            row = store.once(key, functools.partial(models.measure, variant, task, length))
             row = tested.describe(variant) | row | {"task": name}
             base = base or row
             rows.append(row | compare(row, base))
@@ -119,6 +116,9 @@ class Models:
             made = OffloadLM.around(llm, decode_from=self._config.decode_from, batch_size=self._tested.batch)
             self._made[variant.label] = made
         return self._made[variant.label]
+
+    def measure(self, variant: Variant, task: str, length: int | None) -> Row:
+        return measure(self.under(variant), task, self._config, length, self._tested.model)
 
 
 def measure(model: OffloadLM, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:

@@ -165,6 +165,8 @@ def test_rows_are_complete_or_absent(tmp_path: Path) -> None:
     store.put({"a": 1, "b": [1, 2]}, {"x": 0.5})
     assert store.get({"b": [1, 2], "a": 1}) == {"x": 0.5}
     assert store.get({"a": 1, "b": [1, 3]}) is None
+    measured = RowStore(tmp_path / "timed").once({"c": 1}, lambda: {"y": 2})
+    assert measured.pop("seconds") >= 0.0 and measured == {"y": 2}
     (path,) = (tmp_path / "rows").iterdir()
     path.write_text(path.read_text()[:20])
     assert store.get({"a": 1, "b": [1, 2]}) is None
