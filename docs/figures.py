@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_tables import step_times
+from gpu_tables import step_times, traced_times
 from result_rows import NAMES, RESULTS, ROOT, Row, load
 from speed_tables import DYNAMIC
 
@@ -17,15 +17,16 @@ from offload_rt.eval.core.plots import lines, picture
 PICTURES = ROOT / "docs" / "pages" / "pictures"
 MODELS = ("smollm2", "qwen")
 GPU = {
-    "StaticCache": "transformers, KV on the device",
-    "full": "offload-rt, all KV copied",
-    "infinigen, int4 tail": "offload-rt, approximate KV, 5% fetched",
+    "StaticCache": "H100: transformers, StaticCache",
+    "full": "H100: offload-rt, all KV copied",
+    "infinigen, int4 tail": "H100: offload-rt, 5% fetched",
 }
+TRACED = {"infinigen-default": "H200: offload-rt, 2% fetched", "resident": "H200: all KV on the device, one CUDA graph"}
 
 
 def quality() -> None:
     """Draw the KL divergence against the share of the KV cache that is fetched per token."""
-    data = _points(load("smollm2/divergence"))
+    data = _points([*load("smollm2/divergence_presets"), *load("smollm2/divergence")])
     with picture(PICTURES / "quality_bytes.png", "Distance from full attention: SmolLM2, novel, float32", data) as [
         axis
     ]:
@@ -34,18 +35,22 @@ def quality() -> None:
 
 
 def _points(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, set[tuple[float, float]]] = {}
     for row in rows:
         if row["policy"] != "full":
-            found.setdefault(_series(row), []).append((row["sparse_fetched"], row["kl"]))
+            found.setdefault(_series(row), set()).add((row["sparse_fetched"], row["kl"]))
     return {name: sorted(points) for name, points in found.items()}
+
+
+OTHERS = ("snapkv", "h2o", "streaming")
+"""Policies with about the same divergence, which share a line."""
 
 
 def _series(row: Row) -> str:
     if "preset" in row["options"]:
-        return "default"
+        return "default" if row["options"]["preset"] == "default" else f"preset {row['options']['preset']}"
     if row["policy"] != "infinigen":
-        return str(row["policy"])
+        return ", ".join(OTHERS) if row["policy"] in OTHERS else str(row["policy"])
     return "no approximate KV" if row["options"]["approximate_kv"] == "off" else "4-bit approximate KV"
 
 
@@ -56,12 +61,12 @@ def steps() -> None:
         for row in load(f"{name}/real_speed"):
             if row["runtime"] in (DYNAMIC, "full", "infinigen"):
                 cpu.setdefault(row["runtime"], []).append((row["context"], row["step"]))
-    measured = step_times()
-    gpu = {label: sorted(measured[name].items()) for name, label in GPU.items()}
+    parts = ((GPU, step_times()), (TRACED, traced_times()))
+    gpu = {label: sorted(times[name].items()) for names, times in parts for name, label in names.items()}
     data = {"cpu": {name: sorted(points) for name, points in cpu.items()}, "gpu": gpu}
     with picture(PICTURES / "step_time.png", "Time per token over context length", data, panels=(1, 2)) as axes:
         lines(axes[0], data["cpu"], x="context, tokens (Qwen 0.5B, one CPU thread)", y="ms per token")
-        lines(axes[1], data["gpu"], x="context, tokens (8B shape, H100, random weights)", y="ms per token")
+        lines(axes[1], data["gpu"], x="context, tokens (8B model, random weights)", y="ms per token")
         for axis in axes:
             axis.set_xscale("log", base=2)
             axis.set_ylim(bottom=0)

@@ -37,16 +37,21 @@ def step_times() -> dict[str, dict[int, float]]:
     return found
 
 
-def gpu() -> str:
-    """Time per token on an H100 and an H200 by context length."""
-    contexts, times = (8_192, 32_768, 131_072), step_times()
-    rows = [["H100", label, *_cells(times[name], contexts)] for name, label in GPU_ROWS.items()]
-    # The second run on the H200 did not repeat every measurement of the first.
-    traced: dict[str, dict[int, float]] = {}
+def traced_times() -> dict[str, dict[int, float]]:
+    """Return the time of a decode step on the H200 in milliseconds, for each baseline and context length."""
+    found: dict[str, dict[int, float]] = {}
+    # The second run did not repeat every measurement of the first.
     for file in ("trace_before", "trace"):
         for row in _results(f"gpu_h200/{file}")["rows"]:
             if row["batch"] == 1:
-                traced.setdefault(row["baselines"], {})[row["context"]] = row["median_ms"]
+                found.setdefault(row["baselines"], {})[row["context"]] = row["median_ms"]
+    return found
+
+
+def gpu() -> str:
+    """Time per token on an H100 and an H200 by context length."""
+    contexts, times, traced = (8_192, 32_768, 131_072), step_times(), traced_times()
+    rows = [["H100", label, *_cells(times[name], contexts)] for name, label in GPU_ROWS.items()]
     rows += [["H200", label, *_cells(traced[name], contexts)] for name, label in TRACED.items()]
     return table(("GPU", "setting", *(f"{context:,} tokens" for context in contexts)), rows)
 

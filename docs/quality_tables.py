@@ -5,7 +5,7 @@ from __future__ import annotations
 from result_rows import DEFAULT, NAMES, NOVEL, Row, change, load, most_windows, setting
 from tables import table
 
-OMITTED = ("2%, 4-bit keys, 2-bit values", "no selected tokens", "`oracle`, 2%")
+OMITTED = ("2%, 4-bit keys, 2-bit values", "no selected tokens, 4-bit keys, 2-bit values", "`oracle`, 2%")
 """Measured settings that the perplexity table does not show."""
 
 

@@ -15,6 +15,9 @@ FULL = "`full`"
 COMPARED = (DEFAULT, "5%, no approximate KV", "`landmarks`, 5%", "`quest`, 5%", "`full`, int4 KV cache")
 """Settings that are compared with full attention, one column each."""
 
+ENOUGH = 10
+"""Number of documents from which on a bootstrap interval is shown."""
+
 
 @dataclass(frozen=True)
 class Tasks:
@@ -85,5 +88,5 @@ def _change(each: Tasks, rows: Mapping[str, Row], full: Mapping[str, Row]) -> st
         return ""
     mine, base = each.scores(rows, shared), each.scores(full, shared)
     change = paired_bootstrap(mine, base, [1.0] * len(mine))
-    shown = f"{change.value:+.1f} [{change.low:+.1f}, {change.high:+.1f}]"
+    shown = f"{change.value:+.1f}" + (f" [{change.low:+.1f}, {change.high:+.1f}]" if len(mine) >= ENOUGH else "")
     return shown.replace("+0.0", "0.0").replace("-0.0", "0.0")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#72b7b2", "#9d755d", "#222222", "#ff9da6")
 MARKERS = "osD^vPX*p"
+MOST_INSIDE = 7
+"""The legend of an axis with more lines is to the right of it."""
 
 
 @contextmanager
@@ -41,8 +43,9 @@ def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 
     yield axes
     for axis in axes:
         axis.set_visible(axis.has_data())
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, frameon=False)
+        if series := len(axis.get_legend_handles_labels()[0]):
+            place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if series > MOST_INSIDE else {}
+            axis.legend(fontsize=8, frameon=False, **place)
     image = io.BytesIO()
     figure.savefig(image, dpi=120, format="png")
     try:
