@@ -71,9 +71,14 @@ def calibrate(
         ModelError: The queries or keys of the model are not finite.
     """
     moments, correction = measure(adapter, token_ids, progress=progress)
-    tokens = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
-    calibration = f"{calibration} at positions below {adapter.geometry.max_positions}, tokens {tokens}"
+    calibration = description(adapter, token_ids, calibration)
     return fit(moments, correction, method=method, fingerprint=fingerprint, calibration=calibration)
+
+
+def description(adapter: ModelAdapter, token_ids: Sequence[int], text: str) -> str:
+    """Return the value of `SkewArtifact.calibration`, which contains a digest of the tokens. `text` names the text."""
+    tokens = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
+    return f"{text} at positions below {adapter.geometry.max_positions}, tokens {tokens}"
 
 
 def fit(

@@ -25,15 +25,18 @@ from transformers import PreTrainedModel
 from ..config import DType, SkewMethod, Source
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
 from ..models.checkpoint import declared_dtype, read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
-from ..models.linear import refuse_packed
+from ..models.linear import packing, refuse_packed
 from ..models.loading import LoadedModel, load_model
 from ..models.source import find_source
 from .artifact import SkewArtifact
-from .calibrate import TOKENS, Progress, default_tokens, fit, measure, prediction_quality, text_tokens
+from .calibrate import TOKENS, Progress, default_tokens, description, fit, measure, prediction_quality, text_tokens
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
 """Fraction of the columns for `SkewReport.energy_kept_plain` and `energy_kept_skewed` (paper §4.3)."""
+
+FOLDABLE: Final = ("gpt2", "opt")
+"""Model types that can be folded."""
 
 _PROBE: Final = 256
 """Number of tokens for comparing the logits of the model and its folded copy."""
@@ -126,7 +129,7 @@ class SkewReport:
 
     Attributes:
         artifact: Path of the skew artifact.
-        folded: Folder of the folded checkpoint, or None for a model with RoPE.
+        folded: Folder of the folded checkpoint, or None for a model with RoPE or packed weights.
         method, calibration, fingerprint: See `SkewArtifact`.
         energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns keep without skewing, averaged
             over layers and KV heads.
@@ -160,7 +163,8 @@ def skew_model(
 ) -> SkewReport:
     """Calibrate `model` and write `out/skew.safetensors`.
 
-    For a model with absolute positions, also write `out/folded/`, an ordinary checkpoint with its tokenizer.
+    For a model with absolute positions and unpacked weights, also write `out/folded/`, an ordinary checkpoint with its
+    tokenizer.
 
     Args:
         model: Name of a shipped model, folder or hub id.
@@ -182,14 +186,14 @@ def skew_model(
     network, loaded = _load(model, dtype)
     ids, name = _calibration_tokens(loaded, calibration, calibration_tokens)
     moments, correction = measure(loaded.adapter, ids, progress=progress)
-    name = f"{name} at positions below {loaded.adapter.geometry.max_positions}"
+    name = description(loaded.adapter, ids, name)
     artifact = fit(moments, correction, method=method, fingerprint=loaded.fingerprint, calibration=name)
     artifact.save(out / "skew.safetensors")
     probe = _probe_tokens(loaded, calibration_tokens, _PROBE)
     probe_moments, _ = measure(loaded.adapter, probe)
     plain = _energy(probe_moments, plain_basis(moments))
     skewed = _energy(probe_moments, SkewBasis(artifact.query.double(), artifact.key.double()))
-    folded = out / "folded" if loaded.adapter.geometry.absolute_positions else None
+    folded = None if network is None else out / "folded"
     prediction_probe = _probe_tokens(loaded, calibration_tokens, _PREDICTION_PROBE)
     return SkewReport(
         artifact=out / "skew.safetensors",
@@ -199,7 +203,7 @@ def skew_model(
         fingerprint=loaded.fingerprint,
         energy_kept_plain=plain,
         energy_kept_skewed=skewed,
-        logit_difference=None if folded is None else _write_folded(network, artifact, loaded, probe, folded),
+        logit_difference=None if network is None else _write_folded(network, artifact, loaded, probe, out / "folded"),
         predictions=prediction_quality(loaded.adapter, prediction_probe, correction),
     )
 
@@ -212,9 +216,12 @@ def _made_folder(out: Path | str) -> Path:
     return Path(out)
 
 
-def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
+def _load(model: str, dtype: DType) -> tuple[PreTrainedModel | None, LoadedModel]:
+    """Load the model. Also return transformers' model if its weights can be folded."""
     source = find_source(model)
     config, device = read_config(source), resolve_device("auto")
+    if config.model_type not in FOLDABLE or source.gguf is not None or packing(config) is not None:
+        return None, load_model(model, dtype=dtype)
     network = read_weights(source, config, device, resolve_dtype(dtype, source, declared_dtype(source, config), device))
     return network, load_model(network, tokenizer=read_tokenizer(source))
 

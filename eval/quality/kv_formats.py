@@ -71,13 +71,16 @@ class PublishedFormat:
     name: str
     keys: Rounding
     values: Rounding
-    group: int = 1  # number of tokens that are quantised together
-    residual: int = 0  # the newest tokens that stay exact; up to `group` - 1 more do
+    key_tokens: int = 1  # keys are quantised as soon as this many tokens are complete
+    exact_values: int = 0  # the values of this many newest tokens stay exact
 
 
 def kivi(bits: int) -> PublishedFormat:
-    """Return the format of KIVI (arXiv 2402.02750): keys per channel, values per token, groups of 32 elements."""
-    return PublishedFormat(f"KIVI, {bits} bits", per_channel(bits, 32), per_token(bits, 32), group=32, residual=128)
+    """Return the format of KIVI (arXiv 2402.02750): keys per channel, values per token, groups of 32 elements.
+
+    The values of the newest 128 tokens stay exact. Keys stay exact until 128 of them are complete (algorithm 1).
+    """
+    return PublishedFormat(f"KIVI, {bits} bits", per_channel(bits, 32), per_token(bits, 32), 128, 128)
 
 
 FORMATS = (
@@ -95,21 +98,23 @@ class FormattedLayer(DynamicLayer):
 
     def __init__(self, exact: DynamicLayer, format: PublishedFormat) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._format, self._rounded = format, 0  # the tokens [0, _rounded) are already rounded
+        self._format, self._keys, self._values = format, 0, 0  # numbers of tokens that are already rounded
         assert exact.keys is not None and exact.values is not None, "the prompt was processed"
         super().update(exact.keys, exact.values)  # copies both
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round the tokens that left the residual, then append the new tokens."""
-        ready = max(0, self.get_seq_length() - self._format.residual)
-        tokens = slice(self._rounded, ready - ready % self._format.group)
-        if tokens.start < tokens.stop:
-            assert self.keys is not None and self.values is not None
-            self.keys[:, :, tokens] = self._format.keys(self.keys[:, :, tokens])
-            self.values[:, :, tokens] = self._format.values(self.values[:, :, tokens])
-            self._rounded = tokens.stop
+        """Round the tokens that need not stay exact any more, then append the new tokens."""
+        assert self.keys is not None and self.values is not None
+        length, format = self.get_seq_length(), self._format
+        keys = slice(self._keys, length - length % format.key_tokens)
+        values = slice(self._values, max(0, length - format.exact_values))
+        if keys.start < keys.stop:
+            self.keys[:, :, keys] = format.keys(self.keys[:, :, keys])
+        if values.start < values.stop:
+            self.values[:, :, values] = format.values(self.values[:, :, values])
+        self._keys, self._values = keys.stop, values.stop
         return super().update(key_states, value_states, *args, **kwargs)
 
 
@@ -171,6 +176,8 @@ def run_kv_formats(
         exact = ExactWindow(model, window.text)
         for name, format in every:
             key = shared | {"format": name, "window": number}
+            if format is not None and format.exact_values:
+                key["exact"] = [format.key_tokens, format.exact_values]
             found[name].append(store.once(key, partial(measure, exact, format)))
             evaluation.say(f"{evaluation.name}, window {number}, {name}: KL {np.mean(found[name][-1]['kl']):.2e}")
     about = {"text": evaluation.name, "context": config.context}

@@ -7,14 +7,15 @@ systems.
 from __future__ import annotations
 
 import math
+from typing import Self
 
 import torch
 from torch.nn.functional import max_pool1d, pad
 
 from ...core import ModelGeometry
 from ...kernels.reference import capped
-from ...policies.base import QuerySource
-from ...policies.scorer import EntryShape, ScorerPolicy, TokenLists
+from ...policies.base import KeyReader, QuerySource
+from ...policies.scorer import EntryShape, ScorerPolicy, ScorerState, TokenLists
 from ..core.rival_options import LandmarkOptions, SnapKVOptions
 
 NEWEST = 1e30
@@ -51,6 +52,30 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
         return ranks.repeat_interleave(self._block, 1)[:, before : before + tokens]
 
 
+class SnapKVState(ScorerState):
+    """State of `SnapKV`. It keeps the latest queries, because the last chunk of a prompt may be short."""
+
+    def __init__(self, policy: SnapKV, keys: KeyReader) -> None:
+        super().__init__(policy, keys)
+        self._observed, self._dense_layers = policy.observed, policy.dense_layers
+        self._latest: dict[int, tuple[int, torch.Tensor]] = {}
+        """For each layer, the end of the latest chunk and its last queries `[H, m, d]`."""
+
+    def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
+        if layer in self._dense_layers:
+            return
+        stop = start + q.shape[1]
+        before, latest = self._latest.get(layer, (-1, q))
+        observed = (torch.cat((latest, q), 1) if before == start else q)[:, -self._observed :]
+        self._latest[layer] = stop, observed.clone()
+        super().on_queries(layer, observed, k, stop - observed.shape[1])
+
+    def fork(self, keys: KeyReader) -> Self:
+        copy = super().fork(keys)
+        copy._latest = dict(self._latest)
+        return copy
+
+
 class SnapKV(ScorerPolicy[SnapKVOptions]):
     """Policy that selects the tokens to which the prompt's last queries attend most (SnapKV, arXiv 2404.14469).
 
@@ -66,7 +91,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         self, options: SnapKVOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(options, geometry, device, dtype)
-        self._observed, self._pooled = options.observed, options.pooled
+        self.observed, self._pooled = options.observed, options.pooled
 
     @classmethod
     def entry_shape(cls, options: SnapKVOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
@@ -89,7 +114,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         `q` `[H, m, d]` contains the queries of the tokens [start, start + m).
         """
         stop = start + q.shape[1]
-        observed = q[:, -self._observed :].view(len(entries), -1, min(self._observed, q.shape[1]), q.shape[2])
+        observed = q[:, -self.observed :].view(len(entries), -1, min(self.observed, q.shape[1]), q.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)
         token = torch.arange(stop, device=k.device)
         ago = torch.arange(stop - observed.shape[2], stop, device=k.device).unsqueeze(1) - token
@@ -97,3 +122,6 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
             scores = observed[head].to(wide) * self.geometry.scales[layer] @ k[head, :stop].to(wide).T
             scores = capped(scores, self.geometry.softcap).masked_fill(ago < 0, -math.inf)
             row.copy_(scores.softmax(-1).sum((0, 1)))
+
+    def new_state(self, keys: KeyReader) -> SnapKVState:
+        return SnapKVState(self, keys)

@@ -19,6 +19,7 @@ from .gguf_header import GGUFHeader, GGUFTensor, fast_gguf, read_header, require
 from .linear.packed import can_use_packed_weights
 from .packed_checkpoint import CannotPackError, write_checkpoint
 from .source import ModelSource
+from .weights import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,6 +96,9 @@ class _TensorMap:
         loader: Any = modeling_gguf_pytorch_utils
         if not any(can_pack(tensor.kind) for tensor in header.tensors):
             raise CannotPackError("none of its tensors has a type that can stay packed")
+        parts = (module for layer in decoder_layers(skeleton) for module in layer.modules())
+        if not any(map(can_use_packed_weights, parts)):
+            raise CannotPackError("its decoder layers have no linear layers")  # GPT-2 has Conv1D
         processor_of = loader.TENSOR_PROCESSORS.get(header.architecture, loader.TensorProcessor)
         self._skeleton, self._processor = skeleton, processor_of(config=skeleton.config.to_dict())
         try:
@@ -155,4 +159,4 @@ class _TensorMap:
         weights = self._process(tensor, dequantize(tensor.data, tensor.tensor_type))
         if weights is None:
             raise CannotPackError(f"transformers converts the tensor {tensor.name}")
-        return torch.from_numpy(np.array(weights, dtype=np.float32))
+        return torch.from_numpy(np.array(weights, dtype=np.float32, order="C"))  # the conversion may transpose it

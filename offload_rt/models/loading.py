@@ -213,13 +213,18 @@ def _read_checkpoint(
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torch.device) -> None:
     """If `quantize` is "int4" or "int8", quantise the linear layers in place on `device`.
 
-    Raise ConfigError if the model is already quantised.
+    Raise ConfigError if the model is already quantised, or if it has no layer that can be quantised.
     """
     if quantize not in ("int4", "int8"):
         return
     if (method := packing(model.config)) is not None:
         raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and this one is packed ({method}) already")
     quantize_layers(model, int(quantize.removeprefix("int")), device)
+    if packing_of(model) is None:  # GPT-2 and Falcon have classes of their own for linear layers
+        raise ConfigError(
+            f"quantize={quantize!r} has no effect on {type(model).__name__}, because no layer of this model can be "
+            "quantised: remove quantize"
+        )
 
 
 def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:

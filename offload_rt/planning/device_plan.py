@@ -20,6 +20,7 @@ from ..config import EngineConfig
 from ..core import BLOCK_SIZE, ModelGeometry
 from ..errors import ConfigError, DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.file_layout import disk_limit
+from ..kv_cache.kv_format import make_kv_formats, stored_geometry
 from ..models.shape import ModelShape
 from ..models.weights import Placement
 from ..policies.registry import memory_demand
@@ -141,7 +142,9 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     pool = divide_host_memory(config, geometry, shape.dtype).kv
     if config.disk is not None:
         pool = disk_limit(config.disk, config.disk_limit, pool)
-    capacity = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
+    formats = make_kv_formats(config.kv_cache_dtype, shape.dtype, geometry)
+    token_bytes = stored_geometry(geometry, formats).kv_bytes(1, formats[0].storage)
+    capacity = max(1, min(geometry.max_positions, pool // token_bytes))
     limit, context = config.device_memory, config.max_model_len or capacity
     *larger_slices, smallest_slice = prefill_slices(config, shape.device)
     costs = replace(costs_for(config, shape), slice_tokens=smallest_slice)

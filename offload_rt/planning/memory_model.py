@@ -81,7 +81,8 @@ class DeviceCosts:
             return self.demand.scoring_bytes(layers, -(-context // page) * page)
         # Each layer has a growing buffer with spare capacity. While one buffer grows, its old memory is still
         # allocated.
-        return self.demand.scoring_bytes(layers + 1, max_capacity(context, TOKENS_PER_BYTE))
+        capacity = max_capacity(context, max(TOKENS_PER_BYTE, self.demand.slot_tokens))
+        return self.demand.scoring_bytes(layers + 1, capacity) + self.demand.sequence_bytes
 
     @property
     def working_set_bytes(self) -> int:

@@ -20,6 +20,8 @@ class MemoryDemand:
     key_bytes: float = 0.0  # size of the selection data per token and sparse layer
     # Number of tokens per page if selection data is allocated in pages, or 0 if it is stored in a `GrowingTensor`.
     page_tokens: int = 0
+    slot_tokens: int = 1  # number of tokens per slot, if selection data is stored in a `GrowingTensor`
+    sequence_bytes: int = 0  # size per sequence of the selection data that does not depend on the number of tokens
     scratch_bytes: float = 0.0  # size per token of temporary copies of selection data while a layer scores tokens
     basis_bytes: int = 0  # size of the matrices that all sequences share, in the same memory as the selection data
     correction_bytes: int = 0  # size of the tensors that correct predicted queries; they are always on the device

@@ -1,7 +1,7 @@
 """Policy "h2o": keep recent tokens and *heavy hitters*, the tokens with the most accumulated attention (H2O).
 
-A token that has been dropped is never selected again. Unlike in the paper, only queries up to the current step
-contribute to a token's accumulated attention.
+A token that has been dropped is never selected again. As in the paper's local policy, only queries up to the current
+step contribute to a token's accumulated attention.
 """
 
 from __future__ import annotations

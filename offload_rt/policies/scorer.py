@@ -149,7 +149,9 @@ class ScorerPolicy(Policy, Generic[Chosen]):
         copied = keys + keys / shape.dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         resident = options.sinks + options.recent
-        return MemoryDemand(dense, resident, options.budget, key_bytes=keys, scratch_bytes=copied)
+        return MemoryDemand(
+            dense, resident, options.budget, key_bytes=keys, slot_tokens=shape.page, scratch_bytes=copied
+        )
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
         """Return the entries `[P, m, w]` for new keys k `[P, m, d]`, by default the keys themselves. P = B * Hkv."""

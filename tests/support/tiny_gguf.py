@@ -71,6 +71,35 @@ def write_tiny_gguf(
     return model
 
 
+def write_tiny_gpt2_gguf(path: Path) -> PreTrainedModel:
+    """Write a GPT-2 file whose matrices have the type Q8_0, and return the model before quantisation."""
+    tokens = [*sorted(ByteLevel.alphabet()), "he", "Ġt", END]
+    model = tiny_model("gpt2", vocab_size=len(tokens), n_inner=None)
+    config, writer = model.config, gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    _write_tokenizer(writer, tokens)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
+    for name, weight in model.named_parameters():
+        module, _, what = name.rpartition(".")
+        # A Conv1D weight is `[in, out]`, but a matrix in the file is `[out, in]`.
+        numbers = (weight.T if module.rpartition(".")[2].startswith("c_") and what == "weight" else weight).float()
+        own, kind = f"{names.get_name(module)}.{what}", gguf.GGMLQuantizationType.Q8_0
+        if numbers.ndim == 1:
+            writer.add_tensor(own, numbers.numpy())
+        else:
+            writer.add_tensor(own, gguf.quantize(numbers.contiguous().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
 def _write_shape(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     config = model.config
     writer.add_name("tiny")

@@ -235,6 +235,7 @@ class InfiniGen(Policy):
                 else float(key_bytes(options.keys, options.partial_ratio, geometry, dtype))
             ),
             page_tokens=0 if options.approximate_kv == "off" else PAGE_TOKENS,
+            sequence_bytes=selecting * _prompt_basis_bytes(options, geometry, wide),
             basis_bytes=bases + artifact_bytes(geometry),
             correction_bytes=2 * geometry.hidden * guessing * dtype.itemsize if options.corrected else 0,
             always_dense_until=options.always_dense_until,
@@ -305,6 +306,14 @@ class InfiniGen(Policy):
         mean, std = artifact.key_mean[..., columns].to(compute), artifact.key_std[..., columns].to(compute)
         quantisers = {layer: Quantiser.fit(basis, mean[layer], std[layer], bits) for layer, basis in bases.items()}
         return lambda: QuantisedKeys(quantisers, bits, device)
+
+
+def _prompt_basis_bytes(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Return the size in bytes of one layer's matrices that each sequence has for itself (`PromptColumns`)."""
+    if options.keys != "partial" or options.columns != "prompt":
+        return 0
+    d = geometry.head_dim
+    return 2 * geometry.kv_heads * d * stored_columns(options.partial_ratio, d) * dtype.itemsize
 
 
 def _padded_tokens(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

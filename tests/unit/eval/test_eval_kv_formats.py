@@ -46,23 +46,27 @@ def test_rotation_is_undone_and_spreads_an_outlier() -> None:
     assert errors[1] < errors[0]
 
 
-def test_residual_stays_exact_until_newer_tokens_arrive() -> None:
-    exact, format = DynamicLayer(), PublishedFormat("zeros", torch.zeros_like, torch.zeros_like, group=4, residual=6)
+def test_new_tokens_stay_exact_until_newer_tokens_arrive() -> None:
+    exact, format = DynamicLayer(), PublishedFormat("zeros", torch.zeros_like, torch.zeros_like, 4, 6)
     exact.update(torch.ones(1, 1, 13, 2), torch.ones(1, 1, 13, 2))
     layer, token = FormattedLayer(exact, format), torch.ones(1, 1, 1, 2)
-    for stored, zeros in ((13, 4), (14, 8), (15, 8), (16, 8), (17, 8), (18, 12)):
-        for part in layer.update(token, token):
-            assert part[0, 0, :, 0].tolist() == [0.0] * zeros + [1.0] * (stored + 1 - zeros)
+    for stored, *zeros in ((13, 12, 7), (14, 12, 8), (15, 12, 9), (16, 16, 10), (17, 16, 11)):
+        for part, count in zip(layer.update(token, token), zeros, strict=True):
+            assert part[0, 0, :, 0].tolist() == [0.0] * count + [1.0] * (stored + 1 - count)
     assert exact.keys is not None and exact.keys.min() == 1, "the prompt's cache was changed"
 
 
-def test_kivi_keeps_128_tokens_and_rounds_keys_along_tokens() -> None:
+def test_kivi_keeps_the_newest_tokens_and_rounds_keys_along_tokens() -> None:
     exact, rows = DynamicLayer(), torch.randn(1, 1, 192, 64)
     exact.update(rows, rows)
     keys, values = FormattedLayer(exact, kivi(2)).update(rows[:, :, :1], rows[:, :, :1])
-    assert keys[0, 0, 64:192].equal(rows[0, 0, 64:]) and values[0, 0, 64:192].equal(rows[0, 0, 64:])
-    torch.testing.assert_close(keys[0, 0, 32:64, 9], rounded(rows[0, 0, 32:64, 9], 2), rtol=0, atol=0.01)
-    torch.testing.assert_close(values[0, 0, 40, 32:], rounded(rows[0, 0, 40, 32:], 2), rtol=0, atol=0.01)
+    # 192 = 128 + 64: keys are quantised 128 at a time, and 128 values stay exact.
+    assert keys[0, 0, 128:192].equal(rows[0, 0, 128:]) and values[0, 0, 64:192].equal(rows[0, 0, 64:])
+    for first in (32, 96):
+        group = slice(first, first + 32)
+        torch.testing.assert_close(keys[0, 0, group, 9], rounded(rows[0, 0, group, 9], 2), rtol=0, atol=0.01)
+    for token in (40, 63):
+        torch.testing.assert_close(values[0, 0, token, 32:], rounded(rows[0, 0, token, 32:], 2), rtol=0, atol=0.01)
 
 
 def test_more_bits_diverge_less(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from offload_rt.eval.core.rival_options import LandmarkOptions, SnapKVOptions, r
 from offload_rt.eval.core.variants import make_variants
 from offload_rt.eval.quality.rivals import Landmarks, SnapKV
 from offload_rt.policies import registry
+from offload_rt.policies.base import PolicyState
 
 register_rivals()
 
@@ -50,13 +51,17 @@ def test_landmarks_rank_blocks_by_their_mean_key(group: int) -> None:
         assert found == set(order[:30])  # 40 tokens, of which 10 are resident
 
 
-def test_snapkv_keeps_tokens_attended_to_by_the_prompt_end() -> None:
+@pytest.mark.parametrize("last_chunk", [90, 40, 2])
+def test_snapkv_keeps_tokens_attended_to_by_the_prompt_end(last_chunk: int) -> None:
     shape = geometry(group=2)
     q, k = tokens(shape, 100)
     options = SnapKVOptions(**WINDOW, observed=5, pooled=3)
-    state = SnapKV(options, shape, CPU, torch.float64).new_state(no_keys)
-    prompt = q[0, :, :90]
-    state.on_queries(0, prompt, k[0, :, :90], 0)
+    state: PolicyState = SnapKV(options, shape, CPU, torch.float64).new_state(no_keys)
+    prompt, start = q[0, :, :90], 90 - last_chunk
+    if start:
+        state.on_queries(0, prompt[:, :start], k[0, :, :start], 0)
+        state = state.fork(no_keys)
+    state.on_queries(0, prompt[:, start:], k[0, :, :90], start)
     pass_keys(state, 0, k[0, :, 90:], 90)
     observed = prompt[:, 85:90].view(2, 2, 5, -1)
     scores = torch.einsum("hgmd,hnd->hgmn", observed * shape.scales[0], k[0, :, :90])

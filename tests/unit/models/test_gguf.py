@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.outputs import completed
-from support.tiny_gguf import CHAT_TEMPLATE, END, write_tiny_gguf
+from support.tiny_gguf import CHAT_TEMPLATE, END, write_tiny_gguf, write_tiny_gpt2_gguf
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -104,6 +104,13 @@ def test_fast_gguf_blocks_other_threads() -> None:
         assert not entered.wait(0.1) and gguf.GGUFReader is not original
     other.join(10)
     assert entered.is_set() and gguf.GGUFReader is original
+
+
+def test_gpt2_files_are_dequantised(tmp_path: Path) -> None:
+    write_tiny_gpt2_gguf(tmp_path / "model.gguf")
+    loaded = load_model(tmp_path / "model.gguf")
+    assert loaded.fingerprint == load_model(tmp_path / "model.gguf", quantize="none").fingerprint
+    assert load_shape(tmp_path / "model.gguf").weight_bytes == loaded.weight_bytes
 
 
 def test_folder_with_one_gguf_file_is_a_model(gguf_and_model: tuple[Path, Any], tmp_path: Path) -> None:

@@ -320,6 +320,13 @@ def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
         load_model(model, quantize="int8")
 
 
+def test_models_without_layers_to_quantise_are_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny", "gpt2")
+    for load in (load_shape, load_model):
+        with pytest.raises(ConfigError, match="quantize='int4' has no effect on GPT2LMHeadModel"):
+            load(folder, device="cpu", quantize="int4")
+
+
 def test_packed_embedding_keeps_its_scale() -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import AutoTokenizer
 from transformers.models.auto import AutoModelForCausalLM
@@ -134,6 +135,33 @@ def test_skew_model_without_tokenizer(tmp_path: Path) -> None:
         skew_model(str(tmp_path / "model"), tmp_path / "out", calibration_tokens=0)
     with pytest.raises(InputError, match="cannot write"):
         skew_model(str(tmp_path / "model"), report.artifact)
+
+
+def test_artifacts_of_different_texts_have_different_identities(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
+    tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    texts = ("It was a dark night. " * 20, "Nobody had seen the river so high. " * 20)
+    reports = [
+        skew_model(str(tmp_path / "model"), tmp_path / str(i), calibration=text, calibration_tokens=20)
+        for i, text in enumerate(texts)
+    ]
+    first, second = (SkewArtifact.load(report.artifact, report.fingerprint) for report in reports)
+    assert not torch.equal(first.query, second.query)
+    assert first.identity != second.identity
+
+
+def test_skew_model_of_a_gguf_file_fits_its_packed_weights(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "model.gguf", "Q4_0", intermediate_size=64, num_hidden_layers=1)
+    report = skew_model(str(tmp_path / "model.gguf"), tmp_path / "out", calibration_tokens=20)
+    assert load_model(tmp_path / "model.gguf").fingerprint == report.fingerprint
+
+
+def test_skew_model_with_rope_scaling_for_long_texts(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    tiny_model("llama", rope_parameters=rope, max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    report = skew_model(str(tmp_path / "model"), tmp_path / "out", calibration_tokens=20)
+    assert load_model(str(tmp_path / "model")).fingerprint == report.fingerprint
 
 
 # --- the artifact ----------------------------------------------------------------------------------------------------

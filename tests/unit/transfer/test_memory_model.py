@@ -14,9 +14,12 @@ from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli.tables import requirements_table, stats_table, summary_table
+from offload_rt.config import EngineConfig
 from offload_rt.core import BLOCK_SIZE
+from offload_rt.kv_cache.pool import HostPool
 from offload_rt.models.shape import load_shape
 from offload_rt.outputs import Stats
+from offload_rt.planning.device_plan import plan_for
 from offload_rt.planning.memory_model import DeviceCosts, Requirements, SystemMemory, obstacles, requirements
 from offload_rt.policies.options import FullOptions, InfiniGenOptions
 from offload_rt.policies.registry import memory_demand
@@ -111,6 +114,27 @@ def test_requirements_equal_the_memory_of_a_run(scorer: str, tmp_path: Path, mon
     assert costs.scoring(PROMPT + NEW) <= stats.scoring_bytes_device * 17 / 16 * (1 + 256 / PROMPT) * layers / (
         layers - 1
     )
+
+
+@pytest.mark.parametrize(("policy", "options"), [("quest", {"page": 256}), ("infinigen", {"preset": "paper"})])
+def test_scoring_keys_of_a_short_text_are_within_the_plan(
+    policy: str, options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
+    model = tiny_model("llama", num_hidden_layers=8, head_dim=128)
+    llm = LLM(model, policy=policy, policy_options=options, host_memory="8MiB", verify="off")
+    [done] = completed(llm.generate([tiny_prompt(20)], SamplingParams(max_tokens=2, temperature=0)))
+    shape = load_shape(model)
+    costs = DeviceCosts(shape, memory_demand(policy, options, shape.geometry, shape.dtype), 512)
+    assert 0 < done.stats.scoring_bytes_device <= costs.scoring(22)
+
+
+def test_plan_is_for_the_capacity_of_a_quantised_pool() -> None:
+    shape = load_shape(tiny_model("llama", max_position_embeddings=1 << 17))
+    config = EngineConfig(policy="full", device_memory="200MiB", host_memory="4MiB", kv_cache_dtype="int4")
+    pool = HostPool(shape.geometry, shape.dtype, config.host_memory, kv_cache_dtype="int4")
+    capacity = pool.limit_bytes // pool.block_bytes * BLOCK_SIZE
+    assert capacity <= plan_for(config, shape).context < capacity + BLOCK_SIZE
 
 
 def test_contexts_up_to_dense_until_are_fetched_entirely() -> None:
