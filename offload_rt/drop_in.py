@@ -106,7 +106,7 @@ def _offloaded_forward(original: Any, llm: LLM, caches: weakref.WeakSet[Offloade
 
 
 def _checked(given: dict[str, Any]) -> torch.Tensor:
-    unsupported = [name for name in _UNSUPPORTED if given.get(name) not in (None, False)]
+    unsupported = [name for name in _UNSUPPORTED if given.get(name) is not None and given[name] is not False]
     ids = given.get("input_ids")
     if unsupported or ids is None:
         problem = f"does not support {', '.join(unsupported)}" if unsupported else "needs input_ids"
@@ -211,7 +211,7 @@ class OffloadedCache(Cache):
             ids: Token ids `[B, T]`.
             mask: Attention mask of all columns `[B, n]`, where 0 marks left padding. None means that there is no
                 padding.
-            keep: Number of tokens at the end whose logits are returned. 0 means all.
+            keep: Maximum number of tokens at the end whose logits are returned. 0 means all.
 
         Returns:
             float32 logits `[B, keep, V]`.
@@ -220,7 +220,7 @@ class OffloadedCache(Cache):
             InputError: `ids` or `mask` do not match this cache. The cache is unchanged.
             ModelError, PoolFullError: The sequence does not fit. The cache is empty afterwards.
         """
-        keep = keep or ids.shape[1]
+        keep = min(keep or ids.shape[1], ids.shape[1])
         if self._rows:
             self._check(ids, mask)
         try:
@@ -258,7 +258,9 @@ class OffloadedCache(Cache):
         kept = [min(keep, len(row.tokens)) for row in self._rows]
         logits = [self._prefill_row(row, count) for row, count in zip(self._rows, kept, strict=True)]
         self._columns += columns
-        self._croppable_tokens = min(kept) if self._runner.policy.evictable else 0
+        # After a prefill, KV before the sliding windows has been freed. After a verification, it is still there.
+        lost = not self._runner.policy.evictable or (keep == 1 and self._runner.pool.groups.sliding > 0)
+        self._croppable_tokens = 0 if lost else min(kept)
         return _stacked(logits, keep)
 
     def _prefill_row(self, row: Sequence, keep: int) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..utils.prefixes import partial_end
 
@@ -41,6 +44,29 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | N
     # SentencePiece strips the leading space of the first token, so decode the token twice and use the second copy.
     alone, twice = (decode(tokenizer, [token] * count, special=True) for count in (1, 2))
     return twice[len(alone) :] if twice.startswith(alone) else alone
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str) -> bytes | None:
+    """Return the bytes of a token, or None if they are unknown. They may be only a part of a UTF-8 character.
+
+    `text` is the result of `token_text`.
+    """
+    if _PENDING not in text:
+        return text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(token)) if tokenizer is not None else ""
+    if _PENDING in piece:
+        return text.encode()
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # byte fallback
+        return bytes.fromhex(piece[3:5])
+    if not all(letter in _byte_level() for letter in piece):
+        return None
+    found = bytes(_byte_level()[letter] for letter in piece)
+    return found if found.decode(errors="replace") == text else None
+
+
+@cache
+def _byte_level() -> dict[str, int]:
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:

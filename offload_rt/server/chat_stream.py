@@ -76,6 +76,7 @@ class Step:
         stop_reason: Stop string or token that ended the completion, or None.
         usage: Token counts of the whole request so far.
         traced: Output with trace data, or None. A step with trace data has no other output.
+        text_offsets: Positions of the tokens in the text of the completion, or None if they were not requested.
     """
 
     index: int
@@ -86,6 +87,7 @@ class Step:
     stop_reason: StopReason
     usage: Usage
     traced: RequestOutput | None = None
+    text_offsets: list[int] | None = None
 
 
 class ChatStream:
@@ -152,5 +154,7 @@ def _merge_steps(index: int, steps: list[Step], usage: Usage) -> Step:
     pieces = joined(piece for step in steps for piece in step.pieces)
     token_ids = [token for step in steps for token in step.token_ids]
     logprobs = [one for step in steps for one in step.logprobs or ()]
+    offsets = [one for step in steps for one in step.text_offsets or ()]
     last = steps[-1]
-    return Step(index, pieces, token_ids, logprobs or None, last.finish_reason, last.stop_reason, usage)
+    ended = last.finish_reason, last.stop_reason
+    return Step(index, pieces, token_ids, logprobs or None, *ended, usage, text_offsets=offsets or None)

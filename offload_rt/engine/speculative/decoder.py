@@ -206,7 +206,8 @@ class SpeculativeDecoder:
         began = time.perf_counter()
         try:
             self._decode_steps(drafts)
-            self._costs.observe_drafts(sum(draft.decoded for draft in drafts), time.perf_counter() - began)
+            if (decoded := sum(draft.decoded for draft in drafts)) > 0:  # the constraints may allow no token
+                self._costs.observe_drafts(decoded, time.perf_counter() - began)
         finally:  # also after an exception, so that draft tokens never become output
             for draft in drafts:
                 sequence = draft.sequence

@@ -93,6 +93,7 @@ class DraftModel:
         drafter = self._same_tokens(sequence)
         newest = len(drafter.tokens) - 1
         if newest - drafter.position > CATCH_UP:
+            drafter.draft_start = None  # The prefill needs the sliding windows at `position`; no draft tokens remain.
             self._runner.retry_after_reclaim(lambda: self._runner.pool.reserve(drafter.blocks, newest))
             self._runner.prefill(drafter, newest)
             sequence.trace.absorb_transferred_bytes(drafter.trace)

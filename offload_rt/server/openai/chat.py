@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
@@ -111,15 +111,19 @@ async def chat(body: ChatRequest, request: Request, service: CurrentService) -> 
     steps = generate_steps(service, request, job, arguments)
     if body.session is not None:
         steps = _store_conversation(service, body, request, steps, arguments.session, continues=conversation.continues)
+
+    def logprobs(step: Step) -> dict[str, Any] | None:
+        return None if top is None else chat_logprobs(step, top, service.engine.llm.tokenizer)
+
     head = response_head(service, request, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
         traced = await _make_trace_events(service, job, arguments) if body.trace else None
-        return await stream_response(request, _events(steps, head, top, body.include_usage, traced))
+        return await stream_response(request, _events(steps, head, logprobs, body.include_usage, traced))
     whole = await run_for_client(request, collect_steps(steps))
     choices = [
         {
             "index": step.index,
-            "logprobs": None if top is None else chat_logprobs(step, top),
+            "logprobs": logprobs(step),
             "finish_reason": step.finish_reason,
             "stop_reason": step.stop_reason,
             "message": _message(step.pieces),
@@ -172,7 +176,7 @@ async def _make_trace_events(service: Service, job: ChatJob, arguments: EngineAr
 async def _events(
     steps: AsyncGenerator[Step, None],
     head: dict[str, Any],
-    top: int | None,
+    logprobs_of: Callable[[Step], dict[str, Any] | None],
     with_usage: bool,
     trace: TraceEvents | None,
 ) -> AsyncGenerator[bytes, None]:
@@ -188,7 +192,7 @@ async def _events(
         if step.index not in begun:
             begun.add(step.index)
             yield chunk(step.index, {"role": "assistant", "content": ""})
-        logprobs = None if top is None else chat_logprobs(step, top)
+        logprobs = logprobs_of(step)
         for piece in step.pieces:
             yield chunk(step.index, _delta(piece, calls[step.index]), logprobs=logprobs)
             calls[step.index] += isinstance(piece, ToolCall)

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
 
+from ...engine.detokenizer import token_bytes
 from ...outputs import Logprob, Logprobs
 from ...sampling_params import SamplingParams
 from ..chat_stream import ChatStream, Step, collect_steps
@@ -23,6 +25,7 @@ from ..parsers.pieces import Content, text_of
 from ..prompts import Prompts
 from ..service import CurrentService, EngineArguments, Service
 from .requests import CompletionRequest, sampling_fields, structured_outputs
+from .text_offsets import TextOffsets, prompt_offsets
 
 router = APIRouter()
 
@@ -49,11 +52,8 @@ class _Prompt:
     first: str
 
 
-Choice = Callable[[Step, int], dict[str, Any]]
-"""Function that converts a step to an entry of the response's `choices`.
-
-The int is the length, in characters, of the text before this step.
-"""
+Choice = Callable[[Step], dict[str, Any]]
+"""Function that converts a step to an entry of the response's `choices`."""
 
 
 @router.post("/v1/completions")
@@ -76,12 +76,12 @@ async def complete(body: CompletionRequest, request: Request, service: CurrentSe
     if arguments.session is not None and len(prompts) > 1:
         raise bad_request("a request with a session must have one prompt", "session")
 
-    def choice(step: Step, offset: int) -> dict[str, Any]:
+    def choice(step: Step) -> dict[str, Any]:
         first = prompts[step.index // n].first
         return {
             "index": step.index,
             "text": text_of(step.pieces, Content),
-            "logprobs": None if body.logprobs is None else completion_logprobs(step, body.logprobs, offset, first),
+            "logprobs": None if body.logprobs is None else completion_logprobs(step, body.logprobs, first),
             "finish_reason": step.finish_reason,
             "stop_reason": step.stop_reason,
         }
@@ -93,7 +93,7 @@ async def complete(body: CompletionRequest, request: Request, service: CurrentSe
     if body.stream:
         return await stream_response(request, _events(steps, head, choice, body.include_usage))
     whole = await run_for_client(request, collect_steps(steps))
-    choices = [choice(step, 0) for step in whole]
+    choices = [choice(step) for step in whole]
     return json_response(head | {"choices": choices, "usage": usage_json(whole[-1].usage)})
 
 
@@ -169,19 +169,25 @@ async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[li
 async def _prompt_steps(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    stream, echoed = ChatStream(), set[int]()
+    stream, echoed, tokenizer = ChatStream(), set[int](), service.engine.llm.tokenizer
+    special, first = not params.skip_special_tokens, len(prompt.echo)
+    offsets = defaultdict[int, TextOffsets](lambda: TextOffsets(tokenizer, prompt.ids, first, special=special))
     with service.locked(arguments.session):
         async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
             async for output in outputs:
                 for step in stream.steps(output):
+                    if step.logprobs is not None:
+                        step = replace(step, text_offsets=[offsets[step.index].add(token) for token in step.token_ids])
                     if not prompt.echo or step.index in echoed:
                         yield step
                         continue
                     echoed.add(step.index)
                     step = replace(step, pieces=[Content(prompt.echo), *step.pieces])
                     if output.prompt_logprobs is not None:
-                        logprobs = [*output.prompt_logprobs, *(step.logprobs or ())]
+                        before, logprobs = output.prompt_logprobs, [*output.prompt_logprobs, *(step.logprobs or ())]
+                        found = prompt_offsets(service.prompts.tokenizer, prompt.ids, before, prompt.echo)
                         step = replace(step, token_ids=[*prompt.ids, *step.token_ids], logprobs=logprobs)
+                        step = replace(step, text_offsets=[*found, *(step.text_offsets or ())])
                     yield step
 
 
@@ -222,13 +228,11 @@ async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) 
 async def _events(
     steps: AsyncGenerator[Step, None], head: dict[str, Any], choice: Choice, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    usage, offsets = Usage(), defaultdict[int, int](int)
+    usage = Usage()
     async with aclosing(steps):
         async for step in steps:
-            usage, found = step.usage, choice(step, offsets[step.index])
-            if found["logprobs"] is not None:
-                offsets[step.index] += sum(map(len, found["logprobs"]["tokens"]))
-            yield event(head | {"choices": [found]} | ({"usage": None} if with_usage else {}))
+            usage = step.usage
+            yield event(head | {"choices": [choice(step)]} | ({"usage": None} if with_usage else {}))
     if with_usage:
         yield event(head | {"choices": [], "usage": usage_json(usage)})
     yield event("[DONE]")
@@ -258,37 +262,30 @@ MIN_LOGPROB = -9999.0
 """Sent in place of a log-probability of minus infinity, which JSON cannot represent."""
 
 
-def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
+def chat_logprobs(step: Step, top: int, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any] | None:
     """Return the log-probabilities of new tokens and of their `top` alternatives, in the format of chat completions."""
     if step.logprobs is None or not step.token_ids:
         return None
     content = []
     for token, there in zip(step.token_ids, step.logprobs, strict=True):
         assert there is not None, "chat responses echo no prompt"
-        best = [_entry(i, one) for i, one in _most_likely(there, top)]
-        content.append(_entry(token, there[token]) | {"top_logprobs": best})
+        best = [_entry(i, one, tokenizer) for i, one in _most_likely(there, top)]
+        content.append(_entry(token, there[token], tokenizer) | {"top_logprobs": best})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[str, Any] | None:
+def completion_logprobs(step: Step, top: int, first: str) -> dict[str, Any] | None:
     """Return the log-probabilities of the new tokens in the format of text completions.
 
     Args:
         top: Number of alternatives per token. If the token is not among them, it is added.
-        offset: Position of the first new token in the text, in characters.
         first: Text of the first token of an echoed prompt. This token has no log-probabilities.
     """
     if step.logprobs is None:
         return None
     known = list(zip(step.token_ids, step.logprobs, strict=True))
-    tokens: list[str] = []
-    offsets: list[int] = []
-    for token, there in known:
-        tokens.append(_text(token, there[token]) if there else first)
-        offsets.append(offset)
-        offset += len(tokens[-1])
     return {
-        "tokens": tokens,
+        "tokens": [_text(token, there[token]) if there else first for token, there in known],
         "token_logprobs": [_finite(there[token].logprob) if there else None for token, there in known],
         "top_logprobs": [
             {_text(i, one): _finite(one.logprob) for i, one in (*_most_likely(there, top), (token, there[token]))}
@@ -296,7 +293,7 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
             else None
             for token, there in known
         ],
-        "text_offset": offsets,
+        "text_offset": step.text_offsets,
     }
 
 
@@ -304,9 +301,11 @@ def _most_likely(logprobs: Logprobs, top: int) -> list[tuple[int, Logprob]]:
     return sorted(logprobs.items(), key=lambda item: item[1].rank)[:top]
 
 
-def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
-    text = _text(token, logprob)
-    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
+def _entry(token: int, logprob: Logprob, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    text = logprob.decoded_token
+    data = None if text is None else token_bytes(tokenizer, token, text)
+    known = None if data is None else list(data)
+    return {"token": _text(token, logprob), "logprob": _finite(logprob.logprob), "bytes": known}
 
 
 def _text(token: int, logprob: Logprob) -> str:

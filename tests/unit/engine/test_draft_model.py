@@ -101,6 +101,23 @@ def test_the_model_drafts_if_lookup_finds_no_match(folder: Path) -> None:
     assert combined.stats.drafted_tokens > combined.stats.accepted_tokens > 0
 
 
+def test_a_draft_model_with_sliding_windows_catches_up_after_many_tokens() -> None:
+    options: dict[str, Any] = {"policy": "full", "host_memory": "4MiB", "enable_prefix_caching": False}
+    drafting, target = (LLM(tiny_model(name), **options) for name in ("mistral", "llama"))
+    drafts, tokens = DraftModel(drafting.runner, 199), tiny_prompt(260)
+    sequence = target.runner.new_sequence(tokens[:125], 125)
+    sequence.position = 124
+    assert drafts.prepare(sequence, 8)
+    for token in tokens[125:133]:  # the drafts cross the end of a block, and all are accepted
+        drafts.step([sequence])
+        sequence.tokens.append(token)
+    sequence.tokens, sequence.position = list(tokens), len(tokens) - 1  # without the draft model
+    assert drafts.prepare(sequence, 4)
+    [logits] = drafts.step([sequence])
+    expected = tiny_model("mistral")(torch.tensor([tokens])).logits[0, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)  # sums of other lengths round differently
+
+
 def test_sessions_and_forks_continue_exactly(folder: Path, tmp_path: Path) -> None:
     answers_by_draft = []
     for draft in ("other", None):

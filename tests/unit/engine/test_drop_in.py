@@ -182,6 +182,30 @@ def test_a_crop_is_limited_by_the_shortest_row(model: PreTrainedModel, offloaded
     cache.free()
 
 
+def test_a_token_is_not_cropped_if_its_sliding_window_is_gone() -> None:
+    model = tiny_model("mistral")
+    window, ids = model.config.sliding_window, torch.tensor([tiny_prompt(175)])
+    assert (ids.shape[1] + 1 - window) % 64 == 0, "the last token was the only one that attended to a block"
+    with offload(model, policy="full", host_memory=MEMORY) as llm:
+        cache = OffloadedCache(llm)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        with pytest.raises(InputError, match="cannot be removed"):
+            cache.crop(-1)
+        cache.free()
+        whole = model(ids, past_key_values=cache, logits_to_keep=2).logits
+        cache.crop(-2)
+        again = model(ids[:, -2:], past_key_values=cache, logits_to_keep=2).logits
+        torch.testing.assert_close(again, whole, atol=1e-3, rtol=0)  # sums of other lengths round differently
+        cache.free()
+
+
+def test_more_logits_than_tokens_can_be_requested(model: PreTrainedModel, offloaded_llm: LLM) -> None:
+    ids, cache = torch.tensor([tiny_prompt(8)]), OffloadedCache(offloaded_llm)
+    for part in (ids[:, :5], ids[:, 5:]):
+        assert model(part, past_key_values=cache, logits_to_keep=6).logits.shape[1] == part.shape[1]
+    cache.free()
+
+
 def test_unsupported_calls_are_refused(model: PreTrainedModel, offloaded_llm: LLM) -> None:
     given = padded_prompts()
     right_padded = {name: value.flip(1) for name, value in given.items()}
@@ -193,6 +217,8 @@ def test_unsupported_calls_are_refused(model: PreTrainedModel, offloaded_llm: LL
         generate_ids(model, given, do_sample=False, past_key_values=DynamicCache())
     with pytest.raises(InputError, match="output_hidden_states"):
         generate_ids(model, given, do_sample=False, output_hidden_states=True, return_dict_in_generate=True)
+    with pytest.raises(InputError, match="does not support inputs_embeds"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(given["input_ids"]), max_new_tokens=2)
     cache = OffloadedCache(offloaded_llm)
     generate_ids(model, padded_prompts(1), do_sample=False, past_key_values=cache)
     held = cache.get_seq_length()

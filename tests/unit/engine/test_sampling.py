@@ -19,7 +19,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.engine.detokenizer import TextStream, token_text
+from offload_rt.engine.detokenizer import TextStream, token_bytes, token_text
 from offload_rt.engine.sampler import Sampler, logprobs_of
 from offload_rt.models.loading import load_model
 
@@ -180,6 +180,27 @@ def test_texts_of_tokens_add_up_to_the_text(llama_tokenizer: PreTrainedTokenizer
     texts = [token_text(llama_tokenizer, token) for token in ids]
     assert "".join(text or "" for text in texts) == " the arrow, the"
     assert token_text(llama_tokenizer, llama_tokenizer.eos_token_id) == "</s>" and token_text(None, 1) is None
+
+
+@settings(deadline=None, max_examples=examples(50))
+@given(data=st.data())
+def test_bytes_of_tokens_add_up_to_the_text(
+    llama_tokenizer: PreTrainedTokenizerFast,
+    metaspace_tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
+    data: st.DataObject,
+) -> None:
+    used = data.draw(st.sampled_from([llama_tokenizer, metaspace_tokenizer, tokenizer]))
+    text = data.draw(st.text(max_size=20) | st.text("the é\N{SNOWMAN}\N{GRINNING FACE}\ufffd<0xE4>", max_size=20))
+    ids = used(text, add_special_tokens=False)["input_ids"]
+    shown, _ = stream_text(used, ids, [], prompt=used("the", add_special_tokens=False)["input_ids"])
+    found = [token_bytes(used, token, token_text(used, token) or "") for token in ids]
+    assert b"".join(piece or b"" for piece in found) == shown.encode() and None not in found
+
+
+def test_bytes_of_a_token_are_none_if_they_are_unknown(llama_tokenizer: PreTrainedTokenizerFast) -> None:
+    space = llama_tokenizer.convert_tokens_to_ids("▁")
+    assert token_bytes(llama_tokenizer, space, "\ufffd") is None is token_bytes(None, 1, "\ufffd")
 
 
 def test_log_probabilities_show_the_space_of_a_token(llama_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
-from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt import LLM, ConfigError, InputError, SamplingParams
 from offload_rt.config import DraftOptions
 from offload_rt.engine.speculative import decoder
 from offload_rt.engine.speculative.draft_source import Acceptance, Costs, Lookup
@@ -251,6 +251,19 @@ def test_lack_of_memory_for_draft_tokens_is_no_error() -> None:
 
 
 _LLAMA = tiny_model("llama")
+
+
+def test_constraints_that_allow_no_draft_token_are_reported() -> None:
+    exact = DraftOptions("sparse", adaptive=False)
+    llm = LLM("reference", policy="infinigen", host_memory="16MiB", verify="off", exact=exact)
+    assert llm.tokenizer is not None
+    word = "night"
+    [token, again] = llm.tokenizer(f" {word} {word}", add_special_tokens=False)["input_ids"]
+    assert token == again
+    params = SamplingParams(max_tokens=4, temperature=0, allowed_token_ids=[token], bad_words=[f"{word} {word}"])
+    with pytest.raises(InputError, match="no token is allowed"):
+        llm.generate(["It was a dark"], params)
+    llm.runner.check_integrity()
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4))

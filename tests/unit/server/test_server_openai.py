@@ -24,6 +24,7 @@ ANSWERS = {
     "hello": "Good morning, “friend” and café.",
     "think": "<think>\nWell…\n</think>\n\nYes.",
     "call": f"Look: {CALL}",
+    "snow": "A \N{SNOWMAN}\N{GRINNING FACE} café.",
 }
 
 
@@ -190,6 +191,23 @@ def test_logprobs_are_returned_and_streamed(client: openai.OpenAI) -> None:
     assert found is not None and found.tokens is not None and found.text_offset is not None
     assert "".join(found.tokens) == "It was a dark night."
     assert found.text_offset[1] == len(found.tokens[0]) and not any(map(math.isinf, found.token_logprobs or []))
+
+
+def test_logprobs_have_the_bytes_and_positions_of_parts_of_characters(client: openai.OpenAI) -> None:
+    options: Any = {"model": "scripted", "messages": user("snow"), "logprobs": True}
+    entries = client.chat.completions.create(**options).choices[0].logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == ANSWERS["snow"]
+    asked: Any = {"model": "scripted", "prompt": "user: snow", "logprobs": 1, "max_tokens": 100}
+    whole = client.completions.create(**asked).choices[0]
+    text, before, starts = whole.text, b"", []
+    assert text == ANSWERS["snow"] and whole.logprobs is not None
+    for entry in entries:
+        starts.append(len(before.decode(errors="ignore")))
+        before += bytes(entry.bytes)
+    assert whole.logprobs.text_offset == starts and len(starts) > len(text)
+    streamed = client.completions.create(**asked, stream=True)
+    chunks = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
+    assert [start for chunk in chunks for start in chunk.text_offset or ()] == starts
 
 
 def test_endpoints_for_models_tokens_load_and_metrics(client: openai.OpenAI, url: str) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import httpx2
 import pytest
 from support.serving import ScriptedEngine, reference_tokenizer, run_server, wait_until
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from offload_rt.outputs import Logprob
 from offload_rt.server import prompts
+from offload_rt.server.openai.text_offsets import prompt_offsets
 from offload_rt.server.tokenizing import NFC_SHRINKS, max_token_bytes
 
 CORPUS = [
@@ -207,3 +209,16 @@ def test_a_long_prompt_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> N
                 "the cancelled request is not tokenized"
             )
             assert http.post("/v1/completions", json=long).status_code == 200
+
+
+def test_positions_in_an_echoed_prompt_count_no_special_tokens_and_no_first_space() -> None:
+    tokenizer: Any = train_tokenizer(None, pre_tokenizers.Metaspace(), models.BPE())
+    tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    text = "It was a<s> dark night"
+    ids = [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]
+    texts = [str(tokenizer.decode([token] * 2))[len(tokenizer.decode([token])) :] for token in ids]
+    logprobs = [None, *({token: Logprob(-1.0, 1, piece)} for token, piece in zip(ids[1:], texts[1:], strict=True))]
+    found = prompt_offsets(tokenizer, ids, logprobs, text)
+    assert found[:2] == [0, 0] and texts[1].startswith(" ") and found[-1] == len(text) - len(texts[-1])
+    assert all(text.startswith(piece, at) for piece, at in zip(texts[2:], found[2:], strict=True))
