@@ -153,7 +153,7 @@ class Chat:
             raise InputError(f"unknown command {name!r}: /help lists the commands")
 
     def _respond(self, text: str, params: SamplingParams | None = None) -> None:
-        gone = self._session.history.shift
+        gone = self._session.history.removed
         from ..utils.progress import Progress
 
         reason = None
@@ -168,7 +168,7 @@ class Chat:
                 check()
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if (forgotten := self._session.history.shift - gone) > 0:
+        if (forgotten := self._session.history.removed - gone) > 0:
             self._print(f"(the conversation exceeded the context length: its oldest {forgotten:,} tokens were removed)")
         if reason == "length":
             self._print("(stopped at --max-new-tokens: ask to continue, or raise it)")

@@ -73,7 +73,7 @@ def _show(folder: Path, args: argparse.Namespace) -> None:
 
     one = find_stored(folder, args.name, args.model)
     history = one.history
-    cut = f"{history.shift:,} tokens were cut, " if history.shift else ""
+    cut = f"{history.removed:,} tokens were cut, " if history.removed else ""
     print(
         f"{printable(history.name)} ({history.model}): {len(history.turns) // 2:,} turns, "
         f"{len(history.tokens):,} tokens, {cut}"

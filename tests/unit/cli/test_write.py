@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.architectures import architecture
 from support.commands import Cli
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import tiny_checkpoint, tiny_model
 
 from offload_rt import LLM, InputError, SamplingParams, write_document
 from offload_rt.cli.common import INTERRUPTED
@@ -86,6 +87,20 @@ def test_interrupted_documents_equal_uninterrupted_ones(
     assert replace(resumed, path=whole, stats=done.stats) == done
     for number, title in enumerate(given.get("outline", ())):
         assert text.count(f"\n\n{title}\n\n") == 1, number
+
+
+@pytest.mark.parametrize("name", ["mistral", "lfm2"])
+def test_a_truncated_document_continues_without_sinks(name: str, tmp_path: Path, short_context: str) -> None:
+    """With sliding layers only, truncation stores no sinks. Hybrid models compute all kept tokens again."""
+    make = tiny_model if name == "mistral" else architecture
+    model = make(name, vocab_size=2048, max_position_embeddings=256)
+    whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
+    for path, counts in ((whole, (270,)), (parts, (260, 270))):
+        for count in counts:
+            llm = LLM(model, tokenizer=short_context, policy="full", host_memory="32MiB", verify="off")
+            done = write_document(llm, path, "", SAMPLED, max_tokens=count, beginning="It was a dark night")
+            assert done.removed_tokens > 0
+    assert parts.read_text() == whole.read_text()
 
 
 def test_an_extended_document_equals_one_that_is_written_at_once(tmp_path: Path, long_context: str) -> None:
