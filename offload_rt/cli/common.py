@@ -148,7 +148,7 @@ def load_llm(model: str, config: EngineConfig, console: Console, *, text: bool =
 def stderr_console(quiet: bool) -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, quiet=quiet, highlight=False)
+    return Console(stderr=True, quiet=quiet, highlight=False, markup=False)
 
 
 @contextmanager

@@ -116,6 +116,10 @@ def test_paths_of_unknown_users_are_refused(cli: Cli, command: str) -> None:
     cli(*command.split()).fails_with("~nobody-here", "home")
 
 
+def test_a_chat_with_and_without_a_store_is_refused(cli: Cli, tmp_path: Path) -> None:
+    cli("chat", "reference", "--store", str(tmp_path), "--no-store").fails_with("--store and --no-store", "remove one")
+
+
 def test_a_prompt_may_be_longer_than_a_file_name(cli: Cli) -> None:
     run = cli("generate", "reference", LONG, "--policy", "full", "--max-new-tokens", "1")
     assert run.code == 0 and "not the file" not in run.err
