@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
     sampling = sampling_given(args)
     params = SamplingParams(**sampling)
     _check_flags(args, params)
-    config = engine_config(args, **_planned(args, params), progress=not args.quiet)
+    if planned := _planned(args, params):
+        sampling["max_tokens"] = params.max_tokens  # the checkpoint may define a larger number, which would not fit
+    config = engine_config(args, **planned, progress=not args.quiet)
     text = _text(args)
     check_writable(args.stats_json)
     check_writable(args.plot)
