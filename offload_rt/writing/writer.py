@@ -24,6 +24,7 @@ from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
 from ..sessions.session import Session
 from ..sessions.truncate import SINKS, tokens_after
+from ..sessions.turn import check_turn
 from .draft import Draft, saved_sampling
 from .files import TextFile, Written
 from .progress import Document, WritingProgress
@@ -138,10 +139,14 @@ class _Writer:
         self._times: deque[float] = deque(maxlen=RATE_TOKENS)
         self._unfinished: list[int] = []  # generated tokens of the current turn
         self._headings: dict[int, list[int]] = {}
-        draft.folder.create(draft.settings)
+        self._written = draft.written
+        if draft.new:  # settings that cannot be used must not be stored, because they cannot be changed later
+            check_turn(self._params, llm.runner.model)
+            self._check_fits()
         self._session: Session = llm.session(SESSION, draft.folder.kv)
         self._file = TextFile(draft.path, draft.folder.path)
         try:
+            draft.folder.create(draft.settings)
             self._written = self._restore()
         except BaseException:
             self._session.close()
