@@ -14,8 +14,9 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from ..errors import OffloadError
 from ..utils.extras import install_command
@@ -36,6 +37,9 @@ COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, cache, ev
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _accept_all_characters(sys.stdin, "surrogateescape")
+    for stream in (sys.stdout, sys.stderr):
+        _accept_all_characters(stream, "backslashreplace")
     args = _parser().parse_args(argv)
     try:
         with _quiet_libraries():
@@ -55,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed stdout, as `head` does; prevent a second error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _accept_all_characters(stream: TextIO | None, errors: str) -> None:
+    """Prevent a UnicodeError if a text contains characters that are not valid in the user's character set."""
+    # Tests replace streams by others, and a closed stream is None.
+    if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors=errors)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -25,6 +26,9 @@ from .openai_batch import ServerRequest, process_openai
 
 ShowProgress = Callable[[int, int], None]
 """Called with the number of processed requests and the total number of requests."""
+
+_BEGINNING = b'{"id": '
+"""Beginning of each line of results."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,8 +163,8 @@ class Results:
         data = self._file.read()
         whole = data.rfind(b"\n") + 1
         try:
-            lines = [parse_json(line) for line in data[:whole].splitlines()]
-            self.done = {str(line["custom_id"] if "custom_id" in line else line["id"]) for line in lines}
+            self.done = {_id_of_result(line) for line in data[:whole].splitlines()}
+            _check_incomplete(data[whole:])
         except (ValueError, KeyError, TypeError):
             self._file.close()
             raise InputError(
@@ -186,6 +190,22 @@ class Results:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _id_of_result(line: bytes) -> str:
+    """Return the id of the request to which a line of results belongs. Raise an error if it is not such a line."""
+    result = parse_json(line)
+    if not any(name in result for name in ("outputs", "error", "response")):
+        raise KeyError("outputs")
+    return str(result["custom_id"] if "custom_id" in result else result["id"])
+
+
+def _check_incomplete(line: bytes) -> None:
+    """Raise an error if the last line, which has no line feed, is not a result or the beginning of one."""
+    if not line.startswith(_BEGINNING[: len(line)]):
+        raise ValueError("not a result")
+    with contextlib.suppress(ValueError):
+        _id_of_result(line)
 
 
 def _failed(result: Mapping[str, Any]) -> bool:

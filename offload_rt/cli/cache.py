@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..utils.config_fields import check_choice
+from ..utils.home import expand_user
 from ..utils.units import format_duration, format_size, parse_size
 from .common import add_command, print_list, printable
 
@@ -68,7 +69,7 @@ def _list(home: Path, args: argparse.Namespace) -> None:
 def _delete(home: Path, args: argparse.Namespace) -> None:
     from ..models.packed_cache import delete_packed
 
-    named = (args.name, str(Path(args.name).expanduser().absolute()))
+    named = (args.name, str(expand_user(args.name).absolute()))
     deleted = delete_packed(
         home, lambda entry: entry.origin in named or args.name in (entry.folder.name, entry.folder.name[:_ID_LENGTH])
     )

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             "--session needs a store, so that the session can continue later: add --store DIR, or remove --session"
         )
+    if args.store is not None and args.no_store:
+        raise InputError("--store and --no-store cannot be combined: remove one of them")
     config, store = engine_config(args, progress=True), store_options(args)
     name = time.strftime("chat-%Y%m%d-%H%M%S") if args.session is None else args.session
     check_name(name)
@@ -73,7 +75,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--session", metavar="NAME", help="name of a new or existing session (default: date and time)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt of a new session")
     add_sampling_flags(parser, several=False)
-    add_store_flags(parser)
+    add_store_flags(parser, "none; the chat is not saved")
     add_engine_flags(parser)
 
 
@@ -89,6 +91,7 @@ class Chat:
     ) -> None:
         self._llm, self._session, self._params, self._console = llm, session, params, console
         self._saved = saved
+        self._unanswered = ""  # message whose answer was removed, and whose new answer failed
         self._commands: dict[str, Callable[[str], None]] = {
             "/read": self._read, "/history": self._history, "/save": self._save, "/fork": self._fork,
             "/truncate": self._truncate, "/stats": self._stats, "/help": self._help, "/undo": self._undo,
@@ -153,7 +156,7 @@ class Chat:
             raise InputError(f"unknown command {name!r}: /help lists the commands")
 
     def _respond(self, text: str, params: SamplingParams | None = None) -> None:
-        gone = self._session.history.shift
+        gone = self._session.history.removed
         from ..utils.progress import Progress
 
         reason = None
@@ -161,6 +164,7 @@ class Chat:
             on_prefill = ends.enter_context(Progress(enabled=True).bar("prefill", self._llm.geometry.layers))
             check = ends.enter_context(recorded_interrupts())
             events = self._session.send(text, params or self._params, on_prefill=on_prefill)
+            self._unanswered = ""
             for event in ends.enter_context(closing(events)):  # type: ignore[type-var]
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
@@ -168,7 +172,7 @@ class Chat:
                 check()
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if (forgotten := self._session.history.shift - gone) > 0:
+        if (forgotten := self._session.history.removed - gone) > 0:
             self._print(f"(the conversation exceeded the context length: its oldest {forgotten:,} tokens were removed)")
         if reason == "length":
             self._print("(stopped at --max-new-tokens: ask to continue, or raise it)")
@@ -202,11 +206,20 @@ class Chat:
         self._respond(f"{text}\n{words.strip()}" if words.strip() else text)
 
     def _undo(self, rest: str) -> None:
+        self._unanswered = ""
         text = self._session.undo()
         self._print(f"removed: {text[:80]}{'…' if len(text) > 80 else ''}")
 
     def _regenerate(self, rest: str) -> None:
-        self._respond(self._session.undo(), replace(self._params, seed=None))
+        text = self._unanswered or self._session.undo()
+        turns = len(self._session.turns)
+        try:
+            self._respond(text, replace(self._params, seed=None))
+        except (OffloadError, KeyboardInterrupt):
+            if len(self._session.turns) == turns:
+                self._unanswered = text
+                self._print("(the message and its answer were removed: /regenerate sends the message again)")
+            raise
 
     def _history(self, rest: str) -> None:
         for role, text in self._session.turns:

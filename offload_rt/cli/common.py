@@ -20,6 +20,7 @@ from ..kv_cache.system_memory import memory_limit
 from ..models.plain_shape import check_shapes
 from ..models.source import find_source, hub_of
 from ..models.stored_tensors import check_weights
+from ..utils.home import expand_user
 from ..utils.private_files import make_private_folder
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ INTERRUPTED = 130
 
 def default_store() -> Path:
     """Return the folder of the default store: `offload-rt/store` under `$XDG_DATA_HOME` or `~/.local/share`."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "offload-rt" / "store"
+    return expand_user(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "offload-rt" / "store"
 
 
 def printable(text: str) -> str:
@@ -113,7 +114,7 @@ def check_before_loading(model: str, config: EngineConfig, *, text: bool = True)
 
 
 def check_store(folder: str | Path) -> Path:
-    path = Path(folder).expanduser()
+    path = expand_user(folder)
     try:
         make_private_folder(path)
     except OSError as error:
@@ -147,7 +148,7 @@ def load_llm(model: str, config: EngineConfig, console: Console, *, text: bool =
 def stderr_console(quiet: bool) -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, quiet=quiet, highlight=False)
+    return Console(stderr=True, quiet=quiet, highlight=False, markup=False)
 
 
 @contextmanager

@@ -222,13 +222,13 @@ def in_flags(message: str, args: argparse.Namespace) -> str:
     return re.sub(r"`([a-z_]+)`|(?<![\w'\"./-])([a-z][a-z_]*)(=?)(?![\w]*\()", named, message)
 
 
-def add_store_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--store`, `--no-store` and flags for `StoreOptions`."""
+def add_store_flags(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add `--store`, whose help describes its `default`, `--no-store` and flags for `StoreOptions`."""
     group = parser.add_argument_group("store")
     group.add_argument(
         "--store",
         metavar="DIR",
-        help="folder of stored KV and sessions (default: offload-rt/store in the user's data directory)",
+        help=f"folder of stored KV and sessions (default: {default})",
     )
     group.add_argument("--no-store", action="store_true", help="store nothing on disk")
     for field in fields(StoreOptions):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 import warnings
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.prompts import TRUNCATE, shortened
 from ..errors import InputError
 from ..sampling_params import SamplingParams
+from ..utils.config_fields import check_choice
 from ..utils.texts import check_writable, read_text
 from .common import INTERRUPTED, add_command, load_llm, stderr_console, write_file
 from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_for, sampling_given
@@ -37,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
     sampling = sampling_given(args)
     params = SamplingParams(**sampling)
     _check_flags(args, params)
-    config = engine_config(args, **_planned(args, params), progress=not args.quiet)
+    if planned := _planned(args, params):
+        sampling["max_tokens"] = params.max_tokens  # the checkpoint may define a larger number, which would not fit
+    config = engine_config(args, **planned, progress=not args.quiet)
     text = _text(args)
     check_writable(args.stats_json)
     check_writable(args.plot)
@@ -98,6 +102,8 @@ def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
         raise InputError("--system needs --chat")
     if args.prompt_tokens is not None and args.chat:
         raise InputError("--prompt-tokens needs a text to continue: remove --chat")
+    if args.truncate is not None:
+        check_choice("truncate", args.truncate, TRUNCATE)
     if args.stats_json and _several(params):
         raise InputError("--stats-json needs a single streamed text: remove -n and --num-beams")
     if args.plot and not args.compare_full:
@@ -115,7 +121,7 @@ def _text(args: argparse.Namespace) -> str:
     if args.prompt is not None and args.prompt_file is not None:
         raise InputError("give either PROMPT or --prompt-file, not both")
     if args.prompt is not None:
-        if Path(args.prompt[:200]).is_file():
+        if os.path.isfile(args.prompt):  # unlike `Path.is_file`, it accepts names of any length
             cure = f"--prompt-file {args.prompt} reads the file"
             warnings.warn(f"the text {args.prompt!r} is continued, not the file of this name: {cure}", stacklevel=2)
         return str(args.prompt)

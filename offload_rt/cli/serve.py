@@ -154,5 +154,5 @@ def add(commands: Any) -> None:
     add = groups["server"].add_argument
     add("--ray", type=int, metavar="N", help="N replicas on a Ray cluster (RAY_ADDRESS, or a new local one)")
     add("--ray-max", type=int, metavar="N", help="with --ray: maximum number of replicas for autoscaling")
-    add_store_flags(parser)
+    add_store_flags(parser, "offload-rt/store in the user's data directory")
     add_engine_flags(parser)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..utils.config_fields import check_choice
+from ..utils.home import expand_user
 from ..utils.texts import check_writable
 from ..utils.units import format_duration, format_size, parse_duration
 from .common import add_command, default_store, print_list, printable, write_file
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action in ("list", "clear") and args.name is not None:
         cure = f"remove it, or write sessions show {args.name}" if args.action == "list" else "remove it"
         raise InputError(f"sessions {args.action} takes no NAME, and {args.name!r} was given: {cure}")
-    ACTIONS[args.action](Path(args.store).expanduser() if args.store else default_store(), args)
+    ACTIONS[args.action](expand_user(args.store) if args.store else default_store(), args)
     return 0
 
 
@@ -73,7 +74,7 @@ def _show(folder: Path, args: argparse.Namespace) -> None:
 
     one = find_stored(folder, args.name, args.model)
     history = one.history
-    cut = f"{history.shift:,} tokens were cut, " if history.shift else ""
+    cut = f"{history.removed:,} tokens were cut, " if history.removed else ""
     print(
         f"{printable(history.name)} ({history.model}): {len(history.turns) // 2:,} turns, "
         f"{len(history.tokens):,} tokens, {cut}"

@@ -213,10 +213,10 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
         if not folder.is_dir():
             raise ModelError(f"model {name!r} does not ship with this version; use a folder or a hub id")
         return ModelSource(str(folder), shipped=True)
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"model {name!r:.80} is not a valid path: {error!s:.80}") from None
     if is_folder:
         return ModelSource(str(path), _only_gguf(path), hub=hub)

@@ -50,6 +50,7 @@ class History:
         floor: Index of the first token that sliding layers may attend to.
         salt: Part of the KV provenance key that is derived from the cache salt of the first turn (`salt_provenance`).
         states: The subset of `keys` that belongs to snapshots of recurrent state.
+        removed: Number of truncated tokens. Unlike `shift`, it is kept if the remaining tokens are computed again.
     """
 
     name: str
@@ -72,6 +73,7 @@ class History:
     system: str = ""
     salt: str = ""
     states: list[str] = field(default_factory=list)
+    removed: int = 0
 
     def to_bytes(self) -> bytes:
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
@@ -83,6 +85,7 @@ class History:
             fields: dict[str, Any] = json.loads(data)
             if fields.pop("format") != FORMAT:
                 return None
+            fields.setdefault("removed", fields["shift"])  # earlier versions did not store it
             history = cls(**fields)
             history.decoded = [(int(a), int(b)) for a, b in history.decoded]
             history.turns = [(str(role), str(text)) for role, text in history.turns]
@@ -93,14 +96,14 @@ class History:
     def _is_valid(self) -> bool:
         # The document may have been edited or damaged. Some fields become file names, so they are checked.
         texts = (self.name, self.model, self.truncation_id, self.tail, self.system, self.salt)
-        counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.starts, *self.tokens)
+        counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, self.removed)
         starts = [0, *self.starts, len(self.tokens)]
         ends = [0, *itertools.chain(*self.decoded), len(self.tokens)]
         return (
             all(isinstance(text, str) for text in texts)
             and all(isinstance(text.encode(), bytes) for text in (self.name, self.provenance))  # no lone surrogates
             and _IDENTITY.fullmatch(self.id) is not None
-            and all(type(count) is int and 0 <= count < _MOST for count in counts)
+            and all(type(count) is int and 0 <= count < _MOST for count in (*counts, *self.starts, *self.tokens))
             and self.sink_shift <= self.shift
             and max(self.computed, self.floor) <= len(self.tokens)
             and self.sinks < BLOCK_SIZE
@@ -185,6 +188,7 @@ class History:
         run = len(ranges_of(kept)[-1]) if follows else 0
         self.floor = max(len(kept) - run, sum(token < self.floor for token in kept))
         self.computed, self.shift, self.sinks = len(kept), self.shift + gone, sinks
+        self.removed += gone
         self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def close_gap(self) -> None:
@@ -193,7 +197,8 @@ class History:
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace all tokens with `tokens`, which have no KV, and forget all truncations."""
+        """Replace all tokens with `tokens`, which have no KV, and forget the positions of truncated tokens."""
+        self.removed += len(self.tokens) - len(tokens)
         if tokens is not self.tokens:
             self.starts = []  # it is unknown which of the new tokens belong to which turn
         self.tokens = tokens

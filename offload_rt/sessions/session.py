@@ -265,7 +265,8 @@ class Session:
     def fork(self, name: str) -> Session:
         """Return a new session called `name` with the same history. The two sessions share KV until it changes.
 
-        Raises InputError if a turn of the session is running, or if the name is invalid or in use.
+        Raises InputError if a turn of the session is running, or if the name is invalid or in use. Raises StoreError if
+        the new session cannot be saved. It then does not exist.
         """
         self.check_idle()
         check_name(name)
@@ -280,7 +281,12 @@ class Session:
             self.context.saver.flush()  # The fork finds snapshots of recurrent state only on disk.
         twin = self._store.open_history(self.history.fork(name))
         twin.kv.sequence = forked
-        twin.kv.save()
+        try:
+            twin.kv.save()
+        except BaseException:
+            with twin._closing():  # free its memory and its name
+                pass
+            raise
         self.host.park(twin.kv)
         return twin
 

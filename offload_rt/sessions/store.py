@@ -311,7 +311,10 @@ class OpenStores:
             try:
                 session.instruct(system)
             except OffloadError:
-                session.close()
+                if session.turns:
+                    session.close()
+                else:  # an empty session is not stored
+                    session.discard()
                 raise
         return session
 

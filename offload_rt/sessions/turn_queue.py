@@ -144,6 +144,7 @@ class TurnQueue:
                 continue
             self._backlog.remove(queued)
             try:
+                session.check_idle()  # it may have been closed or deleted since `add`
                 tokens = session.encode(queued.prompt, queued.params)
             except BaseException:  # the turn is no longer in any list, so end it here
                 queued.cancel()

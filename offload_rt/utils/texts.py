@@ -75,9 +75,13 @@ def check_writable(path: str | None) -> None:
     if path is None:
         return
     folder = Path(path).parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise InputError(f"cannot write {path!r}: there is no folder {str(folder)!r}")
-    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+    try:
+        exists = Path(path).exists()
+    except OSError as error:  # for example a name that is too long
+        raise InputError(f"cannot write {path!r}: {error.strerror}") from error
+    if Path(path).is_dir() or not os.access(path if exists else folder, os.W_OK):
         raise InputError(f"cannot write {path!r}: it is a folder, or writing is not permitted")
 
 
@@ -91,7 +95,7 @@ def _path_of(spec: str) -> tuple[Path, str | None] | None:
 
     An existing path is never a dataset.
     """
-    if spec == "-" or Path(spec).exists():
+    if spec == "-" or os.path.exists(spec):  # unlike `Path.exists`, it accepts names of any length
         return Path(spec), None
     stem, colon, column = spec.rpartition(":")
     if colon and Path(stem).suffix in TABLES:

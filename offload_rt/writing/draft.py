@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..sampling_params import SamplingParams
+from ..utils.home import expand_user
 from ..utils.texts import check_writable
 from .files import DocumentFolder, Settings, Written
 
@@ -50,9 +51,9 @@ class Draft:
         sampling: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        self.path = Path(path).expanduser()
+        self.path = expand_user(path)
         check_writable(str(self.path))
-        self.folder = DocumentFolder(self.path, None if folder is None else Path(folder).expanduser())
+        self.folder = DocumentFolder(self.path, None if folder is None else expand_user(folder))
         self.new = not self.folder.exists
         self._given = {name: value for name, value in given.items() if value}
         self.sampling = dict(sampling or {})

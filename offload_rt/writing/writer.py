@@ -23,7 +23,8 @@ from ..llm import LLM
 from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
 from ..sessions.session import Session
-from ..sessions.truncate import tokens_after
+from ..sessions.truncate import SINKS, tokens_after
+from ..sessions.turn import check_turn
 from .draft import Draft, saved_sampling
 from .files import TextFile, Written
 from .progress import Document, WritingProgress
@@ -138,10 +139,14 @@ class _Writer:
         self._times: deque[float] = deque(maxlen=RATE_TOKENS)
         self._unfinished: list[int] = []  # generated tokens of the current turn
         self._headings: dict[int, list[int]] = {}
-        draft.folder.create(draft.settings)
+        self._written = draft.written
+        if draft.new:  # settings that cannot be used must not be stored, because they cannot be changed later
+            check_turn(self._params, llm.runner.model)
+            self._check_fits()
         self._session: Session = llm.session(SESSION, draft.folder.kv)
         self._file = TextFile(draft.path, draft.folder.path)
         try:
+            draft.folder.create(draft.settings)
             self._written = self._restore()
         except BaseException:
             self._session.close()
@@ -174,7 +179,7 @@ class _Writer:
             chapters=len(self._written.chapters),
             finish_reason=reason,
             context_tokens=len(history.tokens) + len(self._unfinished),
-            removed_tokens=history.shift + self._written.unread,
+            removed_tokens=history.removed + self._written.unread,
             stats=self._session.last_stats,
         )
 
@@ -198,11 +203,11 @@ class _Writer:
         another document.
         """
         history = self._session.history
-        since = history.shift + history.sinks if history.shift else 0
+        since = history.removed + SINKS if history.removed else 0
         # Session and progress are saved one after the other, so one of them may be a turn ahead. The next turn may
         # replace the last token.
-        common = min(len(saved), history.shift + len(history.tokens)) - 1
-        tail = history.tokens[history.sinks :] if history.shift else history.tokens
+        common = min(len(saved), history.removed + len(history.tokens)) - 1
+        tail = history.tokens[SINKS:] if history.removed else history.tokens
         if saved[since : max(since, common)] != tail[: max(0, common - since)]:
             raise InputError(
                 f"the progress and the session in {str(self._draft.folder.path)!r} do not belong together: delete this "

@@ -162,6 +162,18 @@ def test_the_command_continues_its_output_and_refuses_other_files(
     assert main([*arguments[:3], str(tmp_path / "other")]) == 2 and "choose another file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["notes without a line feed", '{"id": "a", "prompt": "x"}', '{"id": "a", "prompt": "x"}\n{"id": "b"', "[1]\n"],
+)
+def test_a_file_without_results_is_not_changed(tmp_path: Path, content: str) -> None:
+    other = tmp_path / "other"
+    other.write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match="choose another file"):
+        Results(other)
+    assert other.read_text(encoding="utf-8") == content
+
+
 def openai_line(id: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": id, "method": "POST", "url": "/v1/completions", "body": {"model": "gpt"} | body}
 

@@ -21,6 +21,7 @@ from offload_rt.errors import InputError
 from offload_rt.outputs import TokenOutput
 from offload_rt.sessions.chat_template import TurnTokens, turn_tokens
 from offload_rt.sessions.history import History
+from offload_rt.sessions.session import Session
 from offload_rt.utils.progress import observed
 
 
@@ -76,6 +77,38 @@ def test_turns_are_undone_and_answered_again(
     err = capsys.readouterr().err
     assert "2 turns" in err and "removed: Go on" in err and "has no turn that can be undone" in err
     assert "not saved: no messages" in err, "a chat without turns is not stored"
+
+
+def test_a_message_is_kept_if_it_cannot_be_answered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, sent = Session.send, list[Any]()
+
+    def send(self: Session, prompt: Any, *arguments: Any, **named: Any) -> Any:
+        sent.append(prompt)
+        if len(sent) == 2:
+            raise KeyboardInterrupt
+        return real(self, prompt, *arguments, **named)
+
+    monkeypatch.setattr(Session, "send", send)
+    talk(tmp_path, "Go on\n/regenerate\n/regenerate\n/regenerate\n", monkeypatch)
+    assert sent == ["Go on"] * 4 and "sends the message again" in capsys.readouterr().err
+    talk(tmp_path, "/quit\n", monkeypatch)
+    assert "1 turns" in capsys.readouterr().err
+
+
+def test_characters_outside_the_character_set_end_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nGo on\n"), encoding="utf-8"))
+        patch.setattr(sys, "stdout", answers)
+        assert main(["chat", "reference", "--policy", "full", "--max-new-tokens", "3"]) == 0
+        print("“Madam,” said Dick")
+    assert "unpaired surrogate" in capsys.readouterr().err
+    answers.seek(0)
+    assert r"\u201cMadam,\u201d said Dick" in answers.read()
 
 
 def test_only_kv_is_deleted_after_its_time_to_live(

@@ -42,6 +42,13 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, short_book: 
         assert chatter not in run.err
 
 
+def test_a_planned_length_replaces_the_number_of_new_tokens_of_the_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 300}', encoding="utf-8")
+    run = cli("generate", model, "It was a dark night", "--prompt-tokens", "4", "--policy", "full", "--ignore-eos")
+    assert run.code == 0 and "prefill" in run.err
+
+
 @pytest.mark.slow
 def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> None:
     short, long = generate("--policy", "infinigen").err, generate("--policy", "infinigen", "--stats").err

@@ -16,6 +16,8 @@ import offload_rt
 from offload_rt import LLM, ModelError
 
 PACKAGE = Path(offload_rt.__file__).parent
+LONG = "жук" * 100
+"""Text that is too long for a file name in UTF-8."""
 BOOK = str(PACKAGE / "data" / "black_arrow.txt")
 
 
@@ -89,11 +91,38 @@ def test_prompts_beyond_learned_positions_are_refused(
         ("--dtype float8", ("float8", "bfloat16")),
         ("--stats-json no/such/folder/x.json", ("no/such/folder", "cannot write")),
         ("--stats-json .", ("cannot write",)),
+        (f"--stats-json {LONG}", ("cannot write", "too long")),
+        (f"--prompt-file {LONG}", ("cannot read", "too long")),
+        ("--disk ~nobody-here/kv", ("~nobody-here/kv", "whole path")),
+        ("--truncate none", ("--truncate 'none'", "head, tail, middle")),
         ("--no-such-flag", ("--no-such-flag", "--help")),
     ],
 )
 def test_bad_value_is_one_clear_line(generate: Cli, flags: str, words: tuple[str, ...]) -> None:
     generate(*flags.split()).fails_with(*words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sessions --store ~nobody-here",
+        "chat reference --session a --store ~nobody-here",
+        "write reference ~nobody-here/a x",
+        "generate ~nobody-here/model x",
+        "serve reference --store ~nobody-here",
+    ],
+)
+def test_paths_of_unknown_users_are_refused(cli: Cli, command: str) -> None:
+    cli(*command.split()).fails_with("~nobody-here", "home")
+
+
+def test_a_chat_with_and_without_a_store_is_refused(cli: Cli, tmp_path: Path) -> None:
+    cli("chat", "reference", "--store", str(tmp_path), "--no-store").fails_with("--store and --no-store", "remove one")
+
+
+def test_a_prompt_may_be_longer_than_a_file_name(cli: Cli) -> None:
+    run = cli("generate", "reference", LONG, "--policy", "full", "--max-new-tokens", "1")
+    assert run.code == 0 and "not the file" not in run.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.architectures import architecture
 from support.commands import Cli
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import tiny_checkpoint, tiny_model
 
 from offload_rt import LLM, InputError, SamplingParams, write_document
 from offload_rt.cli.common import INTERRUPTED
-from offload_rt.errors import ModelError, PoolFullError
+from offload_rt.errors import ConfigError, ModelError, PoolFullError
 from offload_rt.writing.files import TextFile
 from offload_rt.writing.progress import Document, WritingProgress
 
@@ -86,6 +87,31 @@ def test_interrupted_documents_equal_uninterrupted_ones(
     assert replace(resumed, path=whole, stats=done.stats) == done
     for number, title in enumerate(given.get("outline", ())):
         assert text.count(f"\n\n{title}\n\n") == 1, number
+
+
+@pytest.mark.parametrize("name", ["mistral", "lfm2"])
+def test_a_truncated_document_continues_without_sinks(name: str, tmp_path: Path, short_context: str) -> None:
+    """With sliding layers only, truncation stores no sinks. Hybrid models compute all kept tokens again."""
+    make = tiny_model if name == "mistral" else architecture
+    model = make(name, vocab_size=2048, max_position_embeddings=192)
+    whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
+    for path, counts in ((whole, (200,)), (parts, (195, 200))):
+        for count in counts:
+            llm = LLM(model, tokenizer=short_context, policy="full", host_memory="32MiB", verify="off")
+            done = write_document(llm, path, "", SAMPLED, max_tokens=count, beginning="It was a dark night")
+            assert done.removed_tokens > 0
+    assert parts.read_text() == whole.read_text()
+
+
+def test_settings_that_cannot_be_used_are_not_stored(tmp_path: Path, short_context: str) -> None:
+    path, usual = tmp_path / "novel.txt", LLM(short_context, policy="full", host_memory="32MiB")
+    with pytest.raises(InputError, match="shorten the prompt"):
+        write_document(usual, path, "word " * 300, SAMPLED, max_tokens=2)
+    with pytest.raises(InputError, match="not in the vocabulary"):
+        write_document(usual, path, "A novel", SamplingParams(stop_token_ids=[1 << 30]), max_tokens=2)
+    with pytest.raises(ConfigError, match="h2o"):
+        write_document(usual.under("h2o", {"budget": 0.5}), path, "A novel", SAMPLED, max_tokens=2)
+    assert write_document(usual, path, "A tale", SAMPLED, max_tokens=2, beginning="It was").new_tokens == 2
 
 
 def test_an_extended_document_equals_one_that_is_written_at_once(tmp_path: Path, long_context: str) -> None:

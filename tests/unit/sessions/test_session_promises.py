@@ -19,8 +19,10 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
+from offload_rt.sessions.catalog import read_catalog
 from offload_rt.storage.block_file import StoredBlock
 from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.documents import DocumentStore
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
 
@@ -203,6 +205,27 @@ def test_reprs_are_one_line(tmp_path: Path) -> None:
     assert repr(session) == f"Session('s', {llm.name!r}, turns=1, tokens=17, open)"
     session.close()
     assert repr(session).endswith("closed)")
+
+
+def test_sessions_that_could_not_be_created_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise StoreError("the disk is full")
+
+    llm = make_llm()
+    with pytest.raises(InputError, match="no chat template"):
+        llm.session("new", tmp_path, system="Be brief.")
+    session = llm.session("one", tmp_path)
+    answer(session, tiny_prompt(70, seed=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(DocumentStore, "put", refuse)
+        with pytest.raises(StoreError, match="full"):
+            session.fork("twin")
+    session.fork("twin").close()
+    session.close()
+    assert [stored.history.name for stored in read_catalog(tmp_path).sessions] == ["one", "twin"]
+    llm.runner.check_integrity()
+    with make_llm() as other:
+        other.session("one", tmp_path).close()  # the store was closed
 
 
 def test_leaving_a_with_block_saves_sessions_and_refuses_later_calls(tmp_path: Path) -> None:

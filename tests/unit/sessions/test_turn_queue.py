@@ -300,6 +300,22 @@ def test_turns_interrupted_between_layers_keep_their_tokens(tmp_path: Path) -> N
         uninterrupted.close()
 
 
+def test_waiting_turns_of_a_deleted_session_are_refused(tmp_path: Path) -> None:
+    llm = make_llm()
+    queue = llm.turns(tmp_path)
+    turns = [queue.add("s", turn("ada", number), SHORT) for number in range(2)]
+    turns[0].session.discard()
+    for queued in turns:
+        with pytest.raises(InputError, match="is closed"):
+            queue.step()
+        assert queued.finish_reason == "abort"
+    again = queue.add("s", turn("ada", 0), SHORT)
+    list(queue.run())
+    assert queue.idle and again.finish_reason == "length"
+    queue.close()
+    llm.runner.check_integrity()
+
+
 def test_invalid_calls_are_refused(tmp_path: Path) -> None:
     llm = make_llm()
     with pytest.raises(ConfigError, match="did you mean 'lookahead'"):
