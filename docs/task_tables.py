@@ -64,6 +64,7 @@ TASKS = (
     GEMMA("4,096", "ruler"),
     Tasks("Qwen", "Text2JSON, 16 records", "qwen/extraction", "f1"),
     Tasks("Qwen 1.5B", "Text2JSON, 64 records", "qwen15/extraction_64", "f1"),
+    Tasks("Qwen 1.5B", "Text2JSON, 128 records", "qwen15/extraction_128", "f1"),
     *_choices("Qwen", "qwen"),
     *_choices("SmolLM2", "smollm2"),
 )
