@@ -13,8 +13,8 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from io import TextIOWrapper
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper, UnsupportedOperation
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -65,7 +65,8 @@ def _accept_all_characters(stream: TextIO | None, errors: str) -> None:
     """Prevent a UnicodeError if a text contains characters that are not valid in the user's character set."""
     # Tests replace streams by others, and a closed stream is None.
     if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
-        stream.reconfigure(errors=errors)
+        with suppress(UnsupportedOperation):  # a program that calls `main` may have read from stdin
+            stream.reconfigure(errors=errors)
 
 
 @contextmanager

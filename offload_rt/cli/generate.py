@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = sampling_given(args)
     params = SamplingParams(**sampling)
     _check_flags(args, params)
-    if planned := _planned(args, params):
-        sampling["max_tokens"] = params.max_tokens  # the checkpoint may define a larger number, which would not fit
+    planned, most = _planned(args, params), params.max_tokens
     config = engine_config(args, **planned, progress=not args.quiet)
     text = _text(args)
     check_writable(args.stats_json)
@@ -49,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     llm = load_llm(args.model, config, console)
     params = llm.get_default_sampling_params(**sampling_for(llm, sampling))
+    if planned:  # the checkpoint may define a larger number, which would not fit
+        params = replace(params, max_tokens=min(params.max_tokens, most))
     prompt = (_chat_ids if args.chat else _prompt_ids)(llm, text, args, params.max_tokens)
     if _several(params):
         return _write_all(llm, prompt, params, console)

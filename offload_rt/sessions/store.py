@@ -303,6 +303,8 @@ class OpenStores:
         with self._runner.pool.lock:
             known = self.open(store, options, fields)
             try:
+                check_name(name)
+                new = not known.exists(name)
                 session = known.open(name)
             except OffloadError:
                 known.close_if_idle()
@@ -311,10 +313,10 @@ class OpenStores:
             try:
                 session.instruct(system)
             except OffloadError:
-                if session.turns:
-                    session.close()
-                else:  # an empty session is not stored
+                if new:
                     session.discard()
+                else:
+                    session.close()
                 raise
         return session
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import ConfigError
+from ..errors import ConfigError, InputError
 from .home import expand_user
 from .units import parse_duration, parse_size
 
@@ -132,7 +132,10 @@ def _parse_path(path: object, name: str) -> Path:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
         raise ConfigError(f"{name}={path!r:.80} is {type(path).__name__}; it must be a path")
-    return expand_user(text)
+    try:
+        return expand_user(text)
+    except InputError as error:
+        raise ConfigError(f"{name}={error}") from None
 
 
 _PARSERS: Mapping[Any, Callable[[Any, str], Any]] = {Size: parse_size, Duration: parse_duration, Path: _parse_path}

@@ -26,12 +26,16 @@ class TextOffsets:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], start: int, *, special: bool
     ) -> None:
-        self._stream = TextStream(tokenizer, (), special=special, prompt=prompt)
-        self._length = start
+        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer, (), special=special, prompt=prompt)
+        self._length, self._held_back = start, b""
 
     def add(self, token: int) -> int:
-        start = self._length
-        self._length += len(self._stream.push(token))
+        # A token that ends within a character may begin with whole characters, for example with a space.
+        start = self._length + len(self._held_back.decode(errors="ignore"))
+        if text := self._stream.push(token):
+            self._length, self._held_back = self._length + len(text), b""
+        elif "\N{REPLACEMENT CHARACTER}" in (known := token_text(self._tokenizer, token) or ""):
+            self._held_back += token_bytes(self._tokenizer, token, known) or b""
         return start
 
 

@@ -111,6 +111,13 @@ def test_characters_outside_the_character_set_end_no_command(
     assert r"\u201cMadam,\u201d said Dick" in answers.read()
 
 
+def test_a_program_that_has_read_from_stdin_can_call_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"), encoding="utf-8"))
+    assert sys.stdin.readline() == "one\n"
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+
+
 def test_only_kv_is_deleted_after_its_time_to_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

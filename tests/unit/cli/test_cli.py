@@ -42,11 +42,15 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, short_book: 
         assert chatter not in run.err
 
 
-def test_a_planned_length_replaces_the_number_of_new_tokens_of_the_checkpoint(cli: Cli, tmp_path: Path) -> None:
-    model = tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1)
-    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 300}', encoding="utf-8")
-    run = cli("generate", model, "It was a dark night", "--prompt-tokens", "4", "--policy", "full", "--ignore-eos")
-    assert run.code == 0 and "prefill" in run.err
+@pytest.mark.parametrize(("declared", "generated"), [(300, 256), (3, 3)])
+def test_a_planned_length_limits_the_number_of_new_tokens_of_the_checkpoint(
+    cli: Cli, tmp_path: Path, declared: int, generated: int
+) -> None:
+    model, stats = tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1), tmp_path / "stats.json"
+    (tmp_path / "generation_config.json").write_text(f'{{"max_new_tokens": {declared}}}', encoding="utf-8")
+    flags = ("--prompt-tokens", "4", "--policy", "full", "--ignore-eos", "--stats-json", str(stats))
+    assert cli("generate", model, "It was a dark night", *flags).code == 0
+    assert json.loads(stats.read_text(encoding="utf-8"))["new_tokens"] == generated
 
 
 @pytest.mark.slow

@@ -174,6 +174,7 @@ def test_configuration_converts_common_notations() -> None:
         {"host_memory": 0}, {"device_memory": "much"}, {"max_model_len": 0}, {"prefill_chunk_size": 0},
         {"max_num_batched_tokens": 0}, {"max_num_seqs": 0}, {"device_kv_memory": 0},
         {"missed_mass_every": -1}, {"working_set": -1}, {"kv_cache_dtype": "int3"}, {"eviction": "lfu"},
+        {"disk": "~nobody-here/kv"},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             EngineConfig(**wrong)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from offload_rt.outputs import Logprob
 from offload_rt.server import prompts
-from offload_rt.server.openai.text_offsets import prompt_offsets
+from offload_rt.server.openai.text_offsets import TextOffsets, prompt_offsets
 from offload_rt.server.tokenizing import NFC_SHRINKS, max_token_bytes
 
 CORPUS = [
@@ -222,3 +222,14 @@ def test_positions_in_an_echoed_prompt_count_no_special_tokens_and_no_first_spac
     found = prompt_offsets(tokenizer, ids, logprobs, text)
     assert found[:2] == [0, 0] and texts[1].startswith(" ") and found[-1] == len(text) - len(texts[-1])
     assert all(text.startswith(piece, at) for piece, at in zip(texts[2:], found[2:], strict=True))
+
+
+def test_a_token_within_a_character_has_its_position_after_a_token_with_a_space() -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merged = models.BPE({letter: i for i, letter in enumerate([*letters, "Ġâ"])}, [("Ġ", "â")])
+    backend = Tokenizer(merged)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    ids, end = tokenizer("a \N{SNOWMAN} b")["input_ids"], tokenizer.eos_token_id
+    offsets = TextOffsets(tokenizer, (), 0, special=False)
+    assert [offsets.add(token) for token in [*ids[:2], end, *ids[2:]]] == [0, 1, 2, 2, 2, 3, 4]

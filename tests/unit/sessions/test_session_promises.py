@@ -214,6 +214,10 @@ def test_sessions_that_could_not_be_created_are_not_stored(tmp_path: Path, monke
     llm = make_llm()
     with pytest.raises(InputError, match="no chat template"):
         llm.session("new", tmp_path, system="Be brief.")
+    llm.session("one", tmp_path).close()
+    with pytest.raises(InputError, match="no chat template"):
+        llm.session("one", tmp_path, system="Be brief.")
+    assert [stored.history.name for stored in read_catalog(tmp_path).sessions] == ["one"], "it was stored before"
     session = llm.session("one", tmp_path)
     answer(session, tiny_prompt(70, seed=1))
     with monkeypatch.context() as patch:
