@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from result_rows import DEFAULT, Row, load, setting
@@ -78,8 +78,14 @@ def tasks() -> str:
         full = found[FULL]
         scores = each.scores(full, list(full))
         cells = [each.model, each.name, str(len(scores)), f"{sum(scores) / len(scores):.1f}"]
-        rows.append([*cells, *(_change(each, found.get(name, {}), full) for name in COMPARED)])
-    return table(("model", "task", "documents", FULL, *COMPARED), rows)
+        changes = [_change(each, found.get(name, {}), full) for name in COMPARED]
+        rows.append([*cells, *changes, f"{_same(found[DEFAULT].values()):.0%}"])
+    return table(("model", "task", "documents", FULL, *COMPARED, "default: same response"), rows)
+
+
+def _same(rows: Collection[Row]) -> float:
+    """Return the fraction of documents with the same response as full attention."""
+    return sum(row["agreement"] * row["documents"] for row in rows) / sum(row["documents"] for row in rows)
 
 
 def _change(each: Tasks, rows: Mapping[str, Row], full: Mapping[str, Row]) -> str:

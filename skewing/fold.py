@@ -14,6 +14,7 @@ mixes rotary planes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -35,8 +36,11 @@ from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 PARTIAL_RATIO: Final = 0.3
 """Fraction of the columns for `SkewReport.energy_kept_plain` and `energy_kept_skewed` (paper §4.3)."""
 
-FOLDABLE: Final = ("gpt2", "opt")
-"""Model types that can be folded."""
+_ATTENTIONS: Final[Mapping[str, Callable[[Any], list[Any]]]] = {
+    "gpt2": lambda model: [block.attn for block in model.transformer.h],
+    "opt": lambda model: [layer.self_attn for layer in model.model.decoder.layers],
+}
+"""For each model type that can be folded, a function that returns the attention modules."""
 
 _PROBE: Final = 256
 """Number of tokens for comparing the logits of the model and its folded copy."""
@@ -50,14 +54,12 @@ Projection = tuple[torch.Tensor, torch.Tensor | None]
 
 def _attentions(model: Any) -> list[Any]:
     """Return the attention modules of a model that can be folded. Raises ModelError for other models."""
-    if model.config.model_type == "opt":
-        return [layer.self_attn for layer in model.model.decoder.layers]
-    if model.config.model_type == "gpt2":
-        return [block.attn for block in model.transformer.h]
+    if model.config.model_type in _ATTENTIONS:
+        return _ATTENTIONS[model.config.model_type](model)
     raise ModelError(
         f"{type(model).__name__} ({model.config.model_type}) cannot be folded: its queries and keys are rotated by "
         "their positions (RoPE) after the projection, and the skewing basis does not commute with that rotation; "
-        "use the matrices in skew.safetensors instead (foldable: gpt2, opt)"
+        f"use the matrices in skew.safetensors instead (foldable: {', '.join(_ATTENTIONS)})"
     )
 
 
@@ -129,7 +131,7 @@ class SkewReport:
 
     Attributes:
         artifact: Path of the skew artifact.
-        folded: Folder of the folded checkpoint, or None for a model with RoPE or packed weights.
+        folded: Folder of the folded checkpoint, or None if none was written.
         method, calibration, fingerprint: See `SkewArtifact`.
         energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns keep without skewing, averaged
             over layers and KV heads.
@@ -163,8 +165,8 @@ def skew_model(
 ) -> SkewReport:
     """Calibrate `model` and write `out/skew.safetensors`.
 
-    For a model with absolute positions and unpacked weights, also write `out/folded/`, an ordinary checkpoint with its
-    tokenizer.
+    For OPT and GPT-2, except for GGUF files and packed weights, also write `out/folded/`, an ordinary checkpoint with
+    its tokenizer.
 
     Args:
         model: Name of a shipped model, folder or hub id.
@@ -220,7 +222,7 @@ def _load(model: str, dtype: DType) -> tuple[PreTrainedModel | None, LoadedModel
     """Load the model. Also return transformers' model if its weights can be folded."""
     source = find_source(model)
     config, device = read_config(source), resolve_device("auto")
-    if config.model_type not in FOLDABLE or source.gguf is not None or packing(config) is not None:
+    if config.model_type not in _ATTENTIONS or source.gguf is not None or packing(config) is not None:
         return None, load_model(model, dtype=dtype)
     network = read_weights(source, config, device, resolve_dtype(dtype, source, declared_dtype(source, config), device))
     return network, load_model(network, tokenizer=read_tokenizer(source))

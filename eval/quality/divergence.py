@@ -85,7 +85,7 @@ def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
         "against_full_perplexity_high": change.high,
         "against_full_shown": f"{change.value:+.2%} [{change.low:+.2%}, {change.high:+.2%}]",
         **{name: mean_or_none(row[name] for row in rows) for name in COSTS},
-        "seconds": sum(row.get("seconds", 0.0) for row in rows),
+        "seconds": sum(times) if None not in (times := [row.get("seconds") for row in rows]) else None,
     }
 
 

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import TextIOWrapper, UnsupportedOperation
+from io import BytesIO, TextIOWrapper, UnsupportedOperation
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -37,6 +37,8 @@ COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, cache, ev
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if sys.stdin is None:  # closed, as with `<&-`
+        sys.stdin = TextIOWrapper(BytesIO())
     _accept_all_characters(sys.stdin, "surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         _accept_all_characters(stream, "backslashreplace")

@@ -43,6 +43,8 @@ def test_a_prompt_is_given_piped_or_in_a_file(
     cli("generate", model, QUESTION, "--prompt-file", "x", *FLAGS).fails_with("not both")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     cli("generate", model, *FLAGS).fails_with("no prompt", "pipe a text to stdin")
+    monkeypatch.setattr(sys, "stdin", None)  # closed
+    cli("generate", model, *FLAGS).fails_with("empty")
 
 
 def test_chat_applies_the_chat_template(cli: Cli, model: str, llm: LLM) -> None:
