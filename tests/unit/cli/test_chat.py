@@ -156,7 +156,7 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
             os.kill(os.getpid(), signal.SIGINT)
 
     class LongSession:
-        name, turns, tokens, closed, history = "s", (), (), 0, types.SimpleNamespace(shift=0)
+        name, turns, tokens, closed, history = "s", (), (), 0, types.SimpleNamespace(removed=0)
 
         def send(self, text: str, params: object, on_prefill: object) -> Any:
             self.turns = (("user", text),)
