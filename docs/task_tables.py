@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from result_rows import DEFAULT, Row, load, setting
@@ -21,14 +21,13 @@ ENOUGH = 10
 
 @dataclass(frozen=True)
 class Tasks:
-    """A row of the table: tasks of one result file, and the metric to compare (None: the only one)."""
+    """A row of the table: tasks of one result file."""
 
     model: str
     name: str
     file: str
-    metric: str | None = None
-    only: tuple[str, ...] = ("",)
-    """Beginnings of the names of the tasks."""
+    metric: str | None = None  # None: the only metric of the tasks
+    only: tuple[str, ...] = ("",)  # beginnings of the names of the tasks
 
     def by_setting(self) -> dict[str, dict[str, Row]]:
         """Return the measured rows by setting and task."""
@@ -44,24 +43,22 @@ class Tasks:
         return [100 * float(next(iter(m.values())) if self.metric is None else m[self.metric]) for m in metrics]
 
 
-def _ruler(model: str, folder: str) -> Callable[[str, str], Tasks]:
-    return lambda length, file: Tasks(model, f"RULER, {length} tokens", f"{folder}/{file}")
-
-
 def _choices(model: str, folder: str) -> list[Tasks]:
-    groups = (("piqa (50)", ("piqa",)), ("copa, winogrande, rte (50)", ("copa", "winogrande", "rte")))
-    groups += (("openbookqa (25)", ("openbookqa",)),)
-    return [Tasks(model, name, f"{folder}/questions", "acc", only) for name, only in groups]
+    """Return the rows of multiple-choice tasks. The score of a random choice is in parentheses."""
+    groups = {
+        "piqa (50)": ("piqa",),
+        "copa, winogrande, rte (50)": ("copa", "winogrande", "rte"),
+        "openbookqa (25)": ("openbookqa",),
+    }
+    return [Tasks(model, name, f"{folder}/questions", "acc", only) for name, only in groups.items()]
 
-
-QWEN, GEMMA = _ruler("Qwen", "qwen"), _ruler("Gemma 3", "gemma")
 
 TASKS = (
-    QWEN("4,096", "ruler"),
-    QWEN("8,192", "ruler_8192"),
-    QWEN("16,384", "ruler_16384"),
-    QWEN("32,000", "ruler_32000"),
-    GEMMA("4,096", "ruler"),
+    Tasks("Qwen", "RULER, 4,096 tokens", "qwen/ruler"),
+    Tasks("Qwen", "RULER, 8,192 tokens", "qwen/ruler_8192"),
+    Tasks("Qwen", "RULER, 16,384 tokens", "qwen/ruler_16384"),
+    Tasks("Qwen", "RULER, 32,000 tokens", "qwen/ruler_32000"),
+    Tasks("Gemma 3", "RULER, 4,096 tokens", "gemma/ruler"),
     Tasks("Qwen", "Text2JSON, 16 records", "qwen/extraction", "f1"),
     Tasks("Qwen 1.5B", "Text2JSON, 64 records", "qwen15/extraction_64", "f1"),
     Tasks("Qwen 1.5B", "Text2JSON, 128 records", "qwen15/extraction_128", "f1"),

@@ -67,7 +67,7 @@ def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
     """
     tokens = [row["tokens"] for row in rows]
     kl, agreed = [sum(row["kl"]) for row in rows], [sum(row["agrees"]) for row in rows]
-    nothing = [0.0] * len(rows)
+    nothing, times = [0.0] * len(rows), [row.get("seconds") for row in rows]
     mean, agreement = paired_bootstrap(kl, nothing, tokens), paired_bootstrap(agreed, nothing, tokens)
     change = paired_bootstrap(
         [row["nats"] for row in rows], [row["nats"] for row in base], tokens, change=perplexity_change
@@ -85,7 +85,7 @@ def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
         "against_full_perplexity_high": change.high,
         "against_full_shown": f"{change.value:+.2%} [{change.low:+.2%}, {change.high:+.2%}]",
         **{name: mean_or_none(row[name] for row in rows) for name in COSTS},
-        "seconds": sum(times) if None not in (times := [row.get("seconds") for row in rows]) else None,
+        "seconds": None if None in times else sum(times),
     }
 
 

@@ -185,7 +185,8 @@ async def _prompt_steps(
                     step = replace(step, pieces=[Content(prompt.echo), *step.pieces])
                     if output.prompt_logprobs is not None:
                         before, logprobs = output.prompt_logprobs, [*output.prompt_logprobs, *(step.logprobs or ())]
-                        found = prompt_offsets(service.prompts.tokenizer, prompt.ids, before, prompt.echo)
+                        known = (service.prompts.tokenizer, prompt.ids, before, prompt.echo)
+                        found = await asyncio.to_thread(prompt_offsets, *known)  # slow for long prompts
                         step = replace(step, token_ids=[*prompt.ids, *step.token_ids], logprobs=logprobs)
                         step = replace(step, text_offsets=[*found, *(step.text_offsets or ())])
                     yield step

@@ -132,15 +132,21 @@ def metaspace_tokenizer(llama_tokenizer: PreTrainedTokenizerFast) -> PreTrainedT
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-@settings(deadline=None)
-@given(data=st.data())
-def test_prompt_and_streamed_text_add_up_to_the_decoded_text(
+@pytest.fixture(scope="module")
+def tokenizers(
     llama_tokenizer: PreTrainedTokenizerFast,
     metaspace_tokenizer: PreTrainedTokenizerFast,
     tokenizer: PreTrainedTokenizerBase,
-    data: st.DataObject,
+) -> list[PreTrainedTokenizerBase]:
+    return [llama_tokenizer, metaspace_tokenizer, tokenizer]
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_prompt_and_streamed_text_add_up_to_the_decoded_text(
+    tokenizers: list[PreTrainedTokenizerBase], data: st.DataObject
 ) -> None:
-    used = data.draw(st.sampled_from([llama_tokenizer, metaspace_tokenizer, tokenizer]))
+    used = data.draw(st.sampled_from(tokenizers))
     words = st.sampled_from(["the", "arrow", " ", "é", "\N{SNOWMAN}\N{GRINNING FACE}", "<s>", "</s>", "\n"])
     text = data.draw(st.sampled_from(["", " "])).join(data.draw(st.lists(words, min_size=1, max_size=12)))
     ids = used(text, add_special_tokens=data.draw(st.booleans()))["input_ids"]
@@ -184,13 +190,8 @@ def test_texts_of_tokens_add_up_to_the_text(llama_tokenizer: PreTrainedTokenizer
 
 @settings(deadline=None, max_examples=examples(50))
 @given(data=st.data())
-def test_bytes_of_tokens_add_up_to_the_text(
-    llama_tokenizer: PreTrainedTokenizerFast,
-    metaspace_tokenizer: PreTrainedTokenizerFast,
-    tokenizer: PreTrainedTokenizerBase,
-    data: st.DataObject,
-) -> None:
-    used = data.draw(st.sampled_from([llama_tokenizer, metaspace_tokenizer, tokenizer]))
+def test_bytes_of_tokens_add_up_to_the_text(tokenizers: list[PreTrainedTokenizerBase], data: st.DataObject) -> None:
+    used = data.draw(st.sampled_from(tokenizers))
     text = data.draw(st.text(max_size=20) | st.text("the é\N{SNOWMAN}\N{GRINNING FACE}\ufffd<0xE4>", max_size=20))
     ids = used(text, add_special_tokens=False)["input_ids"]
     shown, _ = stream_text(used, ids, [], prompt=used("the", add_special_tokens=False)["input_ids"])
