@@ -168,6 +168,19 @@ class PackedFormat:
         grouped += minima[..., None]
         return grouped.flatten(1).to(dtype)
 
+    def scale_rows(self, packed: torch.Tensor, scales: torch.Tensor) -> tuple[PackedFormat, torch.Tensor]:
+        """Multiply the rows of `packed` by powers of two `[out]`. Return the format and the rows of the result.
+
+        The exponent of the format changes, so that only numbers close to 0 are rounded.
+        """
+        rows = self.rows(packed).clone()
+        start = self.factors_start if self.has_factors else self.scales_start
+        stop = self.minima_start if self.has_zeros else self.row_bytes
+        numbers = rows[:, start:stop].contiguous().view(torch.float16).float() * scales[:, None]
+        change = int(torch.frexp(numbers.abs().amax()).exponent) - 15
+        rows[:, start:stop] = torch.ldexp(numbers, torch.tensor(-change)).half().view(torch.uint8)
+        return replace(self, exponent=self.exponent + change), interleave(rows) if self.interleaved else rows
+
     def _numbers(self, stored: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Decode scales or minima to float32 `[out, ins / group]`. The arguments begin with the stored numbers."""
         groups, blocks = self.ins // self.group, self.ins // BLOCK

@@ -5,7 +5,7 @@ In Qwen2 and Qwen2.5, the bias of the key projection makes some channels of each
 
 The rows of `k_proj` are divided by scales, and the rows of `q_proj` are multiplied by them. Attention scores stay the
 same, because the two channels that RoPE rotates together share a scale. All scales are powers of two, so no number is
-rounded, except for float16 numbers close to 0.
+rounded, except for float16 numbers close to 0. In packed weights, only the scales and minima of the rows change.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .linear import plain_weight
+from .linear.packed import PackedLinear
 from .weights import attention_of, decoder_layers
 
 if TYPE_CHECKING:
@@ -25,12 +27,17 @@ _MODEL_TYPES = ("qwen2", "qwen2_moe")
 
 
 def can_balance_keys(model: PreTrainedModel) -> bool:
-    """Return whether `balance_keys` supports the model. It does not support packed weights."""
+    """Return whether `balance_keys` supports the model. Weights must be plain or in `PackedFormat`."""
     return model.config.model_type in _MODEL_TYPES and all(
-        type(projection) is nn.Linear and projection.bias is not None
+        _can_scale(projection)
         for layer in decoder_layers(model)
         for projection in (attention_of(layer).q_proj, attention_of(layer).k_proj)
     )
+
+
+def _can_scale(layer: nn.Linear) -> bool:
+    plain = type(layer) is nn.Linear and plain_weight(layer) is not None
+    return layer.bias is not None and (plain or type(layer) is PackedLinear)
 
 
 @torch.no_grad()
@@ -39,23 +46,29 @@ def balance_keys(model: PreTrainedModel) -> None:
     for layer in decoder_layers(model):
         attention, norm = attention_of(layer), layer.get_parameter("input_layernorm.weight")
         scales = key_scales(attention.k_proj, norm, attention.head_dim)
-        inverse = 1 / scales.flatten()
-        attention.k_proj.weight.mul_(inverse[:, None])
-        attention.k_proj.bias.mul_(inverse)
-        of_queries = scales.repeat_interleave(attention.num_key_value_groups, dim=0).flatten()
-        attention.q_proj.weight.mul_(of_queries[:, None])
-        attention.q_proj.bias.mul_(of_queries)
+        _scale_outputs(attention.k_proj, 1 / scales.flatten())
+        _scale_outputs(attention.q_proj, scales.repeat_interleave(attention.num_key_value_groups, dim=0).flatten())
 
 
 def key_scales(k_proj: nn.Linear, norm: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the scales `[Hkv, d]`: square roots of the estimated sizes of the channels, relative to the head's mean.
+    """Return the scales, float32 `[Hkv, d]`: square roots of the estimated sizes of the channels, relative to the
+    head's mean.
 
     A channel's size is estimated for inputs whose elements are independent, with mean 0 and variance 1 before they are
     multiplied by `norm` `[D]`. With Qwen2.5, dividing by the size itself instead of its square root loses more.
     """
-    squares = (k_proj.weight.float() * norm.float()).square().sum(1) + k_proj.bias.float().square()
+    weight = k_proj.dequantised() if isinstance(k_proj, PackedLinear) else k_proj.weight.float()
+    squares = (weight * norm.float()).square().sum(1) + k_proj.bias.float().square()
     pairs = squares.view(-1, 2, head_dim // 2).mean(1)  # RoPE rotates the channels c and c + d / 2 together
     sizes = pairs.sqrt()
     exponents = (sizes / sizes.mean(1, keepdim=True)).log2().div(2).round()
     exponents = exponents.nan_to_num(0, 0, 0).clamp(-8, 8)  # a pruned channel has size 0
-    return exponents.repeat(1, 2).exp2().to(k_proj.weight.dtype)
+    return exponents.repeat(1, 2).exp2()
+
+
+def _scale_outputs(layer: nn.Linear, scales: torch.Tensor) -> None:
+    if isinstance(layer, PackedLinear):
+        layer.scale_weight(scales)
+    else:
+        layer.weight.mul_(scales[:, None])
+    layer.bias.mul_(scales)

@@ -36,6 +36,16 @@ class PackedLinear(BackendLinear):
         form = self.form
         return packed_linear(input[..., self.order] if form.permuted else input, self.packed, form, self.bias)
 
+    def dequantised(self) -> torch.Tensor:
+        """Return the weight, float32 `[out, in]`."""
+        columns = self.form.unpack(self.packed, torch.float32)
+        return columns[:, self.order.argsort()] if self.form.permuted else columns
+
+    def scale_weight(self, scales: torch.Tensor) -> None:
+        """Multiply the rows of the weight by powers of two `[out]`, but not the bias."""
+        self.form, rows = self.form.scale_rows(self.packed, scales)
+        self.packed = nn.Parameter(rows, requires_grad=False)
+
 
 class PackedWeights(LinearBackend):
     """Weight format with integer codes and one scale per group of inputs, stored in the layer's parameter `packed`.

@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from support.packed_rows import random_rows
+from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, EngineConfig
 from offload_rt.engine.build import _load
+from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.models import checkpoint_cache, loading
 from offload_rt.models.fingerprint import fingerprint as digest
 from offload_rt.models.key_balance import balance_keys, can_balance_keys, key_scales
+from offload_rt.models.linear.packed import PackedLinear, use_packed_weights
+from offload_rt.models.linear.quantize import quantize_layers
 from offload_rt.models.weights import decoder_layers
 
 
@@ -50,12 +56,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_logits_do_not_change() -> None:
-    model, prompt = enlarge(tiny_model("qwen2", num_hidden_layers=2)), torch.tensor([tiny_prompt(40)])
-    before, keys = model(prompt).logits, model.model.layers[0].self_attn.k_proj.weight.clone()
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_logits_do_not_change(bits: int) -> None:
+    model, prompt = enlarge(tiny_model("qwen2", num_hidden_layers=2)).float(), torch.tensor([tiny_prompt(40)])
+    if bits < 16:
+        quantize_layers(model, bits)
+    k_proj = model.model.layers[0].self_attn.k_proj
+    assert type(k_proj) is (nn.Linear if bits == 16 else PackedLinear)
+    before, keys = model(prompt).logits, k_proj(torch.ones(1, k_proj.in_features))
+    assert can_balance_keys(model)
     balance_keys(model)
-    assert torch.equal(model(prompt).logits, before)
-    assert not torch.equal(model.model.layers[0].self_attn.k_proj.weight, keys)
+    assert model(prompt).logits.equal(before)
+    assert not k_proj(torch.ones(1, k_proj.in_features)).equal(keys)
+
+
+def test_packed_weights_have_the_scales_of_the_dequantised_weights() -> None:
+    form = PackedFormat(192, 4, 32, has_minima=True, permuted=True)
+    rows, weights = random_rows(form, 32)
+    packed, plain, norm = nn.Linear(192, 32), nn.Linear(192, 32), torch.randn(192)
+    use_packed_weights(packed, form, torch.float32, rows)
+    packed.order.data = torch.randperm(192).int()
+    packed.bias, plain.weight.data = plain.bias, weights.float()[:, packed.order.long().argsort()]
+    assert key_scales(packed, norm, 16).equal(key_scales(plain, norm, 16))
 
 
 def test_scales_are_powers_of_two_and_large_channels_have_large_scales() -> None:
@@ -90,8 +113,17 @@ def test_fingerprint_is_that_of_the_scaled_weights(folder: str, monkeypatch: pyt
     for _ in range(2):
         assert fingerprint(quantised_kv=True) == digest(scaled)
         assert fingerprint() == original != digest(scaled)
-    packed = loading.load_model(folder, dtype="float32", quantize="int8", verify="off")
-    assert packed.fingerprint != fingerprint(quantised_kv=True, quantize="int8")
+    packed = fingerprint(quantize="int8")
+    assert packed != fingerprint(quantised_kv=True, quantize="int8")
+
+
+def test_keys_of_gguf_files_are_scaled(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, "Q4_1")
+    plain, scaled = (
+        loading.load_model(path, dtype="float32", verify="off", quantised_kv=each) for each in (False, True)
+    )
+    assert scaled.fingerprint != plain.fingerprint
 
 
 def test_keys_are_not_scaled_if_a_skew_artifact_is_given(folder: str, tmp_path: Path) -> None:

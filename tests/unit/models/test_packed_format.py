@@ -27,6 +27,19 @@ def test_rows_unpack_to_the_same_numbers(form: PackedFormat) -> None:
     assert form.unpack(rows, torch.float64).equal(weights.float().double())
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_rows_are_scaled_exactly(form: PackedFormat, interleaved: bool) -> None:
+    rows, weights = random_rows(form, 21)
+    scales = torch.randint(-8, 9, (21,)).float().exp2()
+    if interleaved:
+        form, rows = form.for_cpu(), interleave(rows)
+    before = rows.clone()
+    scaled_form, scaled = form.scale_rows(rows, scales)
+    assert scaled_form.unpack(scaled, torch.float64).equal(weights.float().double() * scales[:, None])
+    assert rows.equal(before)
+
+
 @pytest.mark.parametrize("outs", [5, 16, 21, 48])
 def test_interleaved_rows_are_read_by_id(outs: int) -> None:
     form = FORMATS[0]
