@@ -137,6 +137,8 @@ class Written:
     unread: int = 0  # number of tokens at the start of the beginning that do not fit in the model's context
     new_tokens: int = 0  # generated tokens, including tokens that are only in the text file
     complete: str = ""  # finish reason if the document is complete
+    more: int = 0  # the last `--more`
+    goal: int = 0  # number of generated tokens that the document has after it
 
 
 class DocumentFolder:

@@ -162,6 +162,25 @@ def test_a_document_is_continued_after_ctrl_c(
     assert again.code == 0 and "is complete: 30 new tokens" in again.err
 
 
+def test_more_tokens_are_counted_once_after_an_interruption(
+    tmp_path: Path, cli: Cli, long_context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, calls = TextFile.append, list[str]()
+
+    def interrupted(file: Any, text: str) -> None:
+        calls.append(text)
+        append(file, text)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    flags = ("write", long_context, str(tmp_path / "novel.txt"), "It was", "--policy", "full", "--ignore-eos", "--more")
+    with monkeypatch.context() as patch:
+        patch.setattr(TextFile, "append", interrupted)
+        assert cli(*flags, "8").code == INTERRUPTED
+    for more, total in (("8", 8), ("8", 16), ("3", 19)):
+        assert f"{total} new tokens, complete" in cli(*flags, more).err
+
+
 def test_a_document_with_chapters_is_extended_by_chapters(tmp_path: Path, cli: Cli, long_context: str) -> None:
     novel, outline = str(tmp_path / "novel.txt"), tmp_path / "outline.txt"
     outline.write_text("One\nTwo\n")
