@@ -164,7 +164,14 @@ def test_the_command_continues_its_output_and_refuses_other_files(
 
 @pytest.mark.parametrize(
     "content",
-    ["notes without a line feed", '{"id": "a", "prompt": "x"}', '{"id": "a", "prompt": "x"}\n{"id": "b"', "[1]\n"],
+    [
+        "notes without a line feed",
+        '{"id": "a", "prompt": "x"}',
+        '{"id": "a", "prompt": "x"}\n{"id": "b"',
+        '{"id": "a", "prompt": "a long prom',
+        '{"id": 1, "mess',
+        "[1]\n",
+    ],
 )
 def test_a_file_without_results_is_not_changed(tmp_path: Path, content: str) -> None:
     other = tmp_path / "other"
@@ -172,6 +179,26 @@ def test_a_file_without_results_is_not_changed(tmp_path: Path, content: str) -> 
     with pytest.raises(InputError, match="choose another file"):
         Results(other)
     assert other.read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    [
+        ('{"id": "b\\"", "outputs": [], "new_tokens": 0}', ["a", 'b"']),
+        ('{"id": "b\\"", "outputs": [], "new_tok', ["a"]),
+        ('{"id": "b\\"", "err', ["a"]),
+        ('{"id": "batch_req_1", "custom_id": "b", "resp', ["a"]),
+        ('{"id": "b\\', ["a"]),
+        ("{", ["a"]),
+    ],
+)
+def test_only_an_incomplete_result_is_removed(tmp_path: Path, end: str, kept: list[str]) -> None:
+    out = tmp_path / "out"
+    out.write_text('{"id": "a", "error": "x"}\n' + end, encoding="utf-8")
+    results = Results(out)
+    results.add([{"id": "c", "error": "y"}])
+    results.close()
+    assert results.done == set(kept) and [line["id"] for line in read_lines(out)] == [*kept, "c"]
 
 
 def openai_line(id: str, **body: Any) -> dict[str, Any]:
