@@ -208,7 +208,7 @@ def _id_of_result(line: bytes) -> str:
 
 
 def _id_of_last(line: bytes) -> str | None:
-    """Return the id of a result without a line feed, or None for the beginning of a result. Raise an error otherwise."""
+    """Return the id of a result without a line feed, or None for the beginning of one. Otherwise, raise an error."""
     with contextlib.suppress(ValueError):
         return _id_of_result(line)
     id = _ID.match(line)

@@ -110,7 +110,7 @@ class Draft:
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
 
     def goal_of_more(self, tokens: int) -> int:
-        """Return how many new tokens the document has after `tokens` more. A repeated call continues an interrupted one."""
+        """Return how many new tokens the document has after `tokens` more, including those of an interrupted run."""
         written = self.written
         if written.complete or written.more != tokens or written.goal < written.new_tokens:
             written.more, written.goal = tokens, written.new_tokens + tokens
