@@ -158,11 +158,17 @@ class TextStream:
         fresh = self._completed(token)
         return self._release(self._held_back + fresh) if may_stop else fresh
 
-    def flush(self) -> str:
+    def flush(self, *, may_stop: bool = True) -> str:
+        """Return the text that is held back at the end of the tokens. For `may_stop`, see `push`."""
+        if self.stopped is not None:
+            return ""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
-        held_back, self._held_back = self._held_back + tail, ""
-        return held_back if self.stopped is None else ""
+        text, self._held_back = self._held_back + tail, ""
+        if may_stop:  # a token with an incomplete character may also have the end of a stop string
+            text = self._release(text)
+            text, self._held_back = text + self._held_back, ""
+        return text
 
     def _completed(self, token: int) -> str:
         window = self._window
