@@ -100,6 +100,12 @@ class TextFile:
             stacklevel=4,
         )
 
+    def remove_partial_end(self, stop: str) -> None:
+        """Remove the beginning of the stop string `stop` if an earlier run has ended with it."""
+        if self._ahead and self._handle is not None and stop.encode().startswith(self._ahead):
+            os.ftruncate(self._handle, os.lseek(self._handle, 0, os.SEEK_CUR))
+            self._ahead = b""
+
     def sync(self) -> None:
         if self._handle is not None:
             os.fsync(self._handle)
