@@ -170,6 +170,11 @@ class Request(ABC):
     @abstractmethod
     def completions(self) -> list[CompletionOutput]: ...
 
+    @property
+    def h2d_bytes(self) -> int:
+        """Size in bytes of the KV that was copied to the device. Valid after the end of the request."""
+        return sum(one.stats.h2d_bytes for one in self.completions() if one.stats is not None)
+
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
     """Return the output that a request has produced so far.
