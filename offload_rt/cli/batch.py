@@ -9,6 +9,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,8 +28,10 @@ from .openai_batch import ServerRequest, process_openai
 ShowProgress = Callable[[int, int], None]
 """Called with the number of processed requests and the total number of requests."""
 
-_BEGINNING = b'{"id": '
-"""Beginning of each line of results."""
+_BEGINNING = b'{"id": "'
+_ID = re.compile(_BEGINNING + rb'(?:[^"\\]|\\.)*"')
+_AFTER_ID = (b', "outputs": ', b', "error": ', b', "custom_id": ')
+"""Each line of results begins with an id, followed by one of these."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,8 +146,8 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 class Results:
     """The output file of a batch. `done` contains the ids of the requests that have a result.
 
-    When the file is opened, an incomplete last line is removed. Raises InputError if the file cannot be written, is
-    locked by another process, or contains other data.
+    When the file is opened, an incomplete result at its end is removed. Raises InputError if the file cannot be
+    written, is locked by another process, or contains other data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -164,13 +167,17 @@ class Results:
         whole = data.rfind(b"\n") + 1
         try:
             self.done = {_id_of_result(line) for line in data[:whole].splitlines()}
-            _check_incomplete(data[whole:])
+            last = _id_of_last(data[whole:])
         except (ValueError, KeyError, TypeError):
             self._file.close()
             raise InputError(
                 f"{str(path)!r} contains lines that are not results of a batch: choose another file"
             ) from None
-        self._file.truncate(whole)
+        if last is None:
+            self._file.truncate(whole)
+        else:
+            self.done.add(last)
+            self._file.write(b"\n")
 
     def add(self, results: Iterable[Mapping[str, Any]]) -> None:
         lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
@@ -200,12 +207,15 @@ def _id_of_result(line: bytes) -> str:
     return str(result["custom_id"] if "custom_id" in result else result["id"])
 
 
-def _check_incomplete(line: bytes) -> None:
-    """Raise an error if the last line, which has no line feed, is not a result or the beginning of one."""
-    if not line.startswith(_BEGINNING[: len(line)]):
-        raise ValueError("not a result")
+def _id_of_last(line: bytes) -> str | None:
+    """Return the id of a result without a line feed, or None for the beginning of one. Otherwise, raise an error."""
     with contextlib.suppress(ValueError):
-        _id_of_result(line)
+        return _id_of_result(line)
+    id = _ID.match(line)
+    rest = b"" if id is None else line[id.end() :]
+    if not line.startswith(_BEGINNING[: len(line)]) or not any(rest.startswith(it[: len(rest)]) for it in _AFTER_ID):
+        raise ValueError("not a result")
+    return None
 
 
 def _failed(result: Mapping[str, Any]) -> bool:

@@ -225,13 +225,19 @@ class Chat:
         for role, text in self._session.turns:
             self._show(role, text)
 
+    def _check_saved(self, command: str) -> None:
+        if not self._saved:
+            raise InputError(f"{command} needs a store, and this chat has none: start it with --store DIR")
+
     def _save(self, rest: str) -> None:
+        self._check_saved("/save")
         self._session.save()
         self._print("saved")
 
     def _fork(self, rest: str) -> None:
         if not rest:
             raise InputError("/fork needs a name: write /fork NAME")
+        self._check_saved("/fork")
         self._session.fork(rest).close()
         self._print(f"session {rest!r} is a copy of this one; open it with --session {rest}")
 

@@ -20,13 +20,12 @@ from ..utils.extras import install_command
 if TYPE_CHECKING:
     from ..llm import LLM
 
-SAMPLED = ("/v1/chat/completions", "/v1/completions")
-"""Endpoints whose request bodies use the field names of `SamplingParams`.
-
-The sampling flags set the defaults of these fields.
-"""
-
-PATHS = (*SAMPLED, "/v1/responses")
+FIELDS: Mapping[str, Mapping[str, str]] = {
+    "/v1/chat/completions": {},
+    "/v1/completions": {},
+    "/v1/responses": {"max_tokens": "max_output_tokens"},
+}
+"""For each endpoint, the fields of `SamplingParams` that have another name in request bodies."""
 
 NO_LIMIT = 1 << 30
 """Value for server limits that do not apply here: the timeout in seconds and the body size in bytes."""
@@ -45,7 +44,7 @@ class ServerRequest:
         id, path, body = line.get("custom_id"), line.get("url"), line.get("body")
         check(isinstance(id, str) and bool(id), "its custom_id must be a non-empty string")
         check(line.get("method", "POST") == "POST", "its method must be POST")
-        check(path in PATHS, f"its url must be one of {', '.join(PATHS)}")
+        check(path in FIELDS, f"its url must be one of {', '.join(FIELDS)}")
         check(isinstance(body, dict), "its body must be a JSON object")
         check(not body.get("stream"), "its body must not set stream")  # type: ignore[union-attr]
         return cls(str(id), str(path), body)  # type: ignore[arg-type]
@@ -54,6 +53,11 @@ class ServerRequest:
     def beginning(self) -> str:
         names = ("instructions", "messages", "prompt", "input")
         return json.dumps([self.path, *(self.body.get(name) for name in names)])
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body. `defaults` are the sampling parameters that it has if it does not set them."""
+        names = FIELDS[self.path]
+        return {names.get(name, name): value for name, value in defaults.items()} | dict(self.body)
 
 
 def process_openai(
@@ -89,8 +93,7 @@ def process_openai(
 
 
 async def _result(app: Any, request: ServerRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    body = {**defaults, **request.body} if request.path in SAMPLED else request.body
-    status, answer = await _post(app, request.path, json.dumps(body).encode())
+    status, answer = await _post(app, request.path, json.dumps(request.with_defaults(defaults)).encode())
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": json.loads(answer)}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.id, "response": response, "error": None}
 

@@ -37,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
         headings=_headings(args.outline), chapter_tokens=args.chapter_tokens,
     )  # fmt: skip
     console = stderr_console(args.quiet)
-    most = sampling.get("max_tokens", MAX_TOKENS)
-    if args.more:
-        most = draft.written.new_tokens + args.more
+    most = draft.goal_of_more(args.more) if args.more else sampling.get("max_tokens", MAX_TOKENS)
     if draft.is_complete(most, args.chapters or 0):
         console.print(_complete(draft), soft_wrap=True, markup=False)
         return 0

@@ -63,8 +63,7 @@ class EngineLoad:
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
         self.host_hit_tokens += 0 if stored else request.cached_tokens  # a store counts its hits itself
-        ended = (completion.stats for completion in request.completions())
-        self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
+        self.h2d_bytes += request.h2d_bytes
 
     def at_present(self, engine: Engine, arriving: int) -> EngineLoad:
         """Return the totals together with the current load of `engine`.

@@ -140,6 +140,8 @@ class BeamSearchRequest(Request):
     ) -> None:
         super().__init__(prompt, params, tokenizer, eos_token_ids)
         self._context = decoding_context(tokenizer, prompt.token_ids)
+        self._h2d_bytes = 0  # copied by beams that were freed
+        self._h2d_bytes_before: dict[int, int] = {}  # copied before a beam was forked, by sequence id
         self._beams = self._new_beams()
 
     @property
@@ -174,10 +176,8 @@ class BeamSearchRequest(Request):
 
     def _continue_with(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
-        for i, sequence in enumerate(before):  # free blocks before the forks need them
-            if i not in parents:
-                runner.free(sequence)
-                self.sequences.remove(sequence)
+        # Free blocks before the forks need them.
+        self._free(runner, [sequence for i, sequence in enumerate(before) if i not in parents])
         moved: list[Sequence] = []
         for parent, _ in chosen:
             sequence = before[parent]
@@ -190,10 +190,23 @@ class BeamSearchRequest(Request):
         self.sequences = moved
 
     def _fork(self, runner: Runner, beam: Sequence) -> Sequence:
-        return runner.retry_after_reclaim(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
+        fork = runner.retry_after_reclaim(lambda: runner.fork(beam, beam.position + 1, same_trace=True))
+        self._h2d_bytes_before[fork.id] = fork.trace.bytes_to_device
+        return fork
+
+    def _free(self, runner: Runner, beams: Seq[Sequence]) -> None:
+        for beam in beams:
+            loaded = runner.transfer.loaded_bytes(beam.blocks)
+            runner.free(beam)
+            self.sequences.remove(beam)
+            self._h2d_bytes += loaded + beam.trace.bytes_to_device - self._h2d_bytes_before.pop(beam.id, 0)
+
+    @property
+    def h2d_bytes(self) -> int:
+        return self._h2d_bytes
 
     def drop(self, runner: Runner) -> None:
-        super().drop(runner)
+        self._free(runner, self.sequences[::-1])
         if self.finish_reason is None:
             self._beams = self._new_beams()  # if the request restarts, so does the search
 

@@ -18,6 +18,7 @@ from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..models.loading import LoadedModel
 from ..policies.base import Policy
 from ..sampling_params import SamplingParams
+from ..utils.home import expand_user
 
 WIDEST_ON_GPU = 576
 """Maximum head dimension on a GPU, which is the width of the keys in latent attention.
@@ -148,9 +149,9 @@ def check_store_path(value: object) -> Path:
         raise InputError(f"store={describe_value(value)}; it must be a path")
     try:
         os.fsencode(text)
-        return Path(text).expanduser()
-    except (RuntimeError, UnicodeEncodeError) as error:  # "~" with an unknown user, or a lone surrogate
+    except UnicodeEncodeError as error:  # a lone surrogate
         raise InputError(f"store={value!r}: {error}") from None
+    return expand_user(text)
 
 
 def check_prompt_list(name: str, value: object) -> Sequence[object]:

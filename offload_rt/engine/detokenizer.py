@@ -129,6 +129,10 @@ class TextStream:
         keep_stop: Include the stop string in the text.
         special: Include special tokens in the text.
         prompt: Tokens of the prompt, which comes before the generated tokens.
+
+    Attributes:
+        held_back: Text that may begin a stop string. It has no incomplete characters.
+        stopped: The stop string that was found, or None.
     """
 
     def __init__(
@@ -147,7 +151,7 @@ class TextStream:
         # been returned.
         self._window = decoding_context(tokenizer, prompt)
         self._shown, self._known = len(self._window), self._texts(self._window)
-        self._held_back = ""
+        self.held_back = ""
         self.stopped: str | None = None
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
@@ -156,13 +160,19 @@ class TextStream:
         If `may_stop` is True, cut the text at the first stop string and set `stopped`.
         """
         fresh = self._completed(token)
-        return self._release(self._held_back + fresh) if may_stop else fresh
+        return self._release(self.held_back + fresh) if may_stop else fresh
 
-    def flush(self) -> str:
+    def flush(self, *, may_stop: bool = True) -> str:
+        """Return the text that is held back at the end of the tokens. For `may_stop`, see `push`."""
+        if self.stopped is not None:
+            return ""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
-        held_back, self._held_back = self._held_back + tail, ""
-        return held_back if self.stopped is None else ""
+        text, self.held_back = self.held_back + tail, ""
+        if may_stop:  # a token with an incomplete character may also have the end of a stop string
+            text = self._release(text)
+            text, self.held_back = text + self.held_back, ""
+        return text
 
     def _completed(self, token: int) -> str:
         window = self._window
@@ -206,8 +216,8 @@ class TextStream:
     def _release(self, text: str) -> str:
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            (at, self.stopped), self._held_back = min(found), ""
+            (at, self.stopped), self.held_back = min(found), ""
             return text[: at + len(self.stopped) * self._keep_stop]
         keep = max((partial_end(text, stop) for stop in self._stop), default=0)
-        self._held_back = text[len(text) - keep :]
+        self.held_back = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -170,6 +170,11 @@ class Request(ABC):
     @abstractmethod
     def completions(self) -> list[CompletionOutput]: ...
 
+    @property
+    def h2d_bytes(self) -> int:
+        """Size in bytes of the KV that was copied to the device. Valid after the end of the request."""
+        return sum(one.stats.h2d_bytes for one in self.completions() if one.stats is not None)
+
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
     """Return the output that a request has produced so far.
@@ -313,7 +318,8 @@ class SampledRequest(Request):
         sequence.tokens.append(token)
         self.new_tokens.append(token)
         shown = token not in self._ends or self.params.include_stop_str_in_output
-        text = self._stream.push(token, may_stop=len(self.new_tokens) > self.params.min_tokens) if shown else ""
+        may_stop = len(self.new_tokens) > self.params.min_tokens
+        text = self._stream.push(token, may_stop=may_stop) if shown else ""
         if token in self._ends:
             self.finish_reason, self.stop_reason = "stop", None if token in self._eos else token
         elif self._stream.stopped is not None:
@@ -323,7 +329,9 @@ class SampledRequest(Request):
         elif len(self.new_tokens) == self.params.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None:
-            text += self._stream.flush()
+            text += self._stream.flush(may_stop=may_stop)
+            if self.stop_reason is None and self._stream.stopped is not None:
+                self.finish_reason, self.stop_reason = "stop", self._stream.stopped
         self.text += text
         index, ended = len(self.new_tokens) - 1, (self.finish_reason, self.sample, self.stop_reason)
         return [TokenOutput(self.prompt.id, text, token, index, *ended, self._take_logprobs(logits, token))]

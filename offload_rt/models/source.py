@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import ModelError
+from ..errors import InputError, ModelError
+from ..utils.home import expand_user
 from ..utils.small_files import read_json
 from .registry import has_remote_code, refuse_unknown
 
@@ -214,9 +215,11 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
             raise ModelError(f"model {name!r} does not ship with this version; use a folder or a hub id")
         return ModelSource(str(folder), shipped=True)
     try:
-        path = Path(name).expanduser()
+        path = expand_user(name)
         is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, RuntimeError, ValueError) as error:
+    except InputError as error:
+        raise ModelError(f"model {error}") from None
+    except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r:.80} is not a valid path: {error!s:.80}") from None
     if is_folder:
         return ModelSource(str(path), _only_gguf(path), hub=hub)

@@ -10,6 +10,7 @@ If not all data fits, the plan moves data to host memory in this order:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from ..core import BLOCK_SIZE, ModelGeometry
 from ..errors import ConfigError, DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.file_layout import disk_limit
 from ..kv_cache.kv_format import make_kv_formats, stored_geometry
+from ..kv_cache.layer_groups import LayerGroups
 from ..models.shape import ModelShape
 from ..models.weights import Placement
 from ..policies.registry import memory_demand
@@ -142,10 +144,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     pool = divide_host_memory(config, geometry, shape.dtype).kv
     if config.disk is not None:
         pool = disk_limit(config.disk, config.disk_limit, pool)
-    formats = make_kv_formats(config.kv_cache_dtype, shape.dtype, geometry)
-    token_bytes = stored_geometry(geometry, formats).kv_bytes(1, formats[0].storage)
-    capacity = max(1, min(geometry.max_positions, pool // token_bytes))
-    limit, context = config.device_memory, config.max_model_len or capacity
+    limit, context = config.device_memory, config.max_model_len or _capacity(config, shape, pool)
     *larger_slices, smallest_slice = prefill_slices(config, shape.device)
     costs = replace(costs_for(config, shape), slice_tokens=smallest_slice)
     candidates = [replace(costs, shape=shape.with_placement(placement)) for placement in _placements(config, shape)]
@@ -161,6 +160,15 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
             "raise device_memory, or give a smaller max_model_len"
         )
     return plan
+
+
+def _capacity(config: EngineConfig, shape: ModelShape, pool: int) -> int:
+    """Return how many tokens of one sequence fit in a pool of `pool` bytes, at most the model's context length."""
+    formats = make_kv_formats(config.kv_cache_dtype, shape.dtype, shape.geometry)
+    stored = stored_geometry(shape.geometry, formats)
+    groups = LayerGroups.from_geometry(stored)
+    blocks = pool // (groups.layers * BLOCK_SIZE * stored.full_rows.bytes(formats[0].storage))
+    return max(1, bisect_right(range(1, stored.max_positions + 1), blocks, key=groups.blocks))
 
 
 def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:

@@ -20,6 +20,7 @@ from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..utils.atomic_files import write_atomic
+from ..utils.home import expand_user
 from ..utils.private_files import make_private_folder
 from ..utils.small_files import read_small
 from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
@@ -310,7 +311,7 @@ def _salt_key(folder: Path | None) -> bytes:
 
 def _default_name(name: str) -> str:
     """Return the model's hub id, or only the last part of a path, because folders are private."""
-    path = Path(name).expanduser()
+    path = expand_user(name)
     return path.name if path.is_absolute() or path.exists() else name
 
 

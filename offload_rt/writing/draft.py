@@ -109,6 +109,13 @@ class Draft:
         enough = len(self.written.chapters) >= total if total else self.written.new_tokens >= max_tokens
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
 
+    def goal_of_more(self, tokens: int) -> int:
+        """Return how many new tokens the document has after `tokens` more, including those of an interrupted run."""
+        written = self.written
+        if written.complete or written.more != tokens or written.goal < written.new_tokens:
+            written.more, written.goal = tokens, written.new_tokens + tokens
+        return written.goal
+
     def params(self) -> SamplingParams:
         return SamplingParams(**self.settings.sampling)
 

@@ -100,6 +100,12 @@ class TextFile:
             stacklevel=4,
         )
 
+    def remove_partial_end(self, stop: str) -> None:
+        """Remove the beginning of the stop string `stop` if an earlier run has ended with it."""
+        if self._ahead and self._handle is not None and stop.encode().startswith(self._ahead):
+            os.ftruncate(self._handle, os.lseek(self._handle, 0, os.SEEK_CUR))
+            self._ahead = b""
+
     def sync(self) -> None:
         if self._handle is not None:
             os.fsync(self._handle)
@@ -137,6 +143,8 @@ class Written:
     unread: int = 0  # number of tokens at the start of the beginning that do not fit in the model's context
     new_tokens: int = 0  # generated tokens, including tokens that are only in the text file
     complete: str = ""  # finish reason if the document is complete
+    more: int = 0  # the last `--more`
+    goal: int = 0  # number of generated tokens that the document has after it
 
 
 class DocumentFolder:

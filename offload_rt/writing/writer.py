@@ -169,8 +169,11 @@ class _Writer:
             reason = self._write_turn(*turn)
         if reason is None:
             reason = "stop" if self._text_complete else "length"
-        if reason == "stop" and self._text.stopped is None:
-            self._file.append(self._text.flush())
+        if self._text.stopped is None:
+            # If the document is continued, later bytes can complete the last character.
+            self._file.append(self._text.flush() if reason == "stop" else self._text.held_back)
+        if self._text.stopped is not None:
+            self._file.remove_partial_end(self._text.stopped)
         self._written.complete = reason
         history = self._session.history
         return Document(

@@ -104,30 +104,38 @@ class StructuredBody(Body):
     grammar: str | None = None
 
 
-class SampledBody(RequestBody):
-    """Common fields of chat and text completions: OpenAI's, then vLLM's extensions, then this server's."""
+class SamplingBody(RequestBody):
+    """Common fields of chat, text completions and responses: OpenAI's, then vLLM's extensions."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    max_tokens: Count | None = None
-    n: Choices | None = None
     seed: Whole | None = None
     stop: Stop | Texts | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
 
     top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
+
+
+class SampledBody(SamplingBody):
+    """Common fields of chat and text completions: OpenAI's, then vLLM's extensions, then this server's."""
+
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    max_tokens: Count | None = None
+    n: Choices | None = None
+    stream_options: StreamOptions | None = None
+
+    min_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
     stop_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredBody | None = None
 
@@ -135,8 +143,6 @@ class SampledBody(RequestBody):
     policy_options: dict[str, Any] | None = None
     exact: bool | None = None
     session: Annotated[str, Field(min_length=1, max_length=100)] | None = None
-    cache_salt: CacheSalt | None = None
-    prompt_cache_key: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -243,7 +249,7 @@ class TextOptions(Body):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(SamplingBody):
     """Body of `POST /v1/responses`."""
 
     input: str | list[dict[str, Any]]
@@ -252,16 +258,11 @@ class ResponsesRequest(RequestBody):
     metadata: dict[str, Any] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamed | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     background: bool | None = None
-    cache_salt: CacheSalt | None = None
-    prompt_cache_key: str | None = None
 
 
 class TokenizeRequest(RequestBody):

@@ -218,6 +218,8 @@ def _initial_response(service: Service, body: ResponsesRequest, request: Request
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "store": body.store is not False,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "presence_penalty": body.presence_penalty or 0.0,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
@@ -227,8 +229,6 @@ def _initial_response(service: Service, body: ResponsesRequest, request: Request
         "usage": None,
         # Fields of the Open Responses schema with fixed values.
         "background": False,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
         "top_logprobs": 0,
         "reasoning": None,
         "max_tool_calls": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
@@ -13,7 +14,10 @@ from support.tiny_models import tiny_checkpoint, tiny_prompt
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import batch, main
 from offload_rt.cli.batch import BatchRequest, Results, process, process_group, read_requests
+from offload_rt.cli.flags import SAMPLING, add_sampling_flags
+from offload_rt.cli.openai_batch import ServerRequest
 from offload_rt.errors import InputError
+from offload_rt.server.openai.requests import ChatRequest, CompletionRequest, RequestBody, ResponsesRequest
 
 DEFAULTS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 PROMPTS = [tiny_prompt(20 + i, seed=i % 3) for i in range(7)]
@@ -164,7 +168,14 @@ def test_the_command_continues_its_output_and_refuses_other_files(
 
 @pytest.mark.parametrize(
     "content",
-    ["notes without a line feed", '{"id": "a", "prompt": "x"}', '{"id": "a", "prompt": "x"}\n{"id": "b"', "[1]\n"],
+    [
+        "notes without a line feed",
+        '{"id": "a", "prompt": "x"}',
+        '{"id": "a", "prompt": "x"}\n{"id": "b"',
+        '{"id": "a", "prompt": "a long prom',
+        '{"id": 1, "mess',
+        "[1]\n",
+    ],
 )
 def test_a_file_without_results_is_not_changed(tmp_path: Path, content: str) -> None:
     other = tmp_path / "other"
@@ -172,6 +183,26 @@ def test_a_file_without_results_is_not_changed(tmp_path: Path, content: str) -> 
     with pytest.raises(InputError, match="choose another file"):
         Results(other)
     assert other.read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    [
+        ('{"id": "b\\"", "outputs": [], "new_tokens": 0}', ["a", 'b"']),
+        ('{"id": "b\\"", "outputs": [], "new_tok', ["a"]),
+        ('{"id": "b\\"", "err', ["a"]),
+        ('{"id": "batch_req_1", "custom_id": "b", "resp', ["a"]),
+        ('{"id": "b\\', ["a"]),
+        ("{", ["a"]),
+    ],
+)
+def test_only_an_incomplete_result_is_removed(tmp_path: Path, end: str, kept: list[str]) -> None:
+    out = tmp_path / "out"
+    out.write_text('{"id": "a", "error": "x"}\n' + end, encoding="utf-8")
+    results = Results(out)
+    results.add([{"id": "c", "error": "y"}])
+    results.close()
+    assert results.done == set(kept) and [line["id"] for line in read_lines(out)] == [*kept, "c"]
 
 
 def openai_line(id: str, **body: Any) -> dict[str, Any]:
@@ -204,6 +235,19 @@ def test_results_in_openai_format_equal_generate(tmp_path: Path) -> None:
         assert found[id]["response"]["status_code"] == 400 and found[id]["response"]["body"]["error"]["message"]
     before = out.read_bytes()
     assert main(arguments) == 0 and out.read_bytes() == before
+
+
+def test_sampling_flags_are_fields_of_every_endpoint() -> None:
+    parser = argparse.ArgumentParser()
+    add_sampling_flags(parser, several=False)
+    flags = [action.dest.removeprefix(SAMPLING) for action in parser._actions if action.dest.startswith(SAMPLING)]
+    bodies: dict[str, type[RequestBody]] = {
+        "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/responses": ResponsesRequest
+    }  # fmt: skip
+    for path, body in bodies.items():
+        request = ServerRequest("a", path, {"seed": 2})
+        given = request.with_defaults(dict.fromkeys(flags, 1))
+        assert len(given) == len(flags) and given["seed"] == 2 and given.keys() <= body.model_fields.keys()
 
 
 @pytest.mark.parametrize(

@@ -187,13 +187,14 @@ def test_an_interrupt_in_a_destructor_ends_the_answer(
 def test_chats_without_a_store_or_messages_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n/save\n/fork other\n"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     flags = ["--policy", "full", "--max-new-tokens", "3", "--host-memory", "64MiB"]
     assert main(["chat", "reference", *flags]) == 0
     out, err = capsys.readouterr()
     assert out.strip() and "not saved: add --store DIR to save conversations" in err
+    assert "/save needs a store" in err and "/fork needs a store" in err and "is a copy" not in err
     assert not list((tmp_path / "temporary").iterdir())
     monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
     assert main(["chat", "reference", "--store", str(tmp_path / "store"), *flags]) == 0

@@ -113,7 +113,7 @@ def test_bad_value_is_one_clear_line(generate: Cli, flags: str, words: tuple[str
     ],
 )
 def test_paths_of_unknown_users_are_refused(cli: Cli, command: str) -> None:
-    cli(*command.split()).fails_with("~nobody-here", "home")
+    cli(*command.split()).fails_with("~nobody-here", "write the whole path")
 
 
 def test_a_chat_with_and_without_a_store_is_refused(cli: Cli, tmp_path: Path) -> None:

@@ -123,6 +123,22 @@ def test_an_extended_document_equals_one_that_is_written_at_once(tmp_path: Path,
     assert parts.read_text() == whole.read_text()
 
 
+@pytest.mark.parametrize("found", [False, True], ids=["no stop string", "stop string"])
+def test_text_at_the_length_limit_may_begin_a_stop_string(tmp_path: Path, found: bool) -> None:
+    llm, free = LLM("reference", policy="full", host_memory="32MiB"), replace(SAMPLED, ignore_eos=True)
+
+    def texts(name: str, params: SamplingParams) -> list[str]:
+        written = []
+        for count in (20, 30):
+            write_document(llm, tmp_path / name, "", params, max_tokens=count, beginning="It was a dark night")
+            written.append((tmp_path / name).read_text())
+        return written
+
+    short, long = texts("free", free)
+    stop = long[len(short) - 6 : len(short) + 4] if found else f"{short[-6:]}~"
+    assert texts("stopped", replace(free, stop=(stop,))) == [short, short[:-6] if found else long]
+
+
 def test_an_end_token_ends_a_chapter(tmp_path: Path, long_context: str) -> None:
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 24, "policy": "full", "beginning": "It was a dark night"}
@@ -160,6 +176,25 @@ def test_a_document_is_continued_after_ctrl_c(
     assert cli(*flags, "--quiet").err == ""
     again = cli(*flags)
     assert again.code == 0 and "is complete: 30 new tokens" in again.err
+
+
+def test_more_tokens_are_counted_once_after_an_interruption(
+    tmp_path: Path, cli: Cli, long_context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, calls = TextFile.append, list[str]()
+
+    def interrupted(file: Any, text: str) -> None:
+        calls.append(text)
+        append(file, text)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    flags = ("write", long_context, str(tmp_path / "novel.txt"), "It was", "--policy", "full", "--ignore-eos", "--more")
+    with monkeypatch.context() as patch:
+        patch.setattr(TextFile, "append", interrupted)
+        assert cli(*flags, "8").code == INTERRUPTED
+    for more, total in (("8", 8), ("8", 16), ("3", 19)):
+        assert f"{total} new tokens, complete" in cli(*flags, more).err
 
 
 def test_a_document_with_chapters_is_extended_by_chapters(tmp_path: Path, cli: Cli, long_context: str) -> None:

@@ -101,6 +101,16 @@ def test_concurrent_requests_get_the_tokens_of_each_alone(generate_alone: Any) -
     assert load.cached_tokens > 0 and load.pool_limit_bytes == 12 * BLOCK_BYTES
 
 
+def test_the_load_contains_the_transfers_of_all_beams() -> None:
+    async def send_requests(engine: AsyncLLM) -> Any:
+        params = SamplingParams(max_tokens=9, temperature=0, num_beams=3)
+        [output] = [output async for output in engine.generate(tiny_prompt(20), params)]
+        return output.outputs[0].stats.h2d_bytes, engine.load().h2d_bytes
+
+    of_one_beam, total = run_and_check_cleanup(send_requests)
+    assert total == 3 * of_one_beam > 0
+
+
 def test_an_abort_ends_only_its_request(generate_alone: Any) -> None:
     async def send_requests(engine: AsyncLLM) -> Any:
         other = asyncio.create_task(generate_tokens(engine, tiny_prompt(70, seed=3)))

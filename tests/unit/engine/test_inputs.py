@@ -176,6 +176,7 @@ def test_truncation_removes_the_chosen_part(ids: list[int], room: int, truncate:
         (lambda llm, _: llm.session("\ud800", "s"), "session name .* must be a text"),
         (lambda llm, _: llm.session("s", None), "store=None is NoneType; it must be a path"),
         (lambda llm, _: llm.session("s", "a\0b"), "store=.* must be a path"),
+        (lambda llm, _: llm.session("s", "~nobody-here"), "'~nobody-here': .* write the whole path"),
         (lambda llm, _: llm.under("infinigen", 1), "policy_options=1 is int; it must be a mapping"),
         (lambda llm, session: session.send(["5"], SHORT), "a text instead of token ids"),
         (lambda llm, session: session.send([5], 5), "sampling_params=5 is int"),

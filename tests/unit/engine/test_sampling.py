@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.core import Prompt
 from offload_rt.engine.detokenizer import TextStream, token_bytes, token_text
+from offload_rt.engine.request import SampledRequest
 from offload_rt.engine.sampler import Sampler, logprobs_of
 from offload_rt.models.loading import load_model
 
@@ -236,6 +239,27 @@ def test_stop_strings_are_kept_or_delayed_if_requested(tokenizer: PreTrainedToke
     assert stream(["dark", "night"], keep_stop=True) == (whole[: whole.index("dark") + 4], "dark")
     assert stream(["dark", "night"], late=len(ids) - 1, keep_stop=True) == (whole, "night")
     assert stream(["dark"], late=len(ids)) == (whole, None)
+
+
+def test_a_stop_string_may_share_its_last_token_with_a_character() -> None:
+    vocab = {letter: i for i, letter in enumerate("ENDx\u0120\u00e2\u0122")}  # the last three are the bytes 20 e2 80
+    merges = [("D", "\u00e2")]
+    made = Tokenizer(BPE(vocab=vocab | {"D\u00e2": len(vocab)}, merges=merges))
+    made.decoder = decoders.ByteLevel()
+    used = PreTrainedTokenizerFast(tokenizer_object=made)
+    ids = used.convert_tokens_to_ids(["x", "E", "N", "D\u00e2"])
+    assert stream_text(used, ids, ["END"]) == ("x", "END")
+    assert stream_text(used, ids, ["END"], keep_stop=True) == ("xEND", "END")
+    assert stream_text(used, ids, ["END!"]) == ("xEND\ufffd", None)
+    assert stream_text(used, ids[:3], ["END"]) == ("xEN", None)
+    request = SampledRequest(Prompt(0, (3,)), SamplingParams(max_tokens=3, stop=["END"]), used, frozenset())
+    sequence: Any = SimpleNamespace(tokens=[3], position=1, shift=0)
+    request.sequence = sequence
+    for sequence.position, token in enumerate(ids[1:], 1):
+        logits = torch.full((1, len(used)), -torch.inf)
+        logits[0, token] = 0.0
+        request.accept(sequence, logits, [token])
+    assert (request.text, request.finish_reason, request.stop_reason) == ("", "stop", "END")
 
 
 def test_bad_words_are_never_generated(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -71,6 +71,15 @@ def test_unknown_fields_are_reported(http: httpx2.Client) -> None:
     assert http.post("/v1/chat/completions", json=body | {"functions": None}).status_code == 200
 
 
+def test_responses_have_the_sampling_parameters_of_completions(http: httpx2.Client, engine: ScriptedEngine) -> None:
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.25}
+    given = {"seed": 3, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5, "ignore_eos": True} | penalties
+    answer = http.post("/v1/responses", json={"input": "x", "stop": "END"} | given)
+    assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
+    assert {name: getattr(engine.params, name) for name in given} == given and engine.params.stop == ("END",)
+    assert {name: answer.json()[name] for name in penalties} == penalties
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -299,15 +299,7 @@ def test_memory_demand_follows_the_options() -> None:
     assert memory_demand("quest", {"page": 8}, geometry, torch.float32).key_bytes == 2 * 2 * 32 * 4 / 8
 
 
-@pytest.mark.parametrize(
-    ("preset", "layers", "row"),
-    [("rows", 31, 48), ("default", 32, 130)],
-    ids=[
-        "rows: 38 of 128 columns as int8 in rows of 48 bytes, layer 0 dense",
-        "tail: 128 columns of keys and values in 4 bits, two steps",
-    ],
-)
-def test_plan_of_an_8b_model_with_128k_tokens(preset: str, layers: int, row: int) -> None:
+def shape_of_8b_model(windows: tuple[int | None, ...]) -> ModelShape:
     layer = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
     sizes = WeightSizes(2 * (2 * 128_256 + 1) * 4096, (layer,) * 32, 14336)
     geometry = ModelGeometry(
@@ -318,13 +310,38 @@ def test_plan_of_an_8b_model_with_128k_tokens(preset: str, layers: int, row: int
         head_dim=128,
         vocab=128_256,
         scales=(128**-0.5,) * 32,
-        windows=(None,) * 32,
+        windows=windows,
         max_positions=131_072,
         absolute_positions=False,
         default_alpha=5.0,
     )
-    shape = ModelShape(geometry, sizes.fixed + sum(sizes.layers), sizes, torch.bfloat16, torch.device("cuda"))
-    demand = memory_demand("infinigen", {"preset": preset}, geometry, torch.bfloat16)
+    return ModelShape(geometry, sizes.fixed + sum(sizes.layers), sizes, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("windows", "context"),
+    [((None,) * 32, 8192), ((1024, None) * 16, 2 * 8192 - 17 * 64), ((1024,) * 32, 131_072)],
+    ids=["full", "every second layer", "sliding"],
+)
+def test_plans_are_for_the_longest_context_that_the_host_memory_holds(
+    windows: tuple[int | None, ...], context: int
+) -> None:
+    config = EngineConfig(policy="full", device_memory=60_000_000_000, host_memory=1 << 30)
+    assert plan_for(config, shape_of_8b_model(windows)).context == context
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "row"),
+    [("rows", 31, 48), ("default", 32, 130)],
+    ids=[
+        "rows: 38 of 128 columns as int8 in rows of 48 bytes, layer 0 dense",
+        "tail: 128 columns of keys and values in 4 bits, two steps",
+    ],
+)
+def test_plan_of_an_8b_model_with_128k_tokens(preset: str, layers: int, row: int) -> None:
+    shape = shape_of_8b_model((None,) * 32)
+    layer = shape.sizes.layers[0]
+    demand = memory_demand("infinigen", {"preset": preset}, shape.geometry, torch.bfloat16)
     costs = DeviceCosts(shape, demand, 512)
     assert plan_device(24_000_000_000, costs, 131_072).streamed == ()
     small = plan_device(12_000_000_000, costs, 131_072)
