@@ -81,7 +81,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--ray", type=int, metavar="N", help="N engines on a Ray cluster (RAY_ADDRESS, or a new local one)"
     )
-    parser.add_argument("--quiet", action="store_true", help="print nothing on stderr")
+    parser.add_argument("--quiet", action="store_true", help="print only notes and errors on stderr")
     add_engine_flags(parser)
     add_sampling_flags(parser, several=False)
 
