@@ -12,11 +12,14 @@ COPY eval eval
 ARG EXTRAS=serve,structured
 # The compiler builds the CPU kernels into the package. CUDA needs it at run time too: Triton compiles its launchers.
 ARG KEEP_COMPILER=
+# Without this, pip refuses to install into the Python of Ubuntu 24.04 (PEP 668).
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
     && python3 -m pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]" \
     && if [ -z "${KEEP_COMPILER}" ]; then apt-get purge -y --auto-remove gcc libc6-dev; fi \
     && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home --uid 1000 server && mkdir /models /sessions && chown server /models /sessions
+# Images of Ubuntu 24.04 already have a user with this id.
+RUN useradd --create-home --non-unique --uid 1000 server && mkdir /models /sessions && chown server /models /sessions
 USER server
 ENV HF_HOME=/models
 VOLUME ["/models", "/sessions"]

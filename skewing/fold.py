@@ -157,7 +157,7 @@ def skew_model(
     model: str,
     out: Path | str,
     *,
-    method: SkewMethod = "svd",
+    method: SkewMethod = "balanced",
     calibration: str | None = None,
     calibration_tokens: int = TOKENS,
     dtype: DType = "auto",

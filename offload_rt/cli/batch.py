@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import fcntl
 import importlib.util
 import json
@@ -11,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         results.close()
     if failed:
-        console.print(f"{failed:,} requests failed: see the field 'error' of their results", markup=False)
+        console.print(f"{failed:,} of them failed: see the field 'error' of their results", markup=False)
     return 1 if failed else 0
 
 
@@ -83,7 +84,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--ray", type=int, metavar="N", help="N engines on a Ray cluster (RAY_ADDRESS, or a new local one)"
     )
-    parser.add_argument("--quiet", action="store_true", help="print nothing on stderr")
+    parser.add_argument("--quiet", action="store_true", help="print only notes and errors on stderr")
     add_engine_flags(parser)
     add_sampling_flags(parser, several=False)
 
@@ -116,7 +117,7 @@ def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[AnyRequest]:
         # `splitlines()` would also split at other line separators, which JSON strings may contain.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {str(path)!r}: {error}") from error
+        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', error)}") from error
     requests = [_request(line, number, path, defaults) for number, line in enumerate(lines, start=1) if line.strip()]
     seen: set[str] = set()
     for request in requests:
@@ -137,10 +138,18 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
         check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be a string or a number")
         check((prompt is None) != (messages is None), "it must have either 'prompt' or 'messages'")
         check(prompt is None or isinstance(prompt, (str, list)), "its prompt must be a string or a list of token ids")
+        _check_options(rest)
         SamplingParams(**{**defaults, **rest})
     except (ValueError, TypeError) as error:
         raise InputError(f"line {number} of {str(path)!r} is not a valid request: {error}") from error
     return BatchRequest(str(id), prompt, messages, rest)
+
+
+def _check_options(given: Iterable[str]) -> None:
+    known = [field.name for field in fields(SamplingParams)]
+    for name in given:
+        near = difflib.get_close_matches(name, known, n=1)
+        check(name in known, f"{name!r} is not a sampling option{f'; did you mean {near[0]!r}?' if near else ''}")
 
 
 class Results:

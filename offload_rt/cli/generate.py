@@ -90,7 +90,7 @@ def add(commands: Any) -> None:
         "--compare-full", action="store_true", help="then continue with full attention too, and compare"
     )
     output.add_argument("--plot", metavar="FILE", help="with --compare-full: draw attention and transfers (PNG)")
-    output.add_argument("--quiet", action="store_true", help="print nothing on stderr")
+    output.add_argument("--quiet", action="store_true", help="print only notes and errors on stderr")
     add_engine_flags(parser)
 
 

@@ -49,6 +49,11 @@ def run(args: argparse.Namespace) -> int:
     """Serve the OpenAI and Anthropic protocols and a web page over HTTP. By default, only local clients can connect
     (see --host)."""
     options, config = _options(args), engine_config(args, progress=True)
+    if options.max_engines > 1 and config.device_memory is not None:
+        raise ConfigError(
+            f"--max-engines {options.max_engines} and --device-memory cannot be combined, because device memory is "
+            "planned for one policy: remove one of them"
+        )
     store = _store(args)
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
         raise ConfigError(f"serve needs {', '.join(missing)}: {install_command('serve')}")

@@ -42,6 +42,8 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "skew", run)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the artifact")
     parser.add_argument("--overwrite", action="store_true", help="replace an artifact in DIR")
-    parser.add_argument("--method", default="svd", metavar="svd|balanced")
+    parser.add_argument(
+        "--method", default="balanced", metavar="svd|balanced", help="svd is the paper's method (default: balanced)"
+    )
     parser.add_argument("--calibration", metavar="FILE", help="calibration text (default: the packaged one)")
-    parser.add_argument("--calibration-tokens", type=int, metavar="N")
+    parser.add_argument("--calibration-tokens", type=int, metavar="N", help="length of the text (default: 2048)")

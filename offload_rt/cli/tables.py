@@ -162,7 +162,7 @@ def summary_table(stats: Stats) -> Table:
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
     times = f" ({whole / per_token:.0f} times less than all KV)" if per_token and whole > 1.5 * per_token else ""
     rest = ", the rest through approximate KV" if stats.approximate_bytes_device else ", the rest is ignored"
-    attended = f"{_percent(stats.exact_fraction)} of the context{rest if selects else ''}"
+    attended = f"{_percent(stats.exact_fraction)} of the context{rest if selects and stats.exact_fraction < 1 else ''}"
     if not stats.decoded_tokens:
         attended = "100.00% of the context (prefill only)"
     device = stats.kv_bytes_device + stats.scoring_bytes_device

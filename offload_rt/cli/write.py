@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--more", type=int, metavar="N", help="write N more tokens than the document has")
     parser.add_argument("--system", metavar="TEXT", help="system prompt of an instruct model")
     parser.add_argument("--store", metavar="DIR", help="folder of KV cache and settings (default: FILE.session)")
-    parser.add_argument("--quiet", action="store_true", help="print nothing on stderr")
+    parser.add_argument("--quiet", action="store_true", help="print only notes and errors on stderr")
     add_sampling_flags(parser, several=False, max_tokens=f"total number of new tokens (default: {MAX_TOKENS})")
     add_engine_flags(parser)
 

@@ -138,6 +138,7 @@ class _Writer:
         self._positions = llm.runner.max_positions
         self._times: deque[float] = deque(maxlen=RATE_TOKENS)
         self._unfinished: list[int] = []  # generated tokens of the current turn
+        self._added = 0  # number of tokens that the current turn appends before them
         self._headings: dict[int, list[int]] = {}
         self._written = draft.written
         if draft.new:  # settings that cannot be used must not be stored, because they cannot be changed later
@@ -181,7 +182,7 @@ class _Writer:
             new_tokens=self._new_tokens,
             chapters=len(self._written.chapters),
             finish_reason=reason,
-            context_tokens=len(history.tokens) + len(self._unfinished),
+            context_tokens=len(history.tokens) + self._added + len(self._unfinished),
             removed_tokens=history.removed + self._written.unread,
             stats=self._session.last_stats,
         )
@@ -297,6 +298,7 @@ class _Writer:
         """Write one turn that begins with `kept` and `heading`. Return the finish reason if it is the last turn."""
         written, new, added = self._written, self._new_tokens, [*kept, *heading]
         before, replaced = written.tokens[:-1], int(bool(written.tokens))
+        self._added = len(added) - replaced
         self._file.append("".join(self._decode(token) for token in heading))
         params = replace(self._params, max_tokens=self._turn_length(len(added), replaced), min_tokens=0, stop=())
         layers = self._llm.geometry.layers
@@ -317,6 +319,7 @@ class _Writer:
                     reason = "length"
                 if event.finish_reason is not None:
                     written.tokens, self._unfinished = [*before, *added, *self._unfinished], []
+                    self._added = 0
                 elif reason is not None:
                     return reason
         self._file.sync()

@@ -1,6 +1,7 @@
 """Measure a reference checkpoint and write measured.json and the tables of its README.md (between two markers).
 
-python scripts/reference/measure.py offload_rt/reference/llama --data ../shared/data/books
+    python scripts/reference/measure.py offload_rt/reference/llama --data ../shared/data/books \\
+        --pinned-text offload_rt/data/black_arrow.txt
 """
 
 from __future__ import annotations
@@ -151,12 +152,25 @@ def write_card(folder: Path, measured: dict[str, Any]) -> None:
     Raise ValueError if README.md has no markers.
     """
     (folder / "measured.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    before, after = _around_tables(folder)
+    (folder / "README.md").write_text(f"{before}{BEGIN}\n\n{tables(measured)}\n\n{END}{after}", encoding="utf-8")
+
+
+def _around_tables(folder: Path) -> tuple[str, str]:
+    """Return the parts of README.md before and after the markers. Raise ValueError if there are no markers."""
     card = folder / "README.md"
     before, begin, rest = card.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{card} lacks the marks {BEGIN} and {END}")
-    card.write_text(f"{before}{BEGIN}\n\n{tables(measured)}\n\n{END}{after}", encoding="utf-8")
+    return before, after
+
+
+def _check_files(folder: Path, book: Path) -> None:
+    _around_tables(folder)
+    for path in (folder / "config.json", folder / "tokenizer.json", book):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist")
 
 
 def main(arguments: list[str]) -> int:
@@ -170,12 +184,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--questions", type=int, default=192)
     args = parser.parse_args(arguments)
     console = Console(stderr=True)
+    try:  # before the measurements, which take minutes
+        pinned_text = args.pinned_text.read_text(encoding="utf-8")
+        _check_files(args.folder, args.data / TEST_BOOK)
+    except (OSError, ValueError) as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        return 2
     model, tokenizer = load_model(args.folder)
     with console.status("bits per byte"):
         text = measure_text(model, tokenizer, args.data / TEST_BOOK, args.contexts, args.windows)
     with console.status("recall"):
         asked = measure_recall(model, tokenizer, args.data / TEST_BOOK, args.contexts, args.facts, args.questions)
-    pinned = pinned_scores(model, tokenizer, args.pinned_text.read_text(encoding="utf-8"))
+    pinned = pinned_scores(model, tokenizer, pinned_text)
     measured = {
         "architecture": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),

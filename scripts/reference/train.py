@@ -80,6 +80,8 @@ class TrainingRun:
 
     def _prepare_data(self, data: Path, tokenizer: Path | None) -> None:
         vocabulary, corpus, books = self.out / "tokenizer.json", self.out / "corpus.npy", training_books(data)
+        if tokenizer and not (tokenizer / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"{tokenizer} holds no tokenizer.json")
         if not vocabulary.exists():
             made = (
                 Tokenizer.from_file(str(tokenizer / "tokenizer.json"))

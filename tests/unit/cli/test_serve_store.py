@@ -55,6 +55,7 @@ def test_only_the_first_server_writes_the_default_store(
     ("model", "flags", "message"),
     [
         ("reference", ("--no-store", "--store", "x"), "cannot be combined"),
+        ("reference", ("--max-engines", "2", "--device-memory", "1GiB"), "--max-engines 2 and --device-memory"),
         ("/nowhere/model", (), "does not exist"),
         (".", (), "no config.json"),
     ],

@@ -117,9 +117,11 @@ def test_settings_that_cannot_be_used_are_not_stored(tmp_path: Path, short_conte
 def test_an_extended_document_equals_one_that_is_written_at_once(tmp_path: Path, long_context: str) -> None:
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given = {"beginning": "It was a dark night", "sampling_params": SAMPLED}
-    write(long_context, whole, max_tokens=60, **given)
-    for count in (20, 40, 60):
-        write(long_context, parts, max_tokens=count, **given)
+    write(long_context, whole, max_tokens=80, **given)
+    for count in (20, 40, 60, 80):
+        done = write(long_context, parts, max_tokens=count, **given)
+        progress = json.loads((tmp_path / "parts.txt.session" / "progress.json").read_text())
+        assert done is not None and done.context_tokens == progress["given"] + count
     assert parts.read_text() == whole.read_text()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,15 @@ def test_benchmark_in_one_file_runs(
         main(["eval", external_benchmark, "--help"])
     said = capsys.readouterr().out
     assert "--least" in said and "Counts the words of a text" in said
+
+
+def test_benchmark_of_the_documentation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[3] / "docs" / "pages" / "extending.md"
+    snippet = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[-1]
+    (tmp_path / "words.py").write_text(snippet)
+    (tmp_path / "book.txt").write_text("to be or not to be here")
+    assert main(["eval", str(tmp_path / "words.py"), "--text", str(tmp_path / "book.txt"), "--least", "3"]) == 0
+    assert capsys.readouterr().out == "2\n"
 
 
 def test_invalid_arguments_are_reported_in_one_line(

@@ -15,6 +15,7 @@ from support.training import TINY, VOCABULARY, write_books
 
 # isort: split
 # The training's scripts, which `support.training` puts on the path.
+import measure
 from build import build_model, weighted_loss
 from data import (
     HELD_OUT_BOOKS,
@@ -82,6 +83,20 @@ def test_loss_counts_weighted_tokens_only():
     torch.testing.assert_close(weighted_loss(model, ids, weights), expected)
 
 
-def test_command_line_names_the_invalid_argument(tmp_path, capsys):
+def test_command_line_names_the_invalid_argument(books, tmp_path, capsys):
     assert main(["cpu", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
     assert "no .txt file to train on" in capsys.readouterr().err
+    assert main(["cpu", "--data", str(books), "--out", str(tmp_path / "run"), "--tokenizer", str(tmp_path)]) == 2
+    assert "holds no tokenizer.json" in capsys.readouterr().err
+
+
+def test_missing_files_are_reported_before_the_measurements(books, tmp_path, capsys):
+    given = [str(tmp_path), "--data", str(books), "--pinned-text"]
+    assert measure.main([*given, str(tmp_path / "none.txt")]) == 2
+    assert "none.txt" in capsys.readouterr().err
+    (tmp_path / "README.md").write_text("A card without tables.")
+    assert measure.main([*given, str(books / "one.txt")]) == 2
+    assert "lacks the marks" in capsys.readouterr().err
+    (tmp_path / "README.md").write_text(f"{measure.BEGIN}{measure.END}")
+    assert measure.main([*given, str(books / "one.txt")]) == 2
+    assert "config.json does not exist" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_tables_of_results_are_up_to_date() -> None:
     results = load_docs_script("results")
     for path, text in results.pages().items():
         assert text == path.read_text(encoding="utf-8"), f"run python docs/results.py: {path.name} is out of date"
+
+
+def test_warnings_are_errors_when_the_site_is_built() -> None:
+    commands = subprocess.run(
+        ["make", "--dry-run", "site"], cwd=DOCS.parent, capture_output=True, text=True, check=True
+    ).stdout
+    [build] = [line for line in commands.splitlines() if "mkdocs" in line]
+    assert "--strict" in build and "--quiet" not in build, "with --quiet, mkdocs counts no warnings"
+    ignored = re.findall(r"^/(docs/pages/.+)$", (DOCS.parent / ".gitignore").read_text(encoding="utf-8"), re.MULTILINE)
+    before = commands.partition(build)[0]
+    assert ignored and all(path in before for path in ignored), "a fresh clone lacks a generated file"
 
 
 def test_links_of_the_readme_lead_to_files() -> None:

@@ -19,6 +19,7 @@ from offload_rt.errors import ArtifactError, ConfigError, InputError, ModelError
 from offload_rt.models.loading import load_model
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.source import find_source
+from offload_rt.policies.options import InfiniGenOptions
 from offload_rt.skewing import artifact as artifact_module
 from offload_rt.skewing import calibrate as calibrate_module
 from offload_rt.skewing.artifact import SkewArtifact
@@ -125,6 +126,7 @@ def test_skew_model_with_tokenizer(tmp_path: Path) -> None:
 def test_skew_model_without_tokenizer(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     report = skew_model(str(tmp_path / "model"), tmp_path / "out", calibration_tokens=100)
+    assert report.method == InfiniGenOptions().skew
     assert report.folded is None
     assert report.logit_difference is None
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["skew.safetensors"]

@@ -66,6 +66,8 @@ def test_table_shows_the_statistics(infinigen_stats: Stats) -> None:
     prefilled = replace(infinigen_stats, attended_by_step=[], exact_fraction=0.0)
     shown = value_of(render(summary_table(prefilled)), "exact attention fraction")
     assert shown == "100.00% of the context (prefill only)"
+    verified = replace(infinigen_stats, exact_fraction=1.0)
+    assert value_of(render(summary_table(verified)), "exact attention fraction") == "100.00% of the context"
 
 
 def test_table_shows_usual_values_and_advice(infinigen_stats: Stats) -> None:
