@@ -126,6 +126,8 @@ class Memory:
         self.lockable = 1 << 62
         """Maximum number of bytes that can be registered."""
         self.registered: list[tuple[int, int]] = []
+        self.registered_on: set[int] = set()
+        """Devices that were current when memory was registered."""
 
     # ------------------------------------------------------------------------------------------------------ device
 

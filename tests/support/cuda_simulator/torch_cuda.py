@@ -185,6 +185,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         return memory.usage.allocated
 
     def registered(address: int, size: int, flags: int) -> int:
+        memory.registered_on.add(sim.device)
         if memory.register(address, size):
             return 0
         sim.error = "cudaHostRegister failed"
