@@ -72,8 +72,9 @@ def _attend_few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
 def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     m, n = q.shape[2], k.shape[2]
     first = max(0, n - m - window + 1)
-    distance = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(first, n, device=q.device)
-    mask = (distance >= 0) & (distance < window)
+    # Query i sees the keys (past + i - window, past + i]. One byte per pair, because windows may be long.
+    past = n - m - first
+    mask = torch.ones(m, n - first, dtype=torch.bool, device=q.device).tril_(past).triu_(past - window + 1)
     return F.scaled_dot_product_attention(q, k[:, :, first:], v[:, :, first:], attn_mask=mask, scale=scale)
 
 

@@ -168,7 +168,7 @@ def build_with_policy(runner: Runner, name: str, options: Mapping[str, Any], exa
     config = replace(config, policy_options=options)
     with on_device(model.adapter.device):
         policy = build_policy(model, name, options, artifact_loader(model, config), idle=runner.pool.lock)
-    transfer = build_transfer(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
+        transfer = build_transfer(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
     draft = None if model_then is None else runner.draft
     return Runner(model, policy, runner.pool, transfer, config, weights=runner.weights, draft=draft, order=runner.order)
 

@@ -23,6 +23,7 @@ from ..storage.naming import NamedBlock, SessionProvenance, name_blocks, window_
 from ..storage.options import StoreOptions
 from ..storage.saver import Saver, layer_bytes
 from ..storage.swap_file import SwapFile
+from ..transfer.streams import on_device
 from .runner import Runner
 
 BYTES_PER_SECOND = 500e6  # assumed read speed of the disk until it has been measured
@@ -220,12 +221,13 @@ class Swap:
 
     @torch.inference_mode()
     def _rebuild_policy_state(self, sequence: Sequence) -> None:
-        runner = self._runner
+        runner, device = self._runner, self._runner.adapter.device
         for layer in runner.adapter.geometry.kv_layers:
             if layer not in runner.policy.dense_layers:
-                start, device = 0, runner.adapter.device
+                start = 0
                 for rows in runner.pool.runs(sequence.blocks, layer, range(sequence.position)):
-                    sequence.state.on_kv(layer, rows.k.to(device), rows.v.to(device), start)
+                    with on_device(device):
+                        sequence.state.on_kv(layer, rows.k.to(device), rows.v.to(device), start)
                     start += rows.k.shape[1]
         sequence.unobserved = 0
 

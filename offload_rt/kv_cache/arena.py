@@ -28,6 +28,8 @@ class Arena:
         assert dtype.itemsize == layout.itemsize
         self.layout = layout
         self.pin = pin
+        # The engine may activate slabs while another device is current.
+        self._device = torch.cuda.current_device() if pin else None
         self.active = 0
         # Huge pages reduce page faults and TLB misses. However, the first slab does not use them unless it is pinned: a
         # short prompt would touch many huge pages, and the kernel clears each of them (SmolLM2 with 30 tokens: 360 MB,
@@ -47,7 +49,7 @@ class Arena:
         assert self.active < self.layout.slabs
         if self.pin:
             slab = self.rows.narrow(0, self.active * self.layout.slab_rows, self.layout.slab_rows)
-            page_lock(slab, self)
+            page_lock(slab, self, self._device)
         self.active += 1
 
     def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
@@ -94,15 +96,20 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
     return memory
 
 
-def page_lock(slab: torch.Tensor, owner: object) -> None:
-    """Page-lock the memory of `slab` for CUDA, until `owner` is deleted. Raise MemoryLimitError if CUDA refuses."""
+def page_lock(slab: torch.Tensor, owner: object, device: torch.device | int | None = None) -> None:
+    """Page-lock the memory of `slab` for CUDA, until `owner` is deleted. Raise MemoryLimitError if CUDA refuses.
+
+    `device` is the CUDA device that uses the memory, by default the current device.
+    """
     size = slab.numel() * slab.itemsize
     cuda: Any = torch.cuda  # cudart() is untyped in some versions of torch
-    code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
+    with cuda.device(device):  # on any other device, CUDA would allocate a context there
+        code = int(cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
+        if code != 0:
+            with contextlib.suppress(RuntimeError):
+                # This clears CUDA's error state. Otherwise, the next kernel launch would report the error.
+                torch.zeros(1, device="cuda")
     if code != 0:
-        with contextlib.suppress(RuntimeError):
-            # This clears CUDA's error state. Otherwise, the next kernel launch would report the error.
-            torch.zeros(1, device="cuda")
         raise MemoryLimitError(
             f"cannot pin {format_size(size)} of host memory for CUDA (cudaHostRegister gave error {code}): lower "
             f"host_memory, or raise the limit on locked memory (ulimit -l)"

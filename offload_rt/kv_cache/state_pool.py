@@ -64,7 +64,7 @@ class StatePool:
     def lock(self, slot: int) -> None:
         """Page-lock a slot on its first use, if the model is on a CUDA device. Raises MemoryLimitError."""
         if self._pin and slot not in self._locked:
-            page_lock(self._rows[slot], self)
+            page_lock(self._rows[slot], self, self._device)
             self._locked.add(slot)
 
     def _wait_for_copies(self) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -52,16 +53,36 @@ class Graph(Protocol):
 class CudaGraph:
     """A `Graph` on CUDA. It includes the work on streams that fork from the compute stream and join it again.
 
-    `pool` is the memory pool for allocations during the capture.
+    `pool` is the memory pool for allocations during the capture, and `stream` is the stream that is captured.
     """
 
-    def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        # Do not capture launches of other threads: the saver thread may wait for write-backs during the capture.
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            return body()
+        before = torch.cuda.current_stream()
+        try:
+            # Do not capture launches of other threads: the saver thread may wait for write-backs during the capture.
+            with torch.cuda.graph(
+                self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                return body()
+        except BaseException:
+            if torch.cuda.current_stream() != before:
+                self._give_up(before)
+            raise
+
+    def _give_up(self, before: torch.cuda.Stream) -> None:
+        """Finish a capture that torch could not end, for example because of a forbidden operation.
+
+        torch leaves the captured stream current. It also leaves the allocator in the state of a capture, in which
+        memory that two streams have used is never freed, and no later capture can use the pool.
+        """
+        torch.cuda.set_stream(before)
+        allocator: Any = torch._C
+        with suppress(RuntimeError):  # raised if the allocator is not in this state
+            allocator._cuda_endAllocateToPool(before.device.index, self._pool)
+            allocator._cuda_releasePool(before.device.index, self._pool)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -74,14 +95,18 @@ class SharedPool:
     created then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._graphs = weakref.WeakSet[CudaGraph]()
         self._handle: Any = None
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
 
     def new_graph(self) -> CudaGraph:
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
-        graph = CudaGraph(self._handle)
+        if self._stream is None:  # torch's default is a stream on the device of the first capture in the process
+            self._stream = torch.cuda.Stream(self._device)
+        graph = CudaGraph(self._handle, self._stream)
         self._graphs.add(graph)
         return graph
 
@@ -101,8 +126,10 @@ class _Captured:
 
     def _launch(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         mode = BatchedMode(batch, inputs, dense=True)
-        logits = DecodeStep(batch, mode).compute()
-        inputs.rows.join()  # All streams must join the compute stream before the capture ends.
+        try:
+            logits = DecodeStep(batch, mode).compute()
+        finally:
+            inputs.rows.join()  # All streams must join before the capture ends. Otherwise, torch cannot end it.
         self._layers = [selection.layer for selection in mode.selections]
         self._recurrent_layers = mode.recurrent_layers
         counts = [selection.counts for selection in mode.selections]
@@ -234,7 +261,7 @@ def steps_for(
     limit = max_graphs(config, device, streams=streams)
     if not limit:
         return eager
-    return GraphSteps(eager, SharedPool().new_graph, limit)
+    return GraphSteps(eager, SharedPool(device).new_graph, limit)
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:

@@ -189,6 +189,8 @@ class DeviceCosts:
             group = max(geometry.group, geometry.heads // self._largest_rows.kv_heads)
             attention += key_count * (geometry.heads * (2 * compute + size) + group * (8 + 3))
             attention += 2 * heads * compute
+        else:
+            attention += self._mask_bytes(context)
         policy_bytes = 0
         if self.demand.key_bytes:
             key_count = min(context, PROMPT_KEYS_AT_ONCE)
@@ -200,6 +202,15 @@ class DeviceCosts:
         work = max(min(context, self.slice_tokens) * max(mlp, attention), policy_bytes)
         work += self._decoding(context)
         return rows + weight_bytes + work + self._logits_bytes(1) + self._unpacked_bytes()
+
+    def _mask_bytes(self, context: int) -> int:
+        """Return the size of one token's row in the mask of the longest sliding window, on a GPU."""
+        geometry = self.shape.geometry
+        longest = max((window for window in geometry.windows if window is not None and window < context), default=0)
+        if not longest or geometry.chunked or self.shape.device.type == "cpu":
+            return 0
+        # torch converts the mask to the model's dtype and copies it once more to align its rows.
+        return min(context, longest + self.slice_tokens) * (1 + 2 * self.shape.dtype.itemsize)
 
     def _unpacked_bytes(self) -> int:
         """Return the size of one tile of unpacked weights on a GPU and of its products."""

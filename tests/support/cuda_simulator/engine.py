@@ -74,12 +74,14 @@ class Capture:
         pool: Id of the graph's memory pool.
         thread: Thread that must not wait for the device during the capture. None means all threads.
         queues: Entries by the stream in which they were captured.
+        failed: Whether an operation that CUDA forbids has made the capture invalid.
     """
 
     origin: Queue
     pool: int
     thread: int | None
     queues: dict[Queue, list[Entry]] = field(default_factory=dict)
+    failed: bool = False
 
     def add(self, queue: Queue, entry: Entry) -> None:
         """Capture an entry and all later entries of its stream."""
@@ -92,8 +94,10 @@ class Capture:
             not isinstance(entry, (Point, Wait, Poisoning)) for entries in self.queues.values() for entry in entries
         )
 
-    def check_joined(self) -> None:
-        """Raise CaptureError if some captured stream does work that the origin stream does not wait for."""
+    def check_complete(self) -> None:
+        """Raise CaptureError if an operation was not allowed, or if the origin does not wait for a captured stream."""
+        if self.failed:
+            raise CaptureError("operation failed due to a previous error during capture")
         joined: set[Queue] = set()
         more = {self.origin}
         while more:
@@ -214,6 +218,7 @@ class Engine:
                     raise CaptureError("waits for an event of a capture that has ended")
                 point.capture.add(queue, Wait(point))
             elif queue.capture is not None:
+                queue.capture.failed = True
                 raise CaptureError("a captured stream waits for an event that was recorded outside")
             elif not point.reached:
                 queue.entries.append(Wait(point))
@@ -232,9 +237,11 @@ class Engine:
 
     def _check_may_wait(self, point: Point) -> None:
         if point.capture is not None:
+            point.capture.failed = True
             raise CaptureError("the host waits for an event of a capture")
         for capture in {queue.capture for queue in self.queues if queue.capture is not None}:
             if capture.thread in (None, threading.get_ident()):
+                capture.failed = True
                 raise CaptureError("the host waits for the device while a stream is captured")
 
     def finish_all(self) -> None:

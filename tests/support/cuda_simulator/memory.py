@@ -119,11 +119,15 @@ class Memory:
         self._free_host: dict[int, list[int]] = defaultdict(list)
         self._deferred: list[tuple[Block, list[Point]]] = []
         self._pool_bytes: Counter[int] = Counter()
+        self.capturing: set[int] = set()
+        """Pools of captures that have not ended. Until they end, blocks passed to `record_stream` are not freed."""
         self.in_place = True
         """Whether kernels access page-locked memory at its host address."""
         self.lockable = 1 << 62
         """Maximum number of bytes that can be registered."""
         self.registered: list[tuple[int, int]] = []
+        self.registered_on: set[int] = set()
+        """Devices that were current when memory was registered."""
 
     # ------------------------------------------------------------------------------------------------------ device
 
@@ -151,6 +155,16 @@ class Memory:
         self.usage.take(size, size if fresh else 0)
         return self._module.over(address, nbytes, number, queue.device)
 
+    def begin_pool(self, pool: int) -> None:
+        if pool in self.capturing:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.capturing.add(pool)
+
+    def end_pool(self, pool: int) -> None:
+        if pool not in self.capturing:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.capturing.remove(pool)
+
     def drop_pool(self, pool: int) -> None:
         self.usage.active -= self._pool_bytes.pop(pool, 0)
         for key in [key for key in self._free if key[0] == pool]:
@@ -173,7 +187,7 @@ class Memory:
                 self._deferred.append((block, [self._engine.record(queue) for queue in block.users]))
         deferred, self._deferred = self._deferred, []
         for block, points in deferred:
-            if all(point.reached for point in points):
+            if all(point.reached for point in points) and not (points and self.capturing):
                 self._poison_and_free(block)
             else:
                 self._deferred.append((block, points))

@@ -102,6 +102,7 @@ class Graph:
     def begin(self, pool: int, queue: Queue, mode: str) -> None:
         if self._sim.graphs.get(pool) == 0:
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: all graphs of this pool were deleted")
+        self._sim.memory.begin_pool(pool)
         thread = None if mode == "global" else threading.get_ident()
         queue.capture = self._captured = Capture(queue, pool, thread)
         self._sim.graphs[pool] += 1
@@ -109,13 +110,10 @@ class Graph:
     def end(self) -> None:
         assert self._captured is not None
         self._sim.memory.collect()
-        self.abandon()
-        self._captured.check_joined()
-
-    def abandon(self) -> None:
-        assert self._captured is not None
         for queue in {*self._captured.queues, self._captured.origin}:
             queue.capture = None
+        self._captured.check_complete()
+        self._sim.memory.end_pool(self._captured.pool)
 
     def __del__(self) -> None:
         if self._captured is None:
@@ -140,7 +138,7 @@ def ignore_late_unregistration() -> None:
 
 def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     cuda, memory = torch.cuda, sim.memory
-    pools = itertools.count(1)
+    pools, capture_stream = itertools.count(1), list[Stream]()
 
     def put(name: str, value: Any) -> None:
         patch.setattr(cuda, name, value, raising=False)
@@ -160,15 +158,16 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     @contextmanager
     def graph(captured: Graph, pool: int | None = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
         sim.engine.finish_all()
-        side = Stream(sim) if stream is None else stream
-        captured.begin(next(pools) if pool is None else pool, side.queue, capture_error_mode)
+        if stream is None:  # torch creates one stream per process, on the device of the first capture
+            stream = capture_stream[0] if capture_stream else Stream(sim)
+            capture_stream[:] = [stream]
+        stream.__enter__()
+        captured.begin(next(pools) if pool is None else pool, stream.queue, capture_error_mode)
         try:
-            with cuda.stream(side):
-                yield
-        except BaseException:
-            captured.abandon()
-            raise
-        captured.end()
+            yield
+        finally:
+            captured.end()  # as in torch, the stream stays current and the pool in use if this raises an error
+            stream.__exit__()
 
     def synchronize(device: Any = None) -> None:
         sim.host_waits("device")
@@ -186,6 +185,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         return memory.usage.allocated
 
     def registered(address: int, size: int, flags: int) -> int:
+        memory.registered_on.add(sim.device)
         if memory.register(address, size):
             return 0
         sim.error = "cudaHostRegister failed"
@@ -240,6 +240,8 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
         put(name, value)
     for name, value in _accelerator(values).items():
         patch.setattr(torch.accelerator, name, value)
+    patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: memory.end_pool(pool), raising=False)
+    patch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: None, raising=False)
     patch.setattr(torch, "Stream", values["Stream"])
     patch.setattr(torch, "Event", values["Event"])
     patch.setattr(torch, "Generator", _Generator)

@@ -217,7 +217,7 @@ def test_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: 
     assert states is not None and table is not None
     locked: list[torch.Tensor] = []
 
-    def page_lock(slab: torch.Tensor, owner: object) -> None:
+    def page_lock(slab: torch.Tensor, owner: object, device: torch.device) -> None:
         locked.append(slab)
         if len(locked) == failing + 1:
             raise MemoryLimitError("cannot pin")

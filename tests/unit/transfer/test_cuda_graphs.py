@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.batches import OPTIONS, make_runner, prefilled_sequence
+from support.cuda_simulator import Late, simulated
 from support.outputs import completed
 from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
@@ -20,7 +21,8 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.runner import Runner
 from offload_rt.errors import ConfigError
 from offload_rt.model_runner import cuda_graphs
-from offload_rt.model_runner.cuda_graphs import GraphSteps
+from offload_rt.model_runner.cuda_graphs import CudaGraph, GraphSteps
+from offload_rt.model_runner.sequence import Sequence
 from offload_rt.policies.rule import Rule
 
 
@@ -139,6 +141,83 @@ def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for captured, one in enumerate(inputs, start=1):
         steps._capture(None, one)
         assert list(steps._captured) == inputs[max(0, captured - 4) : captured]
+
+
+def failing_graph_runner(fail: Callable[[torch.Tensor], object]) -> tuple[Runner, Sequence]:
+    """Return a runner with a prefilled sequence. `fail` is called with the output of a module during captures."""
+
+    def hook(module: Any, given: Any, out: torch.Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            fail(out)
+
+    model = tiny_model("llama", num_hidden_layers=2).to("cuda")
+    model.model.layers[1].mlp.register_forward_hook(hook)
+    options = OPTIONS | {"dense_layers": (0,)}  # the fetch of the dense layer is pending when the capture fails
+    runner = LLM(model, policy_options=options, device="cuda", host_memory="8MiB", missed_mass_every=0).runner
+    return runner, prefilled_sequence(runner, 61)
+
+
+@pytest.mark.parametrize("allowed", [False, True], ids=["forbidden operation", "other error"])
+def test_failed_capture_leaves_streams_and_memory_in_order(allowed: bool) -> None:
+    """Torch keeps the stream and the memory pool of a capture that it cannot end.
+
+    Later work would run in another stream, and memory that two streams use would never be freed.
+    """
+
+    def fail(out: torch.Tensor) -> None:
+        if not allowed:
+            out.sum().item()
+        raise RuntimeError("failed in a module")
+
+    with simulated(Late((1, 2))) as sim:
+        runner, sequence = failing_graph_runner(fail)
+        want = [runner.decode([sequence]) for _ in range(2)]  # the second step tries to capture
+        assert all(logits.isfinite().all() for logits in want)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert not sim.memory.capturing
+        sim.memory.collect()
+        assert set(sim.graphs.values()) <= {0}
+        runner.free(sequence)
+
+
+def test_capture_that_runs_out_of_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all streams join before the capture ends, torch reports the first error and frees the graph's memory."""
+    errors: list[BaseException] = []
+
+    def fail(out: torch.Tensor) -> None:
+        if not errors:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    capture = CudaGraph.capture
+
+    def noted(graph: CudaGraph, body: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        try:
+            return capture(graph, body)
+        except RuntimeError as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(CudaGraph, "capture", noted)
+    with simulated(Late((1, 2))) as sim:
+        runner, sequence = failing_graph_runner(fail)
+        for _ in range(4):
+            runner.decode([sequence])
+        assert [type(error) for error in errors] == [torch.OutOfMemoryError]
+        assert not sim.memory.capturing
+        runner.free(sequence)
+
+
+def test_two_models_on_two_devices_capture_on_their_own_device() -> None:
+    """Torch's own capture stream belongs to the device of the first capture in the process."""
+    settings: dict[str, Any] = {"policy_options": OPTIONS, "host_memory": "8MiB", "enable_prefix_caching": False}
+    prompts, params, tokens = [tiny_prompt(30)], SamplingParams(max_tokens=6, temperature=0), []
+    with simulated(Late(), devices=2):
+        for device in ("cuda:0", "cuda:1"):
+            llm = LLM(tiny_model("llama", num_hidden_layers=2).to(device), device=device, **settings)
+            tokens.append([c.token_ids for c in completed(llm.generate(prompts, params))])
+            steps = llm.runner.steps
+            assert isinstance(steps, GraphSteps) and any(steps._captured.values())
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.engine.runner import Runner
+from offload_rt.engine.swap import Swap
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 RUNS = [(cell, name) for cell in CELLS for name in SCHEDULES if ALL or name == cell.daily]
@@ -179,6 +180,25 @@ def test_kernels_copies_and_graphs_run_on_the_device_of_the_model(tmp_path: Path
     with simulated(Late(), devices=2) as sim:
         assert cell.run("cuda:1", tmp_path) == expected
         assert sim.device == 0 and all(queue.device == 1 for queue in sim.engine.queues[2:])
+        assert sim.memory.registered_on == {1}
+
+
+def test_preempted_sequence_is_restored_on_the_device_of_the_model(tmp_path: Path) -> None:
+    with simulated(Late(), devices=2):
+        model = tiny_model("llama", num_hidden_layers=2).to("cuda:1")
+        runner = LLM(model, policy_options=LOW_BITS, device="cuda:1", host_memory="4MiB", missed_mass_every=0).runner
+        swap, tokens = Swap(runner, tmp_path), [*tiny_prompt(80), 5, 6]
+        swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0  # faster than computing the KV again
+        sequence = runner.new_sequence(tokens, 82)
+        runner.prefill(sequence, 80)
+        swapped = swap.swap_out(sequence, 1)
+        assert swapped is not None
+        expected = runner.decode([sequence])
+        runner.free(sequence)
+        restored = swap.swap_in(swapped, tokens)
+        assert restored is not None and torch.equal(runner.decode([restored]), expected)
+        runner.free(restored)
+        swap.close()
 
 
 @pytest.mark.parametrize("name", ["infinigen", "graphs", "working set", "shared", "rounded"] if ALL else ["infinigen"])

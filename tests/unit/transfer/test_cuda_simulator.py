@@ -209,9 +209,14 @@ def test_invalid_captures_are_refused(sim: Simulator) -> None:
     with pytest.raises(CaptureError, match="not joined"), torch.cuda.graph(graph):
         compute_on_two_streams(side, x, join=False)
     for body, what in ((before.wait, "outside"), (before.synchronize, "host waits"), (x.cpu, "host waits")):
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(CaptureError, match=what), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        graph, main = torch.cuda.CUDAGraph(), torch.cuda.default_stream()
+        with (
+            pytest.raises(CaptureError, match="previous error") as caught,
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
             body()
+        assert what in str(caught.value.__context__) and torch.cuda.current_stream() != main
+        torch.cuda.set_stream(main)
 
 
 # ------------------------------------------------------------------------------------------------------------- Triton
