@@ -65,7 +65,9 @@ class Runner(SequenceManager):
         self.slice_tokens = best if plan is None else plan.costs.slice_tokens
         self.thread_choice = ThreadChoice()
         self.eager = EagerSteps()
-        self.steps = steps_for(config, self.adapter.device, self.eager, streams=weights is not None)
+        self.steps = steps_for(
+            config, self.adapter.device, self.eager, lambda: model.found_weight_changes, streams=weights is not None
+        )
         # Shared prefixes are not attended to jointly if KV is quantised, because each sequence has an unquantised
         # window, or if KV is on disk, because it is read block by block.
         min_saved = MIN_SAVED_BYTES if pool.format.exact and pool.file is None else NEVER_SHARE

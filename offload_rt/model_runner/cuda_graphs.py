@@ -5,7 +5,8 @@ rounded up with padding. A step of an 8B model has 1,500 launches, which take 5 
 step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 In hybrid models, each recurrent layer copies the states of the batch from their slots, whose numbers are in
-`StepInputs`, and writes them back. If a new slot moves the states to other addresses, all graphs are dropped.
+`StepInputs`, and writes them back. If a new slot moves the states to other addresses, all graphs are dropped. They are
+also dropped if the caller has changed the weights, which may then have other addresses.
 
 A step runs eagerly, which means without a graph, in these cases:
 
@@ -63,9 +64,7 @@ class CudaGraph:
         before = torch.cuda.current_stream()
         try:
             # Do not capture launches of other threads: the saver thread may wait for write-backs during the capture.
-            with torch.cuda.graph(
-                self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 return body()
         except BaseException:
             if torch.cuda.current_stream() != before:
@@ -151,16 +150,27 @@ class _Captured:
 
 
 class GraphSteps:
-    """Runs decode steps, if possible by replaying CUDA graphs. At most `max_graphs` graphs are kept."""
+    """Runs decode steps, if possible by replaying CUDA graphs. At most `max_graphs` graphs are kept.
 
-    def __init__(self, eager: EagerSteps, new_graph: Callable[[], Graph], max_graphs: int = MAX_CACHED) -> None:
+    `weight_changes` returns how often the caller has changed the weights of the model.
+    """
+
+    def __init__(
+        self,
+        eager: EagerSteps,
+        new_graph: Callable[[], Graph],
+        max_graphs: int = MAX_CACHED,
+        weight_changes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._eager, self._new_graph, self._max_graphs, self._disabled = eager, new_graph, max_graphs, False
+        self._weight_changes = weight_changes
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured] = weakref.WeakKeyDictionary()
         self._too_large: weakref.WeakSet[StepInputs] = weakref.WeakSet()
         # Shapes (with capacity 0) for which all kernels have been compiled, and inputs that have run eagerly.
         self._compiled: set[StepShape] = set()
         self._ran_eagerly: weakref.WeakSet[StepInputs] = weakref.WeakSet()
-        self._state_slots = 0  # number of slots of recurrent state for which graphs are captured
+        # Number of slots of recurrent state, and of weight changes, for which graphs are captured.
+        self._captured_for = 0, weight_changes()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         sequences = len(batch.sequences)
@@ -188,10 +198,11 @@ class GraphSteps:
         return self._captured.get(inputs) or self._try_capture(batch, inputs)
 
     def _drop_outdated(self, batch: DecodeBatch) -> None:
-        """Drop all graphs if the recurrent states have moved to other addresses."""
-        if batch.states is not None and batch.states.size != self._state_slots:
+        """Drop all graphs if recurrent states or weights may have moved to other addresses."""
+        current = 0 if batch.states is None else batch.states.size, self._weight_changes()
+        if current != self._captured_for:
             self._captured.clear()
-            self._state_slots = batch.states.size
+            self._captured_for = current
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
         """Capture a step. If this fails, return None, so that the step runs eagerly.
@@ -212,7 +223,7 @@ class GraphSteps:
             self._disabled = True
             _log.warning(
                 "decode steps of this model cannot be captured as CUDA graphs and may be several times slower (set "
-                "cuda_graphs=False to hide this warning): %s", str(error).splitlines()[0],
+                "cuda_graphs=False to hide this warning): %s", str(_first_of(error)).splitlines()[0],
             )  # fmt: skip
             return None
 
@@ -236,6 +247,13 @@ class GraphSteps:
         )  # fmt: skip
 
 
+def _first_of(error: BaseException) -> BaseException:
+    """Return the error that interrupted a capture. Ending the capture may have raised further errors."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
 def _out_of_memory(error: BaseException | None) -> bool:
     # Ending an interrupted capture may raise a second error. The first error is then the context of the second.
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
@@ -252,16 +270,17 @@ def _capturable(batch: DecodeBatch) -> bool:
 
 
 def steps_for(
-    config: EngineConfig, device: torch.device, eager: EagerSteps, *, streams: bool
+    config: EngineConfig, device: torch.device, eager: EagerSteps, weight_changes: Callable[[], int], *, streams: bool
 ) -> EagerSteps | GraphSteps:
     """Return the object that runs decode steps. Raises ConfigError if graphs are requested but not supported.
 
-    `streams` is True if weights are copied to the device in every step, which a graph cannot do.
+    `streams` is True if weights are copied to the device in every step, which a graph cannot do. For `weight_changes`,
+    see `GraphSteps`.
     """
     limit = max_graphs(config, device, streams=streams)
     if not limit:
         return eager
-    return GraphSteps(eager, SharedPool(device).new_graph, limit)
+    return GraphSteps(eager, SharedPool(device).new_graph, limit, weight_changes)
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:

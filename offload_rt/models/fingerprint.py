@@ -164,6 +164,11 @@ class WeightChangeDetector:
             self._last_state, self._changes = state, self._changes + 1
         return self._changes
 
+    @property
+    def found(self) -> int:
+        """Number of calls of `changes` that have found changed weights."""
+        return self._changes
+
     @torch.no_grad()
     def _state(self) -> tuple[Any, ...]:
         modules = list(self._model.modules())

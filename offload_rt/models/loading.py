@@ -107,6 +107,11 @@ class LoadedModel:
         changes = 0 if self.weight_changes is None else self.weight_changes.changes()
         return f"weights-{changes} " if changes else ""
 
+    @property
+    def found_weight_changes(self) -> int:
+        """Number of changes that calls of `weights_provenance` have found. A change may move weights in memory."""
+        return 0 if self.weight_changes is None else self.weight_changes.found
+
     def check_weights_unchanged(self) -> None:
         if self.weights_provenance():
             raise ModelError(

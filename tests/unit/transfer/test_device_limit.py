@@ -100,9 +100,7 @@ def test_masks_of_long_windows_are_below_the_limit(tmp_path: Path, monkeypatch: 
     check_peak(case, Lazy(), tmp_path / "model", tmp_path, monkeypatch)
 
 
-def check_peak(
-    case: Case, schedule: Schedule, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_peak(case: Case, schedule: Schedule, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Assert that prefills and decode steps stay within the smallest limit that the plan accepts."""
     monkeypatch.setattr(memory_model, "CUDA_WORKSPACE", 0)  # the simulator has no cuBLAS workspace
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))  # empty: the first start calibrates
