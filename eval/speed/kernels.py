@@ -20,7 +20,7 @@ from ...kernels.kv_runs import Run
 from ...kernels.packed_format import PackedFormat, interleave
 from ...kernels.pointer_table import PointerTable
 from ...kernels.selection import pack
-from ...model_runner.cuda_graphs import CudaGraph
+from ...model_runner.cuda_graphs import SharedPool
 from ...models.linear.packed import packed_linear, unpack_rows
 from ...policies.infinigen.scoring import row_width
 from ...transfer.streams import DeviceStream, InlineStream
@@ -119,7 +119,7 @@ def replayed(call: Callable[[], Any], device: torch.device, repeats: int) -> flo
         flush()
         call()
 
-    graphs = [CudaGraph(torch.cuda.graph_pool_handle()) for _ in (flush, both)]
+    graphs = [SharedPool(device).new_graph() for _ in (flush, both)]
     try:
         for graph, step in zip(graphs, (flush, both), strict=True):
             graph.capture(_repeated(step))

@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 
 from ...core import KVPart
-from ...model_runner.cuda_graphs import CudaGraph
+from ...model_runner.cuda_graphs import CudaGraph, SharedPool
 
 ATTENTION = "offload_rt_resident"
 """Name under which the attention function is registered in transformers, which creates no mask for custom functions."""
@@ -75,7 +75,7 @@ class Resident:
         """Run one forward pass. On a CUDA device, the second step is captured, and later steps replay it."""
         self._steps += 1
         if self._graph is None and self._steps > 1 and self._tokens.is_cuda:
-            self._graph = CudaGraph(torch.cuda.graph_pool_handle())
+            self._graph = SharedPool(self._tokens.device).new_graph()
             self._graph.capture(self._forward)
         if self._graph is None:
             self._forward()
