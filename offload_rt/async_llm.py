@@ -49,6 +49,7 @@ class AsyncLLM:
         read_only: Reuse stored KV, but store no new KV and refuse sessions. Another process may write to the store.
 
     Raises:
+        InputError: `llm` is not an `LLM`.
         ConfigError, StoreError: The store cannot be used. See `LLM.session`.
     """
 
@@ -61,6 +62,8 @@ class AsyncLLM:
         store_options: StoreOptions | None = None,
         read_only: bool = False,
     ) -> None:
+        if not isinstance(llm, LLM):
+            raise InputError(f"llm={describe_value(llm)}; it must be an LLM: create AsyncLLM(LLM(model))")
         self._llm, self._max_waiting = llm, check_int_or_none("max_waiting", max_waiting, 1)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         opened = None if store is None else llm.session_store(store, store_options, read_only=read_only)

@@ -184,7 +184,8 @@ class LLM:
 
         Raises:
             InputError: The prompt is empty or has invalid ids, or more than one completion is requested.
-            ModelError: Prompt and output together exceed the model's context length.
+            ModelError: Prompt and output together exceed `max_model_len`, or the absolute positions of the model. Other
+                models may exceed the length that they were trained for, with a warning.
             PoolFullError: The KV cache is too small.
         """
         self._check_open()

@@ -30,7 +30,7 @@ from ..models.weights import ON_DEVICE, Placement
 from ..planning.device_plan import DevicePlan, check_device_kv, plan_for, requested_placement
 from ..planning.host_memory import check_conversion, divide_host_memory
 from ..policies.base import Policy
-from ..policies.registry import ArtifactLoader, make_policy, options_class
+from ..policies.registry import ArtifactLoader, make_policy, options_class, parse_options
 from ..skewing.artifact import SkewArtifact
 from ..skewing.calibrate import cached_artifact
 from ..skewing.tuned import default_options, load_artifact
@@ -65,8 +65,10 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
     check_device_kv(config, device)
+    # Check the options before loading the model, which takes long.
+    parse_options(config.policy, default_options(config.skew, config.policy, config.policy_options, fingerprint=None))
     with on_device(device):  # loading includes verification and calibration, which launch kernels
-        _check_launches(device)  # check before loading the model, which takes long
+        _check_launches(device)
         return _build(model, config, tokenizer)
 
 

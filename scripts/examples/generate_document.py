@@ -29,7 +29,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--policy", default="infinigen")
     parser.add_argument("--host-memory", help="limit of KV in host memory, such as 64GiB")
     parser.add_argument("--seed", type=int)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if min(args.chapters, args.chapter_tokens) < 1:
+        parser.error("--chapters and --chapter-tokens must be at least 1")
+    return args
 
 
 def main() -> None:

@@ -34,10 +34,11 @@ def chapter_of(text: str, heading: str) -> str:
 
     Raises InputError if there is no such line.
     """
-    lines, word = text.splitlines(keepends=True), heading.split()[0]
+    lines = text.splitlines(keepends=True)
     start = next((i for i, line in enumerate(lines) if line.startswith(heading)), None)
-    if start is None:
+    if start is None or not heading.strip():
         raise InputError(f"no line of the document begins with {heading!r}: copy the heading exactly")
+    word = heading.split()[0]
     stop = next((i for i in range(start + 1, len(lines)) if lines[i].startswith(word)), len(lines))
     return "".join(lines[start:stop])
 

@@ -279,6 +279,8 @@ def test_a_request_beyond_the_queue_limit_is_refused() -> None:
     run_and_check_cleanup(send_requests, max_waiting=3)
     with pytest.raises(InputError, match="max_waiting=0"):
         AsyncLLM(make_llm(), max_waiting=0)
+    with pytest.raises(InputError, match=r"llm='reference' is str; it must be an LLM"):
+        AsyncLLM("reference")  # type: ignore[arg-type]
 
 
 def test_clients_may_use_several_event_loops(generate_alone: Any) -> None:

@@ -32,6 +32,17 @@ from offload_rt.storage.options import StoreOptions
 from offload_rt.utils.config_fields import Size, check_fields, option
 
 
+def test_policies_are_checked_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.engine.build.load_model", lambda *given, **named: pytest.fail("loaded the model"))
+    for wrong, words in (
+        ({"policy": "infinigin"}, "did you mean 'infinigen'"),
+        ({"policy_options": {"max_fractions": 0.1}}, "did you mean 'max_fraction'"),
+        ({"policy_options": {"max_fraction": 5}}, "max_fraction=5"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            LLM("reference", **wrong)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -24,6 +24,9 @@ def test_repeated_command_continues_the_document(
 
 def test_invalid_input_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "novel.txt"
+    monkeypatch.setattr("sys.argv", ["generate_document.py", str(path), "--chapters", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        load_example("generate_document").main()
     monkeypatch.setattr("sys.argv", ["generate_document.py", str(path), "--start", str(tmp_path / "none.txt")])
     with pytest.raises(SystemExit, match=r"none\.txt.*No such file"):
         load_example("generate_document").main()
