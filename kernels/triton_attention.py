@@ -25,6 +25,9 @@ _STEP_BYTES = 1 << 14
 Several iterations then fit in the shared memory of consumer cards (99 KiB).
 """
 
+_TILE_BYTES = 92 << 10
+"""Maximum number of bytes of queries, K and V in shared memory, which a consumer card limits to 99 KiB."""
+
 _QUERY_BYTES = 1 << 14
 """Maximum size in bytes of a program's queries (16 to 64 queries).
 
@@ -210,10 +213,15 @@ def sizes(d: int, itemsize: int, queries: int, *, same: bool) -> dict[str, int]:
     """
     columns = split_columns(d)
     rows = _STEP_BYTES // (columns["D"] * itemsize)
-    block = {"BLOCK": max(16, min(64, 2 * rows if same else rows)), "num_stages": 3 if rows >= 16 else 2}
+    block, stages = max(16, min(64, 2 * rows if same else rows)), 3 if rows >= 16 else 2
     warps = 8 if d * itemsize > 2048 else 4  # keys of 576 float32 numbers would spill registers
     queries = min(max_queries(d, itemsize), triton.next_power_of_2(queries))
-    return columns | block | {"QUERIES": queries, "SAME": same, "num_warps": warps}
+    planes, row_bytes = 1 if same else 2, (columns["D"] + columns["REST"]) * itemsize
+    # All but one of the iterations in flight are in shared memory. With a second tile, they may be too large.
+    if (block * planes * (stages - 1) + queries) * row_bytes > _TILE_BYTES:
+        block, stages = max(16, block // 2), 3 if block > 16 else 2
+    tiles = {"BLOCK": block, "num_stages": stages, "QUERIES": queries, "SAME": same, "num_warps": warps}
+    return columns | tiles
 
 
 def max_queries(d: int, itemsize: int) -> int:

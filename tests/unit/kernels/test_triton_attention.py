@@ -87,3 +87,16 @@ def test_block_has_at_least_16_rows(d: int, itemsize: int) -> None:
     from offload_rt.kernels.triton_attention import sizes
 
     assert all(sizes(d, itemsize, 4, same=same)["BLOCK"] >= 16 for same in (False, True))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_fit_the_shared_memory_of_a_consumer_card(itemsize: int) -> None:
+    """Triton keeps the queries, and K and V of all but one of the iterations in flight, in shared memory (99 KiB)."""
+    from offload_rt.kernels.triton_attention import sizes
+
+    # With more than 512 dimensions, the keys contain the values (latent attention).
+    for d, same in [*((d, False) for d in range(16, 513, 8)), *((d, True) for d in range(16, 577, 8))]:
+        tiles = sizes(d, itemsize, 64, same=same)
+        kv = tiles["BLOCK"] * (1 if same else 2) * (tiles["num_stages"] - 1)
+        used = (kv + tiles["QUERIES"]) * (tiles["D"] + tiles["REST"]) * itemsize
+        assert used <= 97 << 10, (d, same)
