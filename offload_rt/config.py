@@ -137,7 +137,8 @@ class EngineConfig:
             is calibrated once on a text that comes with the package, and the result is cached.
         kv_cache_dtype: "auto" stores KV in the model's dtype. "int8", "int4" and "int2" quantise KV in host memory,
             which reduces memory and transfers. Prefill uses unquantised KV. Prefixes with quantised KV are not shared.
-            Keys of Qwen2 and Qwen2.5 checkpoints are scaled first, unless `skew` is given.
+            Keys of Qwen2 and Qwen2.5 checkpoints are scaled first, unless `skew` is given. The weights must be plain or
+            packed by offload-rt.
         enable_prefix_caching: Compute and store a common prefix of prompts once, even for prompts in different calls.
             Only KV of exact attention is shared, so results depend on earlier requests only through rounding: after a
             cached prefix, fewer tokens are computed together. Policies that select tokens can enlarge this difference,

@@ -29,10 +29,10 @@ from .openai_batch import ServerRequest, process_openai
 ShowProgress = Callable[[int, int], None]
 """Called with the number of processed requests and the total number of requests."""
 
+# Each line of results begins with an id, followed by one of `_AFTER_ID`.
 _BEGINNING = b'{"id": "'
 _ID = re.compile(_BEGINNING + rb'(?:[^"\\]|\\.)*"')
 _AFTER_ID = (b', "outputs": ', b', "error": ', b', "custom_id": ')
-"""Each line of results begins with an id, followed by one of these."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         results.close()
     if failed:
-        console.print(f"{failed:,} of them failed: see the field 'error' of their results", markup=False)
+        console.print(f"{failed:,} requests failed: see the field 'error' of their results", markup=False)
     return 1 if failed else 0
 
 

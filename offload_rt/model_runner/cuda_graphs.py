@@ -23,6 +23,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +44,10 @@ class Graph(Protocol):
     """A recorded sequence of kernel launches, with the memory that the kernels allocate."""
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Record the launches of `body`. Return the results of `body`, which become valid after `replay`."""
+        """Record the launches of `body`. Return the results of `body`, which become valid after `replay`.
+
+        If `body` raises an error, the same error is raised.
+        """
         ...
 
     def replay(self) -> None:
@@ -61,15 +65,26 @@ class CudaGraph:
         self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        before = torch.cuda.current_stream()
+        with torch.cuda.device(self._stream.device):
+            return self._capture(body, torch.cuda.current_stream())
+
+    def _capture(self, body: Body, before: torch.cuda.Stream) -> tuple[torch.Tensor, ...]:
+        interrupted: BaseException | None = None
         try:
             # Do not capture launches of other threads: the saver thread may wait for write-backs during the capture.
             with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                return body()
-        except BaseException:
+                try:
+                    return body()
+                except BaseException as error:
+                    interrupted = error
+                    raise
+        except BaseException as error:
             if torch.cuda.current_stream() != before:
                 self._give_up(before)
-            raise
+            # Ending an interrupted capture may raise a second error, which does not name the cause.
+            raise interrupted or error  # noqa: B904
+        finally:
+            interrupted = None  # otherwise, a reference cycle would keep the graph and its memory
 
     def _give_up(self, before: torch.cuda.Stream) -> None:
         """Finish a capture that torch could not end, for example because of a forbidden operation.
@@ -78,13 +93,22 @@ class CudaGraph:
         memory that two streams have used is never freed, and no later capture can use the pool.
         """
         torch.cuda.set_stream(before)
-        allocator: Any = torch._C
-        with suppress(RuntimeError):  # raised if the allocator is not in this state
-            allocator._cuda_endAllocateToPool(before.device.index, self._pool)
-            allocator._cuda_releasePool(before.device.index, self._pool)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            if (finish := getattr(torch._C, name, None)) is not None:
+                with suppress(RuntimeError):  # raised if the allocator is not in this state
+                    finish(before.device.index, self._pool)
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for all captures on a device. cuBLAS keeps a workspace for each stream that it has used.
+
+    torch's default is a stream on the device of the first capture in the process.
+    """
+    return torch.cuda.Stream(device)
 
 
 class SharedPool:
@@ -98,14 +122,11 @@ class SharedPool:
         self._graphs = weakref.WeakSet[CudaGraph]()
         self._handle: Any = None
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
 
     def new_graph(self) -> CudaGraph:
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
-        if self._stream is None:  # torch's default is a stream on the device of the first capture in the process
-            self._stream = torch.cuda.Stream(self._device)
-        graph = CudaGraph(self._handle, self._stream)
+        graph = CudaGraph(self._handle, capture_stream(self._device))
         self._graphs.add(graph)
         return graph
 
@@ -214,7 +235,7 @@ class GraphSteps:
             return self._capture(batch, inputs)
         except RuntimeError as error:
             inputs.rows.forget()
-            if _out_of_memory(error):
+            if isinstance(error, torch.OutOfMemoryError):
                 self._free_memory(inputs)
                 return None
             if inputs not in self._ran_eagerly:
@@ -223,7 +244,7 @@ class GraphSteps:
             self._disabled = True
             _log.warning(
                 "decode steps of this model cannot be captured as CUDA graphs and may be several times slower (set "
-                "cuda_graphs=False to hide this warning): %s", str(_first_of(error)).splitlines()[0],
+                "cuda_graphs=False to hide this warning): %s", (str(error).splitlines() or [type(error).__name__])[0],
             )  # fmt: skip
             return None
 
@@ -245,20 +266,6 @@ class GraphSteps:
             "several times slower; lower max_num_seqs or max_model_len, or set cuda_graphs=False to hide this warning",
             inputs.size, inputs.capacity,
         )  # fmt: skip
-
-
-def _first_of(error: BaseException) -> BaseException:
-    """Return the error that interrupted a capture. Ending the capture may have raised further errors."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
-def _out_of_memory(error: BaseException | None) -> bool:
-    # Ending an interrupted capture may raise a second error. The first error is then the context of the second.
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__context__
-    return error is not None
 
 
 def _capturable(batch: DecodeBatch) -> bool:

@@ -17,6 +17,9 @@ from ..utils.small_files import read_json, read_small
 
 FORMAT = 1
 
+_ADDED = {"more", "goal"}
+"""Fields that files of earlier versions do not have."""
+
 
 def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
     """Replace a file atomically, even if the machine stops during the write. Raise InputError if this fails."""
@@ -187,7 +190,8 @@ class DocumentFolder:
         path = self.path / name
         try:
             content = read_json(path)
-            if content.pop("format") != FORMAT or set(content) != {one.name for one in fields(kind)}:
+            names = {one.name for one in fields(kind)}
+            if content.pop("format") != FORMAT or not names - _ADDED <= set(content) <= names:
                 raise ValueError
             found = kind(**content)
             _check_fields(found)

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
+import torch
 
 from offload_rt.kv_cache import arena
+from offload_rt.model_runner import cuda_graphs
 
 from . import copies
 from .copies import Sync, register
@@ -56,6 +59,7 @@ def simulated(
         ignore_late_unregistration()
         patch.setattr(copies, "current", [sim])
         patch_torch(patch, sim)
+        patch.setattr(cuda_graphs, "capture_stream", cache(torch.cuda.Stream))
         patch_triton(patch, sim)
         sim.memory.in_place = in_place
         patch.setattr(arena, "device_pointer", lambda address: address if in_place else address + (1 << 40))

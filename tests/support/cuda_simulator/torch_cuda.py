@@ -98,6 +98,7 @@ class Graph:
     def __init__(self, sim: Simulator) -> None:
         self._sim = sim
         self._captured: Capture | None = None
+        self._complete = False
 
     def begin(self, pool: int, queue: Queue, mode: str) -> None:
         if self._sim.graphs.get(pool) == 0:
@@ -114,20 +115,23 @@ class Graph:
             queue.capture = None
         self._captured.check_complete()
         self._sim.memory.end_pool(self._captured.pool)
+        self._complete = True
 
     def __del__(self) -> None:
-        if self._captured is None:
-            return
-        pool = self._captured.pool
-        self._sim.graphs[pool] -= 1
-        if not self._sim.graphs[pool]:
-            self._sim.memory.drop_pool(pool)
+        if self._captured is not None and self._complete:  # torch keeps the pool of a capture that it could not end
+            release_pool(self._sim, self._captured.pool)
 
     def replay(self) -> None:
         assert self._captured is not None
         self._sim.launched["graph"] += 1
         self._sim.nodes = self._captured.nodes
         self._sim.engine.replay(self._captured, self._sim.stream())
+
+
+def release_pool(sim: Simulator, pool: int) -> None:
+    sim.graphs[pool] -= 1
+    if not sim.graphs[pool]:
+        sim.memory.drop_pool(pool)
 
 
 @cache
@@ -241,7 +245,7 @@ def patch_torch(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     for name, value in _accelerator(values).items():
         patch.setattr(torch.accelerator, name, value)
     patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: memory.end_pool(pool), raising=False)
-    patch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: None, raising=False)
+    patch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: release_pool(sim, pool), raising=False)
     patch.setattr(torch, "Stream", values["Stream"])
     patch.setattr(torch, "Event", values["Event"])
     patch.setattr(torch, "Generator", _Generator)

@@ -199,6 +199,16 @@ def test_more_tokens_are_counted_once_after_an_interruption(
         assert f"{total} new tokens, complete" in cli(*flags, more).err
 
 
+def test_progress_of_an_earlier_version_is_read(tmp_path: Path, long_context: str) -> None:
+    novel, progress = tmp_path / "novel.txt", tmp_path / "novel.txt.session" / "progress.json"
+    write(long_context, novel, beginning="It was", sampling_params=SAMPLED, max_tokens=8)
+    stored = json.loads(progress.read_text())
+    del stored["more"], stored["goal"]
+    progress.write_text(json.dumps(stored))
+    done = write(long_context, novel, max_tokens=16)
+    assert done is not None and done.new_tokens == 16
+
+
 def test_a_document_with_chapters_is_extended_by_chapters(tmp_path: Path, cli: Cli, long_context: str) -> None:
     novel, outline = str(tmp_path / "novel.txt"), tmp_path / "outline.txt"
     outline.write_text("One\nTwo\n")

@@ -124,6 +124,16 @@ def test_keys_of_gguf_files_are_scaled(tmp_path: Path) -> None:
         loading.load_model(path, dtype="float32", verify="off", quantised_kv=each) for each in (False, True)
     )
     assert scaled.fingerprint != plain.fingerprint
+    x = torch.randn(3, 128)
+    for one, other in zip(plain.layers, scaled.layers, strict=True):
+        assert products(one, x).equal(products(other, x))
+
+
+def products(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the products of all channels of queries and keys, `[n, Hq, d]`."""
+    attention = layer.self_attn
+    queries, keys = (each(x).view(len(x), -1, attention.head_dim) for each in (attention.q_proj, attention.k_proj))
+    return queries * keys.repeat_interleave(attention.num_key_value_groups, dim=1)
 
 
 def test_keys_are_not_scaled_if_a_skew_artifact_is_given(folder: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_rows_unpack_to_the_same_numbers(form: PackedFormat) -> None:
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_rows_are_scaled_exactly(form: PackedFormat, interleaved: bool) -> None:
     rows, weights = random_rows(form, 21)
-    scales = torch.randint(-8, 9, (21,)).float().exp2()
+    scales = torch.randint(-3, 4, (21,)).float().exp2()  # larger ones would round numbers close to 0
     if interleaved:
         form, rows = form.for_cpu(), interleave(rows)
     before = rows.clone()
