@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,24 +159,31 @@ def test_an_end_token_ends_a_chapter(tmp_path: Path, long_context: str) -> None:
     assert parts.read_text() == whole.read_text()
 
 
-def test_a_document_is_continued_after_ctrl_c(
-    tmp_path: Path, cli: Cli, long_context: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def interrupted_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Press Ctrl-C after `count` pieces of text."""
     append, calls = TextFile.append, list[str]()
 
     def interrupted(file: Any, text: str) -> None:
         calls.append(text)
         append(file, text)
-        if len(calls) == 20:
+        if len(calls) == count:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(TextFile, "append", interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(TextFile, "append", interrupted)
+        yield
+
+
+def test_a_document_is_continued_after_ctrl_c(
+    tmp_path: Path, cli: Cli, long_context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ("write", long_context, str(tmp_path / "novel.txt"), "It was", "--max-new-tokens", "30", "--policy", "full")
     flags = (*flags, "--seed", "1", "--ignore-eos")
-    run = cli(*flags)
+    with interrupted_at(20, monkeypatch):
+        run = cli(*flags)
     assert (run.code, run.out) == (INTERRUPTED, "") and "the same command continues" in run.err
     assert "Traceback" not in run.err
-    monkeypatch.setattr(TextFile, "append", append)
     assert cli(*flags, "--quiet").err == ""
     again = cli(*flags)
     assert again.code == 0 and "is complete: 30 new tokens" in again.err
@@ -183,17 +192,8 @@ def test_a_document_is_continued_after_ctrl_c(
 def test_more_tokens_are_counted_once_after_an_interruption(
     tmp_path: Path, cli: Cli, long_context: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append, calls = TextFile.append, list[str]()
-
-    def interrupted(file: Any, text: str) -> None:
-        calls.append(text)
-        append(file, text)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-
     flags = ("write", long_context, str(tmp_path / "novel.txt"), "It was", "--policy", "full", "--ignore-eos", "--more")
-    with monkeypatch.context() as patch:
-        patch.setattr(TextFile, "append", interrupted)
+    with interrupted_at(5, monkeypatch):
         assert cli(*flags, "8").code == INTERRUPTED
     for more, total in (("8", 8), ("8", 16), ("3", 19)):
         assert f"{total} new tokens, complete" in cli(*flags, more).err
