@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import fcntl
 import importlib.util
 import json
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 from ..config import EngineConfig
 from ..errors import ConfigError, InputError, OffloadError
 from ..sampling_params import SamplingParams
-from ..utils.config_fields import check
+from ..utils.config_fields import check, suggestion
 from ..utils.extras import install_command
 from ..utils.small_files import parse_json
 from .common import add_command, load_llm, stderr_console
@@ -148,8 +147,7 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 def _check_options(given: Iterable[str]) -> None:
     known = [field.name for field in fields(SamplingParams)]
     for name in given:
-        near = difflib.get_close_matches(name, known, n=1)
-        check(name in known, f"{name!r} is not a sampling option{f'; did you mean {near[0]!r}?' if near else ''}")
+        check(name in known, f"{name!r} is not a sampling option{suggestion(name, known)}")
 
 
 class Results:

@@ -11,7 +11,6 @@ because the command line needs only the options and importing torch is slow. Exa
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from ..config import SkewMethod
 from ..errors import ConfigError
-from ..utils.config_fields import check_choice, check_fields, from_mapping, option_of
+from ..utils.config_fields import check_choice, check_fields, from_mapping, option_of, suggestion
 
 if TYPE_CHECKING:
     import torch
@@ -168,8 +167,7 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
         raise ConfigError(f"policy {name!r} has no options, but was given {', '.join(sorted(options))}")
     names = [field.name for field in fields(options_type)]
     for unknown in sorted(options.keys() - {*names, "preset"}):
-        similar = difflib.get_close_matches(unknown, names, n=1)
-        hint = f"; did you mean {similar[0]!r}?" if similar else f" (its options: {', '.join(names)})"
+        hint = suggestion(unknown, names) or f" (its options: {', '.join(names)})"
         raise ConfigError(f"policy {name!r} has no option {unknown!r}{hint}")
     return options_type.parse(options)
 

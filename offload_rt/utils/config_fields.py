@@ -26,15 +26,18 @@ Duration = Annotated[float, "seconds"]
 """Duration in seconds. A configuration also accepts text such as "7d"."""
 
 
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return a part of an error message that suggests the known name most similar to `name`, or ""."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise ConfigError if `value` is not in `choices`. The message suggests a similar choice."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
-        raise ConfigError(
-            f"{name}={value!r:.80} is unknown{f'; did you mean {near[0]!r}?' if near else ''} "
-            f"(one of: {', '.join(known)})"
-        )
+        hint = suggestion(str(value), known)
+        raise ConfigError(f"{name}={value!r:.80} is unknown{hint} (one of: {', '.join(known)})")
 
 
 LARGEST: Final = 1 << 1000  # larger integers cannot be converted to float
